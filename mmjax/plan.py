@@ -1,6 +1,7 @@
 """See what a run will do, without its hardware: ``python -m mmjax.plan CONFIG cluster=h100x8x8 [a.b=value ...]``.
 
-``cluster=here`` is this machine; with ``--profile``, the layers' times are measured on it.
+``cluster=here`` is this machine; with ``--profile``, the layers' times are measured on it. ``units=auto`` looks for the
+fastest units, devices for each module, and compares them with the best single mesh.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import Any
 import jax
 
 from mmjax.autotune.compile_memory import CompiledProgram, aot_devices
-from mmjax.autotune.forecast import BalanceForecast, RunForecast, compile_forecast, forecast_run
+from mmjax.autotune.forecast import (
+    BalanceForecast,
+    MeshForecast,
+    RunForecast,
+    compile_forecast,
+    forecast_best_mesh,
+    forecast_run,
+)
 from mmjax.autotune.memory_plan import describe_shortage, device_speed
 from mmjax.config import Config
 from mmjax.config.loading import copy_config, default_config, find_config, load
@@ -28,14 +36,19 @@ from mmjax.data.plan.length_index import LengthIndex, build_index, index_of_leng
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
+from mmjax.parallel.sharding import mesh_sizes
+from mmjax.pipeline.choose_units import choose_units
+from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
+from mmjax.pipeline.stage_plan import memory_plan_of
 from mmjax.planning.flops import parameters
-from mmjax.planning.hardware import USABLE, parse_cluster
+from mmjax.planning.hardware import USABLE, Cluster, parse_cluster
 from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.step_time import Speed
 from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
 from mmjax.training.announce import describe_memory_plan, replication_warning
+from mmjax.training.pipeline_report import pipeline_numbers, report_pipeline
 
 SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no data
 # Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers in it; fitted to 7
@@ -43,6 +56,7 @@ SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no
 PROGRAM_SECONDS = 4.0
 STACK_SECONDS = 3.5
 HERE = "here"  # in place of a cluster's name
+AUTO = "units=auto"  # in place of a config's units: those of the fastest allocation
 COMMAND_KEYS = ("cluster", "price")  # words that are the command's, not the config's
 
 
@@ -77,12 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = [word for word in args.words if word.partition("=")[0] not in COMMAND_KEYS]
     named = next((word for word in words if "=" not in word), "")
     path = find_config(named) if named else default_config()
-    config = load(path, [word for word in words if word is not named])
-    if config.units:
-        raise UserError(
-            "units: this command forecasts one mesh for all modules; add units={} to see that forecast. A run on units "
-            "prints its own, stage by stage, before it compiles anything"
-        )
+    chooses = AUTO in words
+    config = load(path, [word for word in words if word not in (named, AUTO)])
     if not options.get("cluster"):
         raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine")
     on_this_machine = options["cluster"] == HERE
@@ -95,6 +105,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None  # None: from the cluster's data sheet
     if on_this_machine:
         measure_speed = lambda layouts: device_speed(config, layouts, jax.devices()[0], args.profile)  # noqa: E731
+    if config.units or chooses:
+        if args.picture is not None or args.compile:
+            raise UserError("--picture and --compile are for one mesh; add units={} to see its forecast")
+        if chooses:
+            speed = Speed(cluster.device.rates(config.training.precision))
+            pipeline = choose_units(config, cluster, index, weights, speed)
+        else:
+            pipeline = forecast_pipeline(config, cluster, index, weights, measure_speed)
+            speed = pipeline.speed
+        mesh = forecast_best_mesh(config, cluster, index, weights, speed)
+        if pipeline is None and mesh is None:
+            raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
+        if args.json:
+            print_lines(json.dumps(pipeline_numbers(pipeline, mesh)))
+        else:
+            print_lines(*report_pipeline(config, cluster, pipeline, mesh, source))
+        if args.out is not None:
+            # Units that a person wrote are wanted; units=auto takes what is faster.
+            units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
+            args.out.write_text(_units_plan(pipeline) if units else _mesh_plan(mesh, cluster))
+        return
     forecast = forecast_run(config, cluster, index, weights, measure_speed)
     compiled = None if devices is None else compile_forecast(forecast, devices)
     if args.json:
@@ -119,6 +150,22 @@ def _write_plan(forecast: RunForecast, path: Path) -> None:
         forecast.config, str(forecast.cluster), forecast.mesh, memory.policies, memory.loss_chunks, expected
     )
     path.write_text(text)
+
+
+def _units_plan(forecast: PipelineForecast) -> str:
+    config = forecast.config
+    policies = memory_plan_of(config, forecast.stages, forecast.limit, config.training.loss_chunks or 1).policies
+    expected = {"seconds": forecast.seconds, "mfu": forecast.mfu, "memory": max(s.bytes for s in forecast.stages)}
+    # Units want the mesh as it is by default.
+    mesh = {"data": -1, "fsdp": 1, "tensor": 1}
+    return plan_text(config, str(forecast.cluster), mesh, policies, config.training.loss_chunks or 1, expected)
+
+
+def _mesh_plan(forecast: MeshForecast, cluster: Cluster) -> str:
+    config, memory = forecast.config, forecast.memory_plan
+    mesh = mesh_sizes(config.mesh, cluster.devices)
+    expected = {"seconds": forecast.time.total, "mfu": forecast.mfu, "memory": memory.device}
+    return plan_text(config, str(cluster), mesh, memory.policies, memory.loss_chunks, expected)
 
 
 def _parse_price(text: str | None) -> float | None:

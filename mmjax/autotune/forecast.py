@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,9 +17,9 @@ from mmjax.autotune.memory_plan import (
     plan_memory_of_run,
     suggest_settings,
 )
-from mmjax.balance.parts import LLM, dist_ratio
-from mmjax.config import Config, LlmBalance, ModelConfig, NoBalance, PostBalance
-from mmjax.data.plan.grouping import make_budget
+from mmjax.balance.parts import dist_ratio
+from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples
+from mmjax.data.plan.grouping import Budget, make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
@@ -34,6 +34,11 @@ from mmjax.runtime.devices import make_topology
 
 SAMPLES = 50_000  # about so many, in 2 to 32 steps, are planned to see what a step is like
 DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
+# Of the meshes that are compared with a pipeline: microbatches that are planned, shards, and powers of two of a step's
+# microbatches.
+MICROBATCHES = 64
+FSDP = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MAX_DOUBLINGS = 9
 
 
 @dataclass(frozen=True)
@@ -82,13 +87,8 @@ class RunForecast:
 
     @property
     def basis(self) -> str:
-        """Describe what the times rest on: the layers' measured times, or an assumed share of the peak."""
-        if set(self.speed.measured) >= {"llm", *self.config.model.encoders}:
-            return "from layer times measured on this machine"
-        rates = self.speed.rates
-        attention = f", {ATTENTION_EFFICIENCY:.0%} in attention" if rates.attention else ""
-        launch = f", {1e6 * rates.launch:.0f} us a kernel" if rates.launch else ""
-        return f"assumes {COMPUTE_EFFICIENCY:.0%} of peak{attention}{launch}"
+        """Describe what the times rest on."""
+        return describe_basis(self.config, self.speed)
 
     @property
     def steps(self) -> int:
@@ -100,6 +100,69 @@ class RunForecast:
     def hours(self) -> float:
         """Return the hours that the whole run takes."""
         return self.steps * self.chosen.time.total / 3600
+
+
+def dry_run_steps(budget: Budget) -> int:
+    """Return the number of first steps by which shapes are chosen."""
+    return max(2, int(DRY_RUN / budget.samples_per_step))
+
+
+@dataclass(frozen=True)
+class MeshForecast:
+    """Forecast of a run on the best of several meshes for all modules."""
+
+    config: Config  # with this mesh, and rows and microbatches for it
+    memory_plan: MemoryPlan
+    time: StepTime  # mean over steps
+    mfu: float
+
+
+def forecast_best_mesh(
+    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], speed: Speed
+) -> MeshForecast | None:
+    """Find the mesh on which a run without units is fastest; None where none fits.
+
+    Every module has one row on every rank. Of the least number of microbatches, doubled from 1, with which some
+    `mesh.fsdp` fits, and of twice as many, the fastest counts; `tensor` stays 1.
+    """
+    devices = cluster.devices
+    tracer = ActivationTracer(replace(config, model=resolve_attention(config.model, speed.rates)))
+    topology = make_topology(MeshConfig(), devices, cluster.per_node, 1)
+    best: MeshForecast | None = None
+    for doublings in range(MAX_DOUBLINGS):
+        batch = replace(config.batch, microbatches=2**doublings, rows=dict.fromkeys(config.batch.rows, devices))
+        if isinstance(batch.size, Samples) and batch.size.count < devices * batch.microbatches:
+            break
+        candidate = replace(config, units={}, batch=batch)
+        budget = make_budget(index, candidate, weights)
+        steps = max(1, MICROBATCHES // batch.microbatches)
+        planner, layout = make_planner(index, candidate, weights, topology, budget, steps)
+        plans = [planner.plan(step) for step in range(min(2, steps))]
+        needed = needed_flops(config, index, np.concatenate([plan.samples() for plan in plans])) / len(plans)
+        fitting = []
+        for fsdp in (n for n in FSDP if devices % n == 0 and n <= devices):
+            on_mesh = replace(candidate, mesh=replace(config.mesh, data=devices // fsdp, fsdp=fsdp))
+            mesh = mesh_sizes(on_mesh.mesh, devices)
+            forecast = _forecast(on_mesh, cluster, mesh, layout, plans, index, tracer, speed)
+            if forecast.memory_plan.fits:
+                seconds = forecast.time.total
+                mfu = needed / (seconds * cluster.device.peak(config.training.precision) * devices)
+                fitting.append(MeshForecast(on_mesh, forecast.memory_plan, forecast.time, mfu))
+        fastest = min(fitting, key=lambda f: f.time.total, default=None)
+        if best is not None:
+            return min((best, fastest or best), key=lambda f: f.time.total)
+        best = fastest
+    return best
+
+
+def describe_basis(config: Config, speed: Speed) -> str:
+    """Describe what times rest on: the layers' measured times, or an assumed share of the peak."""
+    if set(speed.measured) >= {"llm", *config.model.encoders}:
+        return "from layer times measured on this machine"
+    rates = speed.rates
+    attention = f", {ATTENTION_EFFICIENCY:.0%} in attention" if rates.attention else ""
+    launch = f", {1e6 * rates.launch:.0f} us a kernel" if rates.launch else ""
+    return f"assumes {COMPUTE_EFFICIENCY:.0%} of peak{attention}{launch}"
 
 
 def forecast_run(
@@ -125,7 +188,7 @@ def forecast_run(
     # The config's own balance comes last, so that it replaces the default settings of its kind.
     balances: tuple[Balance, ...] = (NoBalance(), LlmBalance(), PostBalance(), config.batch.balance)
     configs = {b.kind: replace(config, batch=replace(config.batch, balance=b)) for b in balances}
-    dry_run = max(2, int(DRY_RUN / budget.samples_per_step))
+    dry_run = dry_run_steps(budget)
     steps = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
     planners = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in configs.items()}
     speed = Speed(rates)
@@ -153,7 +216,7 @@ def forecast_run(
         epoch=planner.grouper.epoch_samples,
         samples=len(samples) / steps,
         tokens=float(index.llm_tokens[samples].sum()) / steps,
-        needed=_model_flops(config, index, samples) / steps,
+        needed=needed_flops(config, index, samples) / steps,
         speed=speed,
         nearest=remedy,
         longest=index.longest(),
@@ -186,8 +249,10 @@ def _forecast(
     machine = ClusterRun(cluster, mesh, memory_plan.sharding, speed, activation, loss_chunks=memory_plan.loss_chunks)
     model = resolve_attention(config.model, speed.rates)
     microbatches = [m for plan in plans for m in plan.microbatches]
+    topology = layout.topology
+    ranks = {"llm": topology.ranks} | dict.fromkeys(model.encoders, topology.ranks * topology.encoders_per_rank)
     batches = [
-        replace(device_microbatch(config, layout, m.shape), pairs=_visited_pairs(model, layout, m))
+        replace(device_microbatch(config, layout, m.shape), pairs=visited_on_device(model, layout, m, ranks))
         for m in microbatches
     ]
     time = step_time(memory_plan.applied(model), batches, memory_plan.unsaved, machine, config.optimizer)
@@ -205,8 +270,13 @@ def _forecast(
     )
 
 
-def _visited_pairs(model: ModelConfig, layout: RankLayout, microbatch: MicrobatchPlan) -> dict[str, float]:
-    """Count the pairs in the blocks that attention visits on the device with most, by tower; not of dense attention."""
+def visited_on_device(
+    model: ModelConfig, layout: RankLayout, microbatch: MicrobatchPlan, ranks: Mapping[str, int]
+) -> dict[str, float]:
+    """Count the pairs in the blocks that attention visits on the device with most, by tower; not of dense attention.
+
+    ranks: over which each tower's rows lie.
+    """
     pairs = {}
     for k, (name, tower) in enumerate({"llm": model.llm, **model.encoders}.items()):
         if tower.attention == "dense":
@@ -220,12 +290,11 @@ def _visited_pairs(model: ModelConfig, layout: RankLayout, microbatch: Microbatc
             layout.topology.ranks * layout.rows[k],
             microbatch.shape.lengths[k],
         )
-        ranks = layout.topology.ranks * (1 if k == LLM else layout.topology.encoders_per_rank)
-        pairs[name] = float(by_row.reshape(ranks, -1).sum(1).max())
+        pairs[name] = float(by_row.reshape(ranks[name], -1).sum(1).max())
     return pairs
 
 
-def _model_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> float:
+def needed_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> float:
     """Count the FLOPs that the model needs for these samples, without padding and recomputation."""
     first = index.item_start[samples]
     count = np.diff(index.item_start)[samples]

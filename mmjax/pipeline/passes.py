@@ -50,6 +50,22 @@ def stage_graph(stages: Sequence[PlacedStage]) -> StageGraph:
     return StageGraph(tuple(edges), tuple(meshes.index(placed.mesh) for placed in stages))
 
 
+def trained_activations(stages: Sequence[Stage]) -> frozenset[str]:
+    """Name the activations that something trainable has part in: only of these a gradient is sent.
+
+    stages: each behind those whose activations it takes.
+    """
+    trained: set[str] = set()
+    for stage in stages:
+        abstract = stage.select(stage.model.abstract)
+        trainable = partition(abstract, stage.model.frozen & modules_of(abstract))[0]
+        # A connector's tokens go to the LLM: what goes into the encoder's next layer is none of its making.
+        connector = trainable.pop("connectors", {})
+        layers = bool(jax.tree.leaves(trainable)) or not trained.isdisjoint(stage.inputs)
+        trained |= {name for name in stage.outputs if layers or (connector and name != stage.layers_output)}
+    return frozenset(trained)
+
+
 class Gradients:
     """One step's gradients on their way: what has arrived at every stage, and what is kept for backward."""
 
@@ -86,7 +102,7 @@ class Passes:
         # The one stage that takes an array, and the one that makes it, by the array's name.
         self.consumer = {name: n for n, placed in enumerate(stages) for name in placed.stage.inputs}
         self.producer = {name: n for n, placed in enumerate(stages) for name in placed.stage.outputs}
-        trained = self._trained_activations()
+        trained = trained_activations([stages[number].stage for number in self.graph.topological])
         self.programs = [
             StageProgram(
                 placed.stage,
@@ -108,19 +124,6 @@ class Passes:
         self._waited = 0.0  # when arrays were last waited for
         # The pass at which this process is, its number in the step, and what it takes; for the watchdog.
         self._position: tuple[int, Action | None, Activations] = (0, None, {})
-
-    def _trained_activations(self) -> frozenset[str]:
-        """Name the activations that something trainable has part in: only of these a gradient is sent."""
-        trained: set[str] = set()
-        for number in self.graph.topological:
-            stage = self.stages[number].stage
-            abstract = stage.select(stage.model.abstract)
-            trainable = partition(abstract, stage.model.frozen & modules_of(abstract))[0]
-            # A connector's tokens go to the LLM: what goes into the encoder's next layer is none of its making.
-            connector = trainable.pop("connectors", {})
-            layers = bool(jax.tree.leaves(trainable)) or not trained.isdisjoint(stage.inputs)
-            trained |= {name for name in stage.outputs if layers or (connector and name != stage.layers_output)}
-        return frozenset(trained)
 
     def wait(self, x: Any) -> Any:
         """Wait for arrays on a CPU; elsewhere programs and transfers are queued.

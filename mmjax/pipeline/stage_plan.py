@@ -1,22 +1,30 @@
-"""Plan every stage of a pipeline: remat policies with which its microbatches in flight fit, and its passes' times."""
+"""Plan every stage of a pipeline from its config, without its devices: remat policies, memory, times of its passes.
+
+A stage's microbatches in flight must fit beside its parameters. The same plan holds for a run and for a forecast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from mmjax.autotune.memory_plan import ActivationTracer
 from mmjax.config import Config, DecoderConfig, Remat
 from mmjax.config.model import Encoder
+from mmjax.config.training import unit_devices
 from mmjax.console import size
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import TENSOR, row_ranks
-from mmjax.pipeline.executor import PipelineExecutor
+from mmjax.models.model import Model, Stage, modules_of, partition
+from mmjax.parallel.sharding import AXES, TENSOR, ShardingRules, row_ranks, sharding
+from mmjax.pipeline.passes import trained_activations
 from mmjax.planning.flops import layer_policies, recompute_flops, stage_flops
 from mmjax.planning.memory import (
     ACTIVATION,
@@ -32,34 +40,111 @@ from mmjax.planning.memory import (
     token_bytes,
 )
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, StagePlan, choose_policies
-from mmjax.planning.schedules import Schedule, make_schedule
+from mmjax.planning.schedules import Schedule, list_stages, make_schedule, schedule_name, stage_cuts, unit_graph
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import row_work
+from mmjax.runtime.state import make_optimizer, shardings_with_moments
 
 
-def plan_stages(
-    config: Config, executor: PipelineExecutor, layout: RankLayout, speed: Speed, limit: MemoryLimit
-) -> list[StagePlan]:
+class ShardedStage(NamedTuple):
+    """A stage and what lies of it on each of its devices, which need not be there."""
+
+    name: str
+    stage: Stage
+    mesh: AbstractMesh
+    devices: range  # numbers in the order in which units take them; stages that share them have the same
+    parameters: int  # on all its devices together
+    trainable: float  # bytes on each device; with the last stage's copy of a tied embedding, which another updates
+    frozen: float  # bytes on each device in float32
+    moments: float  # bytes on each device
+    has_backward: bool
+
+
+def shard_stages(config: Config) -> list[ShardedStage]:
+    """Cut a model into the stages of its units, and its parameters over their meshes."""
+    cuts = stage_cuts(config)
+    model = Model.build(config.model, jnp.dtype(config.training.precision), cuts)
+    stages = {
+        (tower, stage.start): stage
+        for tower in ("llm", *config.model.encoders)
+        for stage in model.stages(tower, cuts.get(tower, ()))
+    }
+    placed = [stages[stage.tower, stage.layers.start] for stage in list_stages(config)]
+    trained = trained_activations([placed[number] for number in unit_graph(config).topological])
+    counts = [unit_devices(unit) for unit in config.units.values()]
+    firsts = dict(zip(config.units, accumulate(counts, initial=0), strict=False))
+    sharded = []
+    for in_unit, stage in zip(list_stages(config), placed, strict=True):
+        unit = config.units[in_unit.unit]
+        count = unit_devices(unit) // unit.pipeline
+        mesh = AbstractMesh((unit.data, unit.fsdp, unit.tensor, 1), AXES)
+        first = firsts[in_unit.unit] + in_unit.part * count
+        sharded.append(_shard_stage(config, in_unit.name, stage, mesh, range(first, first + count), trained))
+    return sharded
+
+
+def _shard_stage(
+    config: Config, name: str, stage: Stage, mesh: AbstractMesh, devices: range, trained: frozenset[str]
+) -> ShardedStage:
+    model, rules = stage.model, ShardingRules()
+    abstract = stage.select(model.abstract)
+    layouts = jax.tree.map(
+        lambda axes, leaf: sharding(mesh, rules, leaf.shape, axes),
+        stage.select(model.axes),
+        abstract,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    frozen = frozenset(model.frozen) & modules_of(abstract)
+    parts, part_layouts = partition(abstract, frozen), partition(layouts, frozen)
+    owned, owned_layouts = parts, part_layouts
+    if stage.tower == "llm" and model.config.llm.tied and not stage.first:
+        # The first stage owns the table and has its moments.
+        owned, owned_layouts = (
+            tuple(
+                {**part, "llm": {k: v for k, v in part["llm"].items() if k != "embed"}} if "llm" in part else part
+                for part in pair
+            )
+            for pair in (parts, part_layouts)
+        )
+    optimizer = replace(make_optimizer(config.optimizer, model.axes, model.dtype), offloads=False)
+    moments = jax.eval_shape(optimizer.init, owned[0])
+    moment_layouts = shardings_with_moments(optimizer, owned[0], *owned_layouts, mesh=mesh).optimizer
+    trainable_bytes, frozen_bytes = (_on_device(*pair) for pair in zip(parts, part_layouts, strict=True))
+    return ShardedStage(
+        name=name,
+        stage=stage,
+        mesh=mesh,
+        devices=devices,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(owned)),
+        trainable=trainable_bytes,
+        frozen=frozen_bytes,
+        moments=_on_device(moments, moment_layouts),
+        # A frozen encoder with a frozen connector has no backward pass; a frozen LLM behind something trained has one.
+        has_backward=bool(trained & set(stage.inputs) or jax.tree.leaves(parts[0])),
+    )
+
+
+def plan_stages(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimit) -> list[StagePlan]:
     """Choose the remat policies of every stage, with the least recomputation that fits its devices.
 
-    executor: of the same config, with any policies. Stages that share devices share their memory. Raises UserError
-    where a stage fits under no policies.
+    Stages that share devices share their memory. Raises UserError where a stage fits under no policies.
     """
-    schedule = make_schedule(executor.schedule, executor.graph, config.batch.microbatches)
+    stages = shard_stages(config)
+    schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
     tracer = ActivationTracer(config)
     plans: list[StagePlan] = []
-    for number, placed in enumerate(executor.stages):
+    for number, sharded in enumerate(stages):
         # Stages of one worker run in turn, but what they hold lies side by side.
-        sharing = sum(stage.mesh == placed.mesh for stage in executor.stages)
+        sharing = sum(stage.devices == sharded.devices for stage in stages)
         room = replace(limit, device=limit.device / sharing)
-        plans.append(_plan_stage(config, executor, number, layout, speed, room, schedule, tracer))
+        plans.append(_plan_stage(config, stages, number, layout, speed, room, schedule, tracer))
     return plans
 
 
 def _plan_stage(
     config: Config,
-    executor: PipelineExecutor,
+    stages: Sequence[ShardedStage],
     number: int,
     layout: RankLayout,
     speed: Speed,
@@ -67,16 +152,17 @@ def _plan_stage(
     schedule: Schedule,
     tracer: ActivationTracer,
 ) -> StagePlan:
-    placed = executor.stages[number]
-    stage, mesh = placed.stage, placed.mesh
+    sharded = stages[number]
+    stage, mesh = sharded.stage, sharded.mesh
     tower = stage.tower
-    batch = _longest_batch(config, layout, executor, tower)
+    rows = _rows_on_device(config, layout, stages)
+    batch = _longest_batch(layout, rows, tower)
     saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
     in_flight = schedule.in_flight_bound(number)
-    memory = _fixed_bytes(config, executor, number, batch, saved["none"].device, in_flight)
-    memory["messages"] += _deepstack_bytes(config, executor, number, layout, schedule)
+    memory = _fixed_bytes(config, sharded, batch, saved["none"].device, in_flight)
+    memory["messages"] += _deepstack_bytes(config, stages, number, layout, schedule)
     # Without a backward pass nothing is kept of a microbatch.
-    microbatches_held = in_flight if executor.programs[number].has_backward else 0
+    microbatches_held = in_flight if sharded.has_backward else 0
     options = {
         policy: Option(
             microbatches_held * bytes_.device,
@@ -85,9 +171,8 @@ def _plan_stage(
         )
         for policy, bytes_ in saved.items()
     }
-    part = executor.abstract_parts[number]
     # Moments in host memory are loaded when activations are gone.
-    offloaded = _on_device(part.optimizer) if executor.optimizer.offloads else 0.0
+    offloaded = sharded.moments if config.optimizer.offload else 0.0
     update = offloaded + memory["parameters"] + memory["gradients"] + memory["batch"]
     policies = layer_policies(_towers(config)[tower])[stage.start : stage.stop]
     if _towers(config)[tower].remat == "auto":
@@ -97,7 +182,7 @@ def _plan_stage(
         if chosen is None or update > limit.device:
             smallest = max(update, min(option.device for option in options.values()) * layers[tower] + fixed)
             raise UserError(
-                f"stage {placed.name} needs {size(smallest)} of each device and there are {size(limit.device)}, with "
+                f"stage {sharded.name} needs {size(smallest)} of each device and there are {size(limit.device)}, with "
                 "as much computed again as can be; give its unit more devices by fsdp, tensor or pipeline, or raise "
                 "batch.microbatches",
                 everywhere=True,
@@ -105,15 +190,13 @@ def _plan_stage(
         policies = chosen[tower]
     memory["activations"] = sum(options[policy].device for policy in policies)
     memory["transient"] += max(0.0, update - sum(memory.values()))
-    forward, backward = _seconds(config, executor, number, policies, batch, speed)
-    # Numbers in the order in which units take devices, for people; a device's own id may be anything.
-    devices = {device: n for n, device in enumerate(executor.mesh.devices.flat)}
+    forward, backward = _seconds(config, sharded, policies, batch, speed)
     return StagePlan(
-        name=placed.name,
-        devices=tuple(devices[device] for device in mesh.devices.flat),
+        name=sharded.name,
+        devices=tuple(sharded.devices),
         mesh={axis: n for axis, n in mesh.shape.items() if n > 1},
         layers=range(stage.start, stage.stop),
-        parameters=sum(leaf.size for leaf in jax.tree.leaves((part.trainable, part.frozen))),
+        parameters=sharded.parameters,
         policies=tuple(policies),
         in_flight=in_flight,
         memory=memory,
@@ -126,9 +209,8 @@ def _towers(config: Config) -> dict[str, DecoderConfig | Encoder]:
     return {"llm": config.model.llm, **config.model.encoders}
 
 
-def _longest_batch(config: Config, layout: RankLayout, executor: PipelineExecutor, tower: str) -> DeviceBatch:
+def _longest_batch(layout: RankLayout, rows: Mapping[str, int], tower: str) -> DeviceBatch:
     """Return a device's part of the compiled shape with a tower's longest rows; memory is planned for it."""
-    rows = _rows_on_device(config, layout, executor)
     shapes = (dict(zip(rows, zip(rows.values(), shape.lengths, strict=True), strict=True)) for shape in layout.shapes)
     return DeviceBatch(max(shapes, key=lambda shape: shape[tower][1]), {}, 1)
 
@@ -147,37 +229,31 @@ def _saved_bytes(
 
 
 def _fixed_bytes(
-    config: Config, executor: PipelineExecutor, number: int, batch: DeviceBatch, unsaved: float, in_flight: int
+    config: Config, sharded: ShardedStage, batch: DeviceBatch, unsaved: float, in_flight: int
 ) -> dict[str, float]:
     """Count the bytes of a stage on each device by kind, apart from saved activations.
 
     unsaved: bytes that one layer saves without remat.
     """
-    placed = executor.stages[number]
-    tower, mesh = placed.stage.tower, placed.mesh
+    stage, mesh = sharded.stage, sharded.mesh
+    tower, trainable = stage.tower, sharded.trainable
     activation = ACTIVATION[config.training.precision]
     positions = row_work(config.model, batch.shape)[tower].positions
     parts = mesh.shape[TENSOR]
     sharding = ModelSharding(mesh.shape["fsdp"] * parts, parts, parts)
-    program = executor.programs[number]
-    # With the last stage's copy of a tied embedding, which is not among the parameters that it updates.
-    trainable, frozen = (
-        _on_device(jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), *part))
-        for part in zip(program.abstract, program.shardings, strict=True)
-    )
     transient = tokens = 0.0
-    if program.has_backward:
+    if sharded.has_backward:
         transient = layer_backward_bytes(config.model, tower, unsaved, positions, sharding, activation)
-        if tower != "llm" and placed.stage.last:
+        if tower != "llm" and stage.last:
             tokens = in_flight * token_bytes(config.model, tower, batch, activation)
-    if number == executor.graph.sink:
+    if tower == "llm" and stage.last:
         # A microbatch's gradients, in the precision of the computation, are made when the loss is done with.
-        loss = loss_bytes(config.model, positions, sharding, activation, executor.loss_chunks)
+        loss = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
         transient = max(transient, loss - activation / MASTER * trainable)
     return {
-        "parameters": trainable + activation / MASTER * frozen,
+        "parameters": trainable + activation / MASTER * sharded.frozen,
         "gradients": trainable,
-        "optimizer": 0.0 if executor.optimizer.offloads else _on_device(executor.abstract_parts[number].optimizer),
+        "optimizer": 0.0 if config.optimizer.offload else sharded.moments,
         # Weights cast for the computation, and a microbatch's gradients before they are added to those of the others.
         "copies": trainable,
         "batch": LOADED * config.batch.microbatches * batch_bytes(config.model, batch, tower),
@@ -189,27 +265,29 @@ def _fixed_bytes(
 
 
 def _deepstack_bytes(
-    config: Config, executor: PipelineExecutor, number: int, layout: RankLayout, schedule: Schedule
+    config: Config, stages: Sequence[ShardedStage], number: int, layout: RankLayout, schedule: Schedule
 ) -> float:
     """Count the bytes of deepstack tokens that wait on each device of an LLM's stage for their layers' outputs."""
-    placed = executor.stages[number]
+    stage, mesh = stages[number].stage, stages[number].mesh
+    producers = {name: n for n, other in enumerate(stages) for name in other.stage.outputs}
+    rows = _rows_on_device(config, layout, stages)
     bytes_ = 0.0
-    for name in placed.stage.inputs:
-        producer = executor.passes.producer[name]
-        _, source, mesh = executor.stages[producer]
+    for name in stage.inputs:
+        source = stages[producers[name]]
+        tower = source.stage.tower
         # Beside activations and the embeddings of an encoder's tokens.
-        if source.tower not in (placed.stage.tower, name):
-            shape = _longest_batch(config, layout, executor, source.tower).shape
-            tokens = row_work(config.model, shape)[source.tower].tokens * row_ranks(mesh) / row_ranks(placed.mesh)
+        if tower not in (stage.tower, name):
+            shape = _longest_batch(layout, rows, tower).shape
+            tokens = row_work(config.model, shape)[tower].tokens * row_ranks(source.mesh) / row_ranks(mesh)
             size_of_token = config.model.llm.width * ACTIVATION[config.training.precision]
             # Those of a microbatch come before all stages between, and its maker has it in flight as long.
-            bytes_ += schedule.in_flight_bound(producer) * tokens * size_of_token
+            bytes_ += schedule.in_flight_bound(producers[name]) * tokens * size_of_token
     return bytes_
 
 
-def _rows_on_device(config: Config, layout: RankLayout, executor: PipelineExecutor) -> dict[str, int]:
+def _rows_on_device(config: Config, layout: RankLayout, stages: Sequence[ShardedStage]) -> dict[str, int]:
     """Count the rows of every tower on each of its devices."""
-    meshes = {placed.stage.tower: placed.mesh for placed in executor.stages}
+    meshes = {sharded.stage.tower: sharded.mesh for sharded in stages}
     totals = [layout.topology.ranks * rows for rows in layout.rows]
     return {
         name: total // row_ranks(meshes[name])
@@ -217,35 +295,31 @@ def _rows_on_device(config: Config, layout: RankLayout, executor: PipelineExecut
     }
 
 
-def _on_device(tree: Any) -> float:
-    """Count the bytes on each device of arrays given by shape, dtype and sharding."""
+def _on_device(tree: Any, layouts: Any) -> float:
+    """Count the bytes on each device of arrays given by shape and dtype, with these shardings."""
     return sum(
-        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+        int(np.prod(layout.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf, layout in zip(jax.tree.leaves(tree), jax.tree.leaves(layouts), strict=True)
     )
 
 
 def _seconds(
-    config: Config,
-    executor: PipelineExecutor,
-    number: int,
-    policies: Sequence[Remat],
-    batch: DeviceBatch,
-    speed: Speed,
+    config: Config, sharded: ShardedStage, policies: Sequence[Remat], batch: DeviceBatch, speed: Speed
 ) -> tuple[float, float]:
     """Estimate the seconds of a stage's passes: of its layers as measured, or by their operations."""
-    stage = executor.stages[number].stage
+    stage = sharded.stage
     tower, count = stage.tower, stage.stop - stage.start
-    parts = executor.stages[number].mesh.shape[TENSOR]
+    parts = sharded.mesh.shape[TENSOR]
     measured = speed.layer(tower, batch.shape[tower])
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else tuple(policies)
     layers = range(stage.start, stage.stop)
-    flops = stage_flops(config.model, tower, layers, counted, batch.shape, executor.loss_chunks)
+    flops = stage_flops(config.model, tower, layers, counted, batch.shape, config.training.loss_chunks or 1)
     times = [x / parts / speed.rates.flops for x in flops[:2]]
     if measured:
         times[0] += count * measured["forward"] / parts
         times[1] += sum(measured[policy] - measured["forward"] for policy in policies) / parts
-    return times[0], times[1] if executor.programs[number].has_backward else 0.0
+    return times[0], times[1] if sharded.has_backward else 0.0
 
 
 def _recompute_seconds(config: Config, tower: str, policy: Remat, batch: DeviceBatch, speed: Speed) -> float:
@@ -257,12 +331,13 @@ def _recompute_seconds(config: Config, tower: str, policy: Remat, batch: DeviceB
     return recompute_flops(towers[tower], work, policy) / speed.rates.flops
 
 
-def simulate_stages(executor: PipelineExecutor, plans: Sequence[StagePlan], microbatches: int) -> Timeline:
+def simulate_stages(config: Config, plans: Sequence[StagePlan]) -> Timeline:
     """Simulate a step with equal microbatches of the largest shape, transfers not counted."""
+    microbatches = config.batch.microbatches
     forward, backward = (
         np.array([[getattr(plan, name)] * microbatches for plan in plans]) for name in ("forward", "backward")
     )
-    schedule = make_schedule(executor.schedule, executor.graph, microbatches)
+    schedule = make_schedule(schedule_name(config), unit_graph(config), microbatches)
     return simulate(schedule, StageTimes(forward, backward))
 
 

@@ -269,8 +269,9 @@ def stage_flops(
     policies: Sequence[Remat],
     shape: Mapping[str, tuple[int, int]],
     loss_chunks: int = 1,
+    pairs: Mapping[str, float] | None = None,
 ) -> Flops:
-    """Count the FLOPs that a pipeline stage runs for one microbatch; `shape` as in `executed`.
+    """Count the FLOPs that a pipeline stage runs for one microbatch; `shape` and `pairs` as in `executed`.
 
     layers: of the stage. policies: of those that count, all or none: measured times stand for the others.
     """
@@ -282,18 +283,18 @@ def stage_flops(
     else:
         changed = replace(model, encoders={**model.encoders, tower: replace(model.encoders[tower], **part)})
     # As of a whole tower of so few layers, so logits are taken off where others compute them.
-    flops = executed(changed, shape, frozen_modules(model), loss_chunks)
-    forward, backward = flops[tower].forward, flops[tower].backward
+    flops = executed(changed, shape, frozen_modules(model), loss_chunks, pairs)
+    forward, backward, attention = flops[tower]
     if tower == "llm" and not last:
         logits = executed_logits(model, row_work(model, shape)["llm"])
-        return Flops(max(0, forward - logits), max(0, backward - 2 * logits))
+        return Flops(max(0, forward - logits), max(0, backward - 2 * logits), attention)
     if tower != "llm":
         # The connector's MLP, and one more for each layer of a deepstack.
         deepstack = whole.deepstack if isinstance(whole, VisionConfig) else ()
         share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(whole)
         connector = flops[f"{tower}.connector"]
-        return Flops(forward + share * connector.forward, backward + share * connector.backward)
-    return Flops(forward, backward)
+        return Flops(forward + share * connector.forward, backward + share * connector.backward, attention)
+    return Flops(forward, backward, attention)
 
 
 def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset()) -> np.ndarray:

@@ -4,8 +4,9 @@
      "settings": {"mesh.fsdp": 256, "model.llm.remat": [[11, "full"], [69, "products"]], ...},
      "expected": {"seconds": 3.76, ...}}
 
-Only `settings` is read back, as changes to the config: `mesh.*`, `remat`, `batch.balance`, `batch.microbatches` and
-`training.loss_chunks`. A tower's remat is run-length encoded, [COUNT, POLICY] for consecutive layers.
+Only `settings` is read back, as changes to the config: `mesh.*`, `units.*`, `remat`, `batch.balance`, `batch.rows`,
+`batch.microbatches` and `training.loss_chunks`. A tower's remat is run-length encoded, [COUNT, POLICY] for consecutive
+layers.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
-from mmjax.config import Config, PostBalance, Remat
+from mmjax.config import Config, PostBalance, Remat, Unit
 from mmjax.config.codec import did_you_mean
 from mmjax.errors import UserError
 
 KEYS = ("config", "cluster", "settings", "expected")
 SETTINGS = (
     r"mesh\.(data|fsdp|tensor)|model\.(llm|encoders\.\w+)\.remat|batch\.(balance|balance\.locality|microbatches)"
-    r"|training\.loss_chunks"
+    r"|batch\.rows\.\w+|units|units\.\w+\.(data|fsdp|tensor|pipeline|virtual|cuts|modules)|training\.loss_chunks"
 )
 
 
@@ -36,8 +38,18 @@ def plan_text(
     loss_chunks: int,
     expected: Mapping[str, Any],
 ) -> str:
-    """Format the plan file for this mesh with these policies."""
+    """Format the plan file for this mesh, or the config's units, with these policies."""
     settings: dict[str, Any] = {f"mesh.{axis}": mesh[axis] for axis in ("data", "fsdp", "tensor")}
+    if not config.units:
+        settings["units"] = "{}"
+    for name, unit in config.units.items():
+        defaults = Unit()
+        changed = {
+            f.name: getattr(unit, f.name) for f in fields(Unit) if getattr(unit, f.name) != getattr(defaults, f.name)
+        }
+        # Something must name the unit, if it has one device.
+        settings |= {f"units.{name}.{key}": value for key, value in ({"data": unit.data} | changed).items()}
+    settings |= {f"batch.rows.{tower}": rows for tower, rows in config.batch.rows.items()}
     settings["batch.microbatches"] = config.batch.microbatches
     settings["batch.balance"] = config.batch.balance.kind
     if isinstance(config.batch.balance, PostBalance):
@@ -74,11 +86,13 @@ def _change(path: Path, key: str, value: Any) -> str:
     """Format a setting as a change to the config, after checking it."""
     if not re.fullmatch(SETTINGS, key):
         raise UserError(
-            f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp and .tensor, a tower's remat, "
-            "batch.balance, batch.microbatches and training.loss_chunks"
+            f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp and .tensor, units, a tower's "
+            "remat, batch.balance, batch.rows, batch.microbatches and training.loss_chunks"
         )
     if key.endswith(".remat") and isinstance(value, list):
         return f"{key}=({','.join(_layers(path, key, value))})"
+    if key.startswith("units.") and isinstance(value, list) and all(type(x) in (int, str) for x in value):
+        return f"{key}=({''.join(f'{x},' for x in value)})"
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise UserError(f"plan={path}: settings.{key} is {json.dumps(value)}; give a number or a word")
     return f"{key}={value}"

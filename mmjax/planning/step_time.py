@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.config import DecoderConfig, ModelConfig, Muon, OptimizerConfig
+from mmjax.config import DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat
 from mmjax.config.model import Encoder
 from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, Rates
@@ -16,7 +16,9 @@ from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_byt
 from mmjax.planning.work import layer_sizes, row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
-KERNELS = 130  # that a layer launches in both passes, as compiled for H100 without remat: 118 to 134
+# That a layer launches, as compiled for H100 without remat: 56 to 60 and 62 to 74.
+FORWARD_KERNELS, BACKWARD_KERNELS = 58, 72
+KERNELS = FORWARD_KERNELS + BACKWARD_KERNELS
 MUON_ITERATIONS = 5  # of Newton-Schulz
 
 
@@ -96,7 +98,11 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
     compute = _seconds(rest_without_remat, batch, frozen, machine, 1)
     recompute = _seconds(rest, batch, frozen, machine, machine.loss_chunks) - compute
     compute += _weight_bytes(model, machine, frozen) / rates.memory
-    compute += sum(rates.launch * KERNELS * c.layers for name, c in towers.items() if name not in profiled)
+    compute += sum(
+        rates.launch * (FORWARD_KERNELS + BACKWARD_KERNELS) * c.layers
+        for name, c in towers.items()
+        if name not in profiled
+    )
     for name, times in profiled.items():
         policies = layer_policies(towers[name])
         parts = machine.sharding.parts(name)
@@ -157,30 +163,31 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     parts = mesh["tensor"]
     # Twice, since FSDP frees gathered parameters after the forward pass and gathers them again.
     gather_bytes = 2 * machine.activation * sum(counts.values()) / parts
-    gathered = _collective(gather_bytes, mesh["fsdp"], parts, machine.cluster)
+    gathered = collective_seconds(gather_bytes, mesh["fsdp"], parts, machine.cluster)
     # Gradients have the precision of the computation until they are added to the float32 sum.
-    scattered = _collective(machine.activation * trainable / parts, mesh["fsdp"], parts, machine.cluster)
+    scattered = collective_seconds(machine.activation * trainable / parts, mesh["fsdp"], parts, machine.cluster)
     # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
     reduce_bytes = 2 * MASTER * trainable / (parts * mesh["fsdp"])
-    return gathered + scattered + _collective(reduce_bytes, mesh["data"], parts * mesh["fsdp"], machine.cluster)
+    return gathered + scattered + collective_seconds(reduce_bytes, mesh["data"], parts * mesh["fsdp"], machine.cluster)
 
 
 def _muon(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     """Estimate the seconds in which every device receives its layers, orthogonalizes them and sends them back."""
-    seconds = 0.0
-    for tower, config in {"llm": model.llm, **model.encoders}.items():
-        if tower in frozen:
-            continue
-        layer = layer_sizes(config)
-        parts = machine.sharding.parts(tower)
-        fsdp = machine.mesh["fsdp"]
-        layers = -(-config.layers // (fsdp * parts))  # of the device that has most
-        sides = 2 * [layer.queries] + 2 * [layer.keys] + (2 + layer.gated) * [layer.mlp]
-        flops = sum(newton_schulz_flops(layer.width, side) for side in sides)
-        size = 2 * layers * layer.weights * machine.activation
-        links = _all_to_all(size, fsdp, parts, machine.cluster) + _all_to_all(size, parts, 1, machine.cluster)
-        seconds += layers * flops / machine.speed.rates.flops + links
-    return seconds
+    towers = {"llm": model.llm, **model.encoders}
+    return sum(muon_seconds(c, c.layers, tower, machine) for tower, c in towers.items() if tower not in frozen)
+
+
+def muon_seconds(config: DecoderConfig | Encoder, layers: int, tower: str, machine: ClusterRun) -> float:
+    """Estimate the seconds of Muon's update of so many layers of a tower."""
+    layer = layer_sizes(config)
+    parts = machine.sharding.parts(tower)
+    fsdp = machine.mesh["fsdp"]
+    layers = -(-layers // (fsdp * parts))  # of the device that has most
+    sides = 2 * [layer.queries] + 2 * [layer.keys] + (2 + layer.gated) * [layer.mlp]
+    flops = sum(newton_schulz_flops(layer.width, side) for side in sides)
+    size = 2 * layers * layer.weights * machine.activation
+    links = _all_to_all(size, fsdp, parts, machine.cluster) + _all_to_all(size, parts, 1, machine.cluster)
+    return layers * flops / machine.speed.rates.flops + links
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
@@ -196,7 +203,7 @@ def _all_to_all(size: float, group: int, stride: int, cluster: Cluster) -> float
     return size * max((group - 1) / group / device.link, (nodes - 1) / nodes / device.network) / BANDWIDTH_EFFICIENCY
 
 
-def _collective(size: float, group: int, stride: int, cluster: Cluster) -> float:
+def collective_seconds(size: float, group: int, stride: int, cluster: Cluster) -> float:
     """Estimate the seconds to gather or scatter `size` bytes among `group` devices that are `stride` apart.
 
     Inside a node, over its links. Between nodes, all groups of a node share its adapters. With stride 2 on nodes of 8,
@@ -221,13 +228,21 @@ def _nodes(group: int, stride: int, cluster: Cluster) -> int:
 
 def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun) -> float:
     """Estimate the all-reduces of activations: per layer two forward, two backward, and two if recomputed."""
-    if parts == 1:
-        return 0.0
-    # Policies that save the products save what their all-reduces gave; the others do both again.
-    recomputed = sum(policy in ("attention_mlp", "attention", "full") for policy in layer_policies(config))
+    policies = layer_policies(config)
+    reduces = 4 * config.layers + 2 * recomputed_reduces(policies)
+    return reduces * all_reduce_seconds(config, positions, parts, machine)
+
+
+def recomputed_reduces(policies: Sequence[Remat]) -> int:
+    """Count the layers that do their all-reduces again in backward: policies that save the products save the sums."""
+    return sum(policy in ("attention_mlp", "attention", "full") for policy in policies)
+
+
+def all_reduce_seconds(config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun) -> float:
+    """Estimate the seconds of one all-reduce of a layer's activations among tensor-parallel neighbours."""
     # A ring all-reduce of n bytes among p devices sends 2 (p - 1) / p * n bytes from each.
     size = 2 * (parts - 1) / parts * positions * config.width * machine.activation
-    return (4 * config.layers + 2 * recomputed) * size / (BANDWIDTH_EFFICIENCY * machine.cluster.device.link)
+    return size / (BANDWIDTH_EFFICIENCY * machine.cluster.device.link)
 
 
 FORWARD = "forward"  # key beside the remat policies, whose seconds are of both passes

@@ -219,13 +219,11 @@ class Trainer:
         config, layout = self.config, self.loader.layout
         device = self.mesh.devices.flat[0]
         loss_chunks = config.training.loss_chunks or 1
-        # Its policies do not matter: it says how large parameters and moments are on each stage's devices.
-        executor = self.make_executor(config.model, loss_chunks)
         speed = device_speed(config, [layout], device, profile=False)
         self.profiled = bool(speed.measured)
         available = coordination.run_on_leader(lambda: available_memory(config.mesh, device))
         limit = MemoryLimit(math.inf if available is None else available, config.mesh.host_memory * GB)
-        stages = plan_stages(config, executor, layout, speed, limit)
+        stages = plan_stages(config, layout, speed, limit)
         return stages, memory_plan_of(config, stages, limit, loss_chunks)
 
     def plan_memory(self, profile: bool) -> MemoryPlan:
@@ -281,7 +279,7 @@ class Trainer:
         # One mesh has one account of its memory, the same on every device; stages differ.
         if not isinstance(self.executor, PipelineExecutor):
             return announce.describe_memory_plan(self.memory_plan)
-        timeline = simulate_stages(self.executor, self.stages, self.config.batch.microbatches)
+        timeline = simulate_stages(self.config, self.stages)
         return announce.describe_stages(
             self.config, self.stages, self.executor.schedule, timeline.bubble, self.profiled
         )

@@ -62,7 +62,7 @@ def main(policy: Remat) -> None:
     )
     speed = Speed(cluster.device.rates(config.training.precision))
     stages = {}
-    for number, plan in enumerate(plan_stages(config, pipeline, layout, speed, MemoryLimit(math.inf))):
+    for number, plan in enumerate(plan_stages(config, layout, speed, MemoryLimit(math.inf))):
         compiled = compiled_bytes(config, pipeline, layout, number, plan)
         stages[plan.name] = {"planned": plan.bytes, "compiled": compiled}
     print(json.dumps(stages))

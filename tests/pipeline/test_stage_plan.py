@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from test_executor import config_of, deepstack_config_of, make_pipeline
+from test_executor import config_of, deepstack_config_of
 
 from mmjax.config import Config, Unit
 from mmjax.data.plan.length_index import build_index
@@ -26,10 +26,9 @@ def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_pat
     config = config_of("all in stages", remat="auto")
     index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
     layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
-    pipeline = make_pipeline(config)
 
     def plan(limit: float) -> dict:
-        return {p.name: p for p in plan_stages(config, pipeline, layout, SPEED, MemoryLimit(limit))}
+        return {p.name: p for p in plan_stages(config, layout, SPEED, MemoryLimit(limit))}
 
     ample = plan(math.inf)
     assert [ample[f"llm[{n}:{n + 1}]"].in_flight for n in range(4)] == [4, 3, 2, 1]
@@ -41,7 +40,7 @@ def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_pat
     assert set(tight["llm[0:1]"].policies) != {"none"}
     assert set(tight["llm[3:4]"].policies) == {"none"}
     assert tight["llm[0:1]"].bytes < first.bytes
-    timeline = simulate_stages(pipeline, list(ample.values()), 4)
+    timeline = simulate_stages(config, list(ample.values()))
     assert 0 < timeline.bubble < 1
     assert timeline.in_flight.tolist() == [p.in_flight for p in ample.values()]
     with pytest.raises(UserError, match=r"stage .* needs .* of each device and there are 0\.1 MB"):
@@ -53,7 +52,7 @@ def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens
     def plan(config: Config) -> dict:
         index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
         layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
-        return {p.name: p for p in plan_stages(config, make_pipeline(config), layout, SPEED, MemoryLimit(math.inf))}
+        return {p.name: p for p in plan_stages(config, layout, SPEED, MemoryLimit(math.inf))}
 
     config = deepstack_config_of("deep")
     vision = config.model.encoders["vision"]

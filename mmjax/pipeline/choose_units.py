@@ -1,0 +1,277 @@
+"""Choose the units of a run for a cluster: costs of its towers' layers by config and data, then the allocation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mmjax.autotune.memory_plan import LINEAR, ActivationTracer
+from mmjax.config import Config, MeshConfig, ModelConfig, Remat, Unit
+from mmjax.data.plan.grouping import make_budget
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.errors import UserError
+from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
+from mmjax.planning.allocate import TENSOR, Allocation, Problem, TowerCosts, allocate
+from mmjax.planning.flops import frozen_modules, needed_gradients, parameters, recompute_flops
+from mmjax.planning.hardware import USABLE, Cluster
+from mmjax.planning.memory import (
+    ACTIVATION,
+    GB,
+    MASTER,
+    DeviceBatch,
+    ModelSharding,
+    SavedBytes,
+    divide_by_tensor_parallelism,
+    layer_backward_bytes,
+    loss_bytes,
+    moment_bytes,
+    token_bytes,
+)
+from mmjax.planning.stage_time import StageRun, pass_seconds
+from mmjax.planning.step_time import BACKWARD_KERNELS, FORWARD_KERNELS, ClusterRun, Speed
+from mmjax.planning.work import BLOCK, Work, layer_sizes, resolve_attention, row_work, visited_pairs
+
+ROOMS = (1.0, 0.95, 0.9, 0.8)  # shares of the memory that are tried, since costs of layers leave details out
+MICROBATCHES = tuple(2**k for k in range(1, 9))
+LONG = 0.95  # quantile of lengths that a row of the smallest size must hold
+DRAWN = 20_000  # samples at most, by which a step's work is counted
+
+
+def choose_units(
+    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], speed: Speed
+) -> PipelineForecast | None:
+    """Find the fastest units of a run, and forecast it on them; None where no units fit.
+
+    The config's own units do not matter. The search counts with mean microbatches; the forecast plans the data's.
+    """
+    problem = allocation_problem(config, cluster, index, weights, speed)
+    for share in ROOMS:
+        allocation = allocate(problem._replace(room=share * problem.room))
+        if allocation is None:
+            return None
+        try:
+            return forecast_pipeline(with_units(config, allocation), cluster, index, weights, lambda _: speed)
+        except UserError:  # a stage does not fit
+            continue
+    return None
+
+
+def allocation_problem(
+    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], speed: Speed
+) -> Problem:
+    """Count what every tower's layers cost in a step of this data, at each degree of tensor parallelism."""
+    config = replace(config, model=resolve_attention(config.model, speed.rates))
+    samples = int(make_budget(index, config, weights).samples_per_step)
+    drawn = np.random.default_rng(config.seed).integers(0, len(index), min(DRAWN, 4 * samples))
+    lengths = _lengths(config.model, index, drawn)
+    share = samples / len(drawn)
+    works = {
+        tower: (float(n.sum()) * share, _pairs(config.model, tower, n) * share, float(np.quantile(n, LONG)))
+        for tower, n in lengths.items()
+    }
+    tracer = ActivationTracer(config)
+    towers = {"llm": config.model.llm, **config.model.encoders}
+    # All heads are cut; grouped keys as well.
+    costs = {
+        tower: [
+            _tower_costs(config, cluster, tower, t, works, speed, tracer)
+            for t in TENSOR
+            if t <= cluster.per_node
+            and all(getattr(towers[tower], heads, t) % t == 0 for heads in ("heads", "kv_heads"))
+        ]
+        for tower in (*config.model.encoders, "llm")
+    }
+    ranks = tuple(n for n in range(1, min(samples, cluster.devices) + 1) if samples % n == 0)
+    room = config.mesh.memory * GB or USABLE * cluster.device.memory
+    return Problem(costs, cluster, room, ranks, MICROBATCHES, samples)
+
+
+def _lengths(model: ModelConfig, index: LengthIndex, samples: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the lengths of samples in the LLM and of their items in encoders, in positions of rows."""
+    first, count = index.item_start[samples], np.diff(index.item_start)[samples]
+    items = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+    lengths = {"llm": index.llm_tokens[samples].astype(np.int64)}
+    for k, name in enumerate(model.encoders):
+        lengths[name] = index.item_useful[items][index.item_encoder[items] == k].astype(np.int64)
+    return {tower: n if len(n) else np.ones(1, np.int64) for tower, n in lengths.items()}
+
+
+def _whole_blocks(length: float) -> int:
+    """Round a row's length up to what strides, merged patches and blocks of attention divide."""
+    return -(-int(length) // BLOCK) * BLOCK
+
+
+def _pairs(model: ModelConfig, tower: str, lengths: np.ndarray) -> float:
+    """Count the pairs that attention visits, every sample or item at the beginning of a row."""
+    config = model.llm if tower == "llm" else model.encoders[tower]
+    if config.attention == "dense":
+        return float((lengths**2).sum())
+    longest = _whole_blocks(float(lengths.max()))
+    rows = np.arange(len(lengths))
+    return float(visited_pairs(config, rows, np.zeros_like(rows), lengths, len(rows), longest).sum())
+
+
+def _tower_costs(
+    config: Config,
+    cluster: Cluster,
+    tower: str,
+    tensor: int,
+    works: dict[str, tuple[float, float, float]],
+    speed: Speed,
+    tracer: ActivationTracer,
+) -> TowerCosts:
+    model = config.model
+    activation = ACTIVATION[config.training.precision]
+    of = model.llm if tower == "llm" else model.encoders[tower]
+    shape = {name: (1, max(1, int(work[0]))) for name, work in works.items()}
+    batch = DeviceBatch(shape, {}, pairs={name: work[1] for name, work in works.items()})
+    work = row_work(model, shape, batch.pairs)[tower]
+    sharding = ModelSharding(tensor, tensor, tensor)
+    machine = ClusterRun(
+        cluster, {"data": 1, "fsdp": 1, "tensor": tensor}, sharding, speed, activation, config.training.loss_chunks or 1
+    )
+    length = _whole_blocks(works[tower][2]) if of.attention == "dense" else LINEAR
+    by_policy = tracer.saved_bytes(tower, 1, [length])[0]
+    traced = row_work(model, {tower: (1, length)})[tower].positions
+    per_position = {policy: saved.device / traced for policy, saved in by_policy.items() if policy != "offload"}
+    has_backward = bool(needed_gradients(tower, model, frozen_modules(model)))
+    launches = [kernels * speed.rates.launch for kernels in (FORWARD_KERNELS, BACKWARD_KERNELS)]
+    passes = []
+    for layer in range(of.layers):
+        if 1 < layer < of.layers - 1:
+            passes.append(passes[1])
+            continue
+        run = StageRun(
+            tower=tower,
+            layers=range(layer, layer + 1),
+            policies=("none",),
+            devices=range(tensor),
+            machine=machine,
+            trainable=0.0,
+            frozen=0.0,
+            moments=0.0,
+            has_backward=has_backward,
+            unsaved=per_position["none"],
+        )
+        passes.append(pass_seconds(model, run, batch))
+    forward, backward = (
+        np.maximum(np.array(column) - n, 0) for column, n in zip(zip(*passes, strict=True), launches, strict=True)
+    )
+    saved, again = _policies(config, tower, tensor, per_position, work, speed, has_backward)
+    if tower != "llm":
+        # What the connector keeps of tokens is spread over the layers.
+        saved = saved + has_backward * token_bytes(model, tower, batch, activation) / of.layers
+    unsaved = float(saved.max())
+    whole = layer_backward_bytes(model, tower, unsaved, work.positions, sharding, activation) * has_backward
+    loss = loss_bytes(model, work.positions, sharding, activation, machine.loss_chunks) if tower == "llm" else 0.0
+    trained, frozen, moments = _elements(config, tower)
+    trained, frozen, moments = trained / tensor, frozen / tensor, moments / tensor
+    memory = speed.rates.memory
+    cast = 0 if activation == MASTER else MASTER + activation
+    update = (5 * MASTER * trained + 2 * moments) / memory
+    if config.optimizer.offload:
+        update = update + 2 * moments / speed.rates.host
+    return TowerCosts(
+        tensor=tensor,
+        width=of.width,
+        forward=forward,
+        backward=backward * has_backward,
+        smallest=works[tower][2] / shape[tower][1],
+        launch=(launches[0], launches[1] * has_backward),
+        cast_forward=cast * trained / memory,
+        cast_backward=(cast + 2 * activation + 2 * MASTER) * trained / memory,
+        # Parameters, gradients, and copies in the precision of the computation with a microbatch's gradients.
+        state=3 * MASTER * trained + activation * frozen + (0.0 if config.optimizer.offload else moments),
+        gathered=activation * (trained + frozen),
+        scattered=activation * trained,
+        gradients=MASTER * trained,
+        update=update,
+        saved=saved,
+        again=again,
+        peak=(whole, max(whole, loss)),
+        passed=float(work.positions * of.width * activation),
+        tokens=0.0 if tower == "llm" else float(max(work.tokens, 1) * model.llm.width * activation),
+    )
+
+
+def _policies(
+    config: Config,
+    tower: str,
+    tensor: int,
+    per_position: Mapping[Remat, float],
+    work: Work,
+    speed: Speed,
+    has_backward: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes that a layer saves and its seconds of recomputation, by policy: those on the convex hull."""
+    if not has_backward:
+        return np.zeros(1), np.zeros(1)
+    of = config.model.llm if tower == "llm" else config.model.encoders[tower]
+    activation = ACTIVATION[config.training.precision]
+    points = sorted(
+        (
+            recompute_flops(of, work, policy) / tensor / speed.rates.flops,
+            divide_by_tensor_parallelism(
+                SavedBytes(n * work.positions), of, policy, work.positions, activation, tensor
+            ).device,
+        )
+        for policy, n in per_position.items()
+    )
+    hull: list[tuple[float, float]] = []
+    for seconds, size in points:
+        if hull and size >= hull[-1][1]:
+            continue
+        # Of three points, the middle one stays if it saves more bytes a second than the last would.
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (seconds - hull[-1][0]) >= (size - hull[-1][1]) * (
+            hull[-1][0] - hull[-2][0]
+        ):
+            hull.pop()
+        hull.append((seconds, size))
+    return np.array([size for _, size in hull]), np.array([seconds for seconds, _ in hull])
+
+
+def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Count every layer's trained and frozen parameters and its bytes of moments, with what is at the ends."""
+    model = config.model
+    frozen = frozen_modules(model)
+    counts = parameters(model)
+    moments = moment_bytes(model, frozen, config.optimizer)
+    of = model.llm if tower == "llm" else model.encoders[tower]
+    layers = np.full(of.layers, float(layer_sizes(of).parameters))
+    ends = counts[tower] - layers.sum()
+    table = model.llm.vocab * model.llm.width if tower == "llm" else ends
+    layers[0] += table
+    layers[-1] += ends - table
+    trained, still, moved = np.zeros(of.layers), np.zeros(of.layers), np.zeros(of.layers)
+    (still if tower in frozen else trained)[:] += layers
+    if tower not in frozen:
+        moved += moments[tower] * layers / layers.sum()
+    for module, count in counts.items():
+        if module == f"{tower}.connector":
+            (still if module in frozen else trained)[-1] += count
+            moved[-1] += moments.get(module, 0.0)
+        elif module.endswith(".lora") and module.split(".")[0] == tower:
+            trained += count / of.layers
+            moved += moments.get(module, 0.0) / of.layers
+    return trained, still, moved
+
+
+def with_units(config: Config, allocation: Allocation) -> Config:
+    """Return the config with the units of an allocation, and rows and microbatches for them."""
+    # Larger tensor-parallel groups come first, so that each lies within a node.
+    order = sorted(allocation.towers, key=lambda tower: -allocation.towers[tower].tensor)
+    units = {
+        tower: Unit(data=t.data, fsdp=t.fsdp, tensor=t.tensor, pipeline=t.stages, cuts=t.cuts)
+        for tower, t in ((tower, allocation.towers[tower]) for tower in order)
+    }
+    ranks = {tower: t.data * t.fsdp for tower, t in allocation.towers.items()}
+    every = math.lcm(*ranks.values())
+    rows = {tower: ranks["llm"] if tower == "llm" else every for tower in ranks}
+    batch = replace(
+        config.batch, rows={tower: rows[tower] for tower in config.batch.rows}, microbatches=allocation.microbatches
+    )
+    mesh = replace(MeshConfig(), memory=config.mesh.memory, host_memory=config.mesh.host_memory)
+    return replace(config, units=units, batch=batch, mesh=mesh)

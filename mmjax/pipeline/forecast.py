@@ -1,0 +1,181 @@
+"""Forecast a run whose modules have units on a cluster that is not at hand, beside the same run on one mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mmjax.autotune.forecast import needed_flops, visited_on_device
+from mmjax.autotune.memory_plan import ActivationTracer
+from mmjax.config import Config
+from mmjax.config.training import unit_devices
+from mmjax.data.plan.grouping import make_budget
+from mmjax.data.plan.length_index import LengthIndex
+from mmjax.data.plan.placement import MicrobatchPlan
+from mmjax.data.plan.step_plan import RankLayout, make_planner
+from mmjax.errors import UserError
+from mmjax.pipeline.stage_plan import plan_stages, shard_stages
+from mmjax.planning.hardware import USABLE, Cluster
+from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding
+from mmjax.planning.remat import MemoryLimit, StagePlan
+from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph
+from mmjax.planning.simulate import StageTimes, simulate
+from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
+from mmjax.planning.step_time import ClusterRun, Speed
+from mmjax.planning.work import resolve_attention, row_work
+from mmjax.runtime.units import units_topology
+
+MICROBATCHES, MAX_STEPS = 256, 4  # so many at most are planned and simulated
+
+
+@dataclass(frozen=True)
+class PipelineForecast:
+    """Forecast of a run on units. Seconds are means over the planned steps."""
+
+    config: Config
+    cluster: Cluster
+    stages: list[StagePlan]  # with the times of a mean microbatch
+    limit: MemoryLimit
+    passes: float  # seconds from the first pass to the last, transfers between stages included
+    transfers: float  # of these, what the passes would take less if transfers took no time
+    reduction: float  # seconds of adding gradients over `data`
+    update: float
+    bubble: float
+    fill: dict[str, float]  # of each tower's rows
+    samples: float  # per step
+    tokens: float  # of the LLM, per step
+    needed: float  # FLOPs per step, over all devices
+    speed: Speed
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return self.passes + self.reduction + self.update
+
+    @property
+    def mfu(self) -> float:
+        """Return the model FLOPs utilisation, of all of the cluster's devices."""
+        peak = self.cluster.device.peak(self.config.training.precision) * self.cluster.devices
+        return self.needed / (self.seconds * peak)
+
+
+def forecast_pipeline(
+    config: Config,
+    cluster: Cluster,
+    index: LengthIndex,
+    weights: Sequence[float],
+    measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None,
+) -> PipelineForecast:
+    """Forecast a run on units whose samples have the lengths of this index. measure_speed: as in `forecast_run`.
+
+    Raises UserError where the units need more devices than the cluster has, or a stage fits under no policies.
+    """
+    needed = sum(map(unit_devices, config.units.values()))
+    if needed > cluster.devices:
+        raise UserError(f"the units need {needed} devices and {cluster} has {cluster.devices}")
+    topology = units_topology(config.units)
+    budget = make_budget(index, config, weights)
+    steps = max(1, min(MAX_STEPS, MICROBATCHES // config.batch.microbatches))
+    planner, layout = make_planner(index, config, weights, topology, budget, steps)
+    speed = Speed(cluster.device.rates(config.training.precision))
+    if measure_speed is not None:
+        speed = measure_speed([layout])
+    limit = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
+    plans = plan_stages(config, layout, speed, limit)
+    runs = _place_stages(config, layout, plans, cluster, speed)
+    step_plans = [planner.plan(step) for step in range(steps)]
+    timed = [_time_step(config, layout, runs, plan.microbatches) for plan in step_plans]
+    samples = np.concatenate([plan.samples() for plan in step_plans])
+    forward, backward = (
+        np.mean([getattr(times, name).mean(1) for times in timed], axis=0).tolist() for name in ("forward", "backward")
+    )
+    schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
+    timelines = [simulate(schedule, times) for times in timed]
+    free = [simulate(schedule, replace(times, transfer=0.0)) for times in timed]
+    passes = float(np.mean([timeline.makespan for timeline in timelines]))
+    return PipelineForecast(
+        config=config,
+        cluster=cluster,
+        stages=[replace(plan, forward=f, backward=b) for plan, f, b in zip(plans, forward, backward, strict=True)],
+        limit=limit,
+        passes=passes,
+        transfers=passes - float(np.mean([timeline.makespan for timeline in free])),
+        reduction=max(map(reduce_seconds, runs)),
+        update=max(update_seconds(config.model, run, config.optimizer) for run in runs),
+        bubble=float(np.mean([timeline.bubble for timeline in timelines])),
+        fill=_fill(config, layout, index, [m for plan in step_plans for m in plan.microbatches]),
+        samples=len(samples) / steps,
+        tokens=float(index.llm_tokens[samples].sum()) / steps,
+        needed=needed_flops(config, index, samples) / steps,
+        speed=speed,
+    )
+
+
+def _fill(
+    config: Config, layout: RankLayout, index: LengthIndex, microbatches: Sequence[MicrobatchPlan]
+) -> dict[str, float]:
+    """Return the useful share of each tower's positions."""
+    names = ("llm", *config.model.encoders)
+    useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
+    positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
+    return dict(zip(names, (useful / positions).tolist(), strict=True))
+
+
+def _place_stages(
+    config: Config, layout: RankLayout, plans: Sequence[StagePlan], cluster: Cluster, speed: Speed
+) -> list[StageRun]:
+    """Place planned stages on the devices of a cluster, in the order of the units."""
+    model = resolve_attention(config.model, speed.rates)
+    tracer = ActivationTracer(replace(config, model=model))
+    activation = ACTIVATION[config.training.precision]
+    unsaved = {}
+    for k, tower in enumerate(("llm", *model.encoders)):
+        length = max(shape.lengths[k] for shape in layout.shapes)
+        saved = tracer.saved_bytes(tower, 1, [length])[0]["none"].device
+        unsaved[tower] = saved / row_work(model, {tower: (1, length)})[tower].positions
+    runs = []
+    for sharded, plan in zip(shard_stages(config), plans, strict=True):
+        mesh = dict(sharded.mesh.shape)
+        sharding = ModelSharding(mesh["fsdp"] * mesh["tensor"], mesh["tensor"], mesh["tensor"])
+        tower = sharded.stage.tower
+        runs.append(
+            StageRun(
+                tower=tower,
+                layers=plan.layers,
+                policies=plan.policies,
+                devices=sharded.devices,
+                machine=ClusterRun(cluster, mesh, sharding, speed, activation, config.training.loss_chunks or 1),
+                trainable=sharded.trainable,
+                frozen=sharded.frozen,
+                moments=sharded.moments,
+                has_backward=sharded.has_backward,
+                unsaved=unsaved[tower],
+            )
+        )
+    return runs
+
+
+def _time_step(
+    config: Config, layout: RankLayout, runs: Sequence[StageRun], microbatches: Sequence[MicrobatchPlan]
+) -> StageTimes:
+    """Estimate the seconds of a step's passes on every stage, and of a mean microbatch's transfers."""
+    model = resolve_attention(config.model, runs[0].machine.speed.rates)
+    ranks = {run.tower: run.ranks for run in runs}
+    totals = [layout.topology.ranks * rows for rows in layout.rows]
+    graph = unit_graph(config)
+    seconds = np.zeros((2, len(runs), len(microbatches)))
+    transfers = np.zeros((len(graph.edges), len(microbatches)))
+    for i, microbatch in enumerate(microbatches):
+        shape = {
+            tower: (total // ranks[tower], length)
+            for tower, total, length in zip(("llm", *model.encoders), totals, microbatch.shape.lengths, strict=True)
+        }
+        batch = DeviceBatch(shape, {}, pairs=visited_on_device(model, layout, microbatch, ranks))
+        for n, run in enumerate(runs):
+            seconds[:, n, i] = pass_seconds(model, run, batch)
+        transfers[:, i] = [edge_seconds(model, runs[a], runs[b], batch) for a, b in graph.edges]
+    by_edge = dict(zip(graph.edges, transfers.mean(1).tolist(), strict=True))
+    # XLA's runtime waits for what it sends.
+    return StageTimes(*seconds, transfer=by_edge, blocking=True)

@@ -1,0 +1,493 @@
+"""Allocate devices to the towers of a model: tensor parallelism, replicas, shards and stages of each, for least time.
+
+MMScale (section 4.2) minimises a sum of two terms, warm-up and steady state. Here every candidate has a lower bound,
+and those that the bound leaves are simulated, best first. The towers may use fewer devices than there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster
+from mmjax.planning.partition import partition
+from mmjax.planning.step_time import collective_seconds
+
+TENSOR = (1, 2, 4, 8)
+ENCODER_STAGES = 8  # at most: an encoder that is too slow gets more ranks
+LLM_STAGES = 64  # at most
+SIMULATIONS = 4_000  # at most
+MANY = 40  # numbers of an option, beyond which options are not compared with each other
+
+
+@dataclass(frozen=True)
+class TowerCosts:
+    """Costs of a tower's layers at one degree of tensor parallelism, on one group of so many devices.
+
+    Seconds and bytes of a microbatch are those of a step's whole work: a rank has a share of it in each microbatch.
+    Arrays have an entry for each layer; the first and last have what comes before and behind the layers.
+    """
+
+    tensor: int
+    width: int  # of the layers, which a number of shards divides: others would leave parameters whole
+    forward: np.ndarray  # seconds
+    backward: np.ndarray  # seconds without recomputation; 0 where no gradient is wanted
+    smallest: float  # share of the step's work in the smallest row that holds any sample or item
+    launch: tuple[float, float]  # seconds of a layer's forward and backward pass, however little it computes
+    cast_forward: np.ndarray  # seconds of casting weights, unsharded
+    cast_backward: np.ndarray  # and of adding gradients
+    state: np.ndarray  # bytes of parameters, gradients and moments, unsharded
+    gathered: np.ndarray  # bytes of parameters in the precision of the computation, unsharded
+    scattered: np.ndarray  # bytes of gradients in that precision, unsharded
+    gradients: np.ndarray  # bytes of float32 gradients, unsharded
+    update: np.ndarray  # seconds, unsharded
+    saved: np.ndarray  # bytes that a layer saves, by remat policy, falling
+    again: np.ndarray  # seconds of a layer's recomputation, by remat policy, rising and convex
+    peak: tuple[float, float]  # bytes of temporaries of a stage, and of the last one
+    passed: float  # bytes of activations between layers, or of what leaves the tower
+    tokens: float  # bytes that an encoder sends to the LLM; 0 for the LLM
+
+
+SUMMED = (
+    "forward",
+    "backward",
+    "cast_forward",
+    "cast_backward",
+    "state",
+    "gathered",
+    "scattered",
+    "gradients",
+    "update",
+)  # fields of which a stage has the sum over its layers
+
+
+class TowerAllocation(NamedTuple):
+    """Devices of a tower."""
+
+    tensor: int
+    data: int
+    fsdp: int
+    cuts: tuple[int, ...]  # first layers of its stages but the first
+
+    @property
+    def stages(self) -> int:
+        """Count its stages."""
+        return len(self.cuts) + 1
+
+    @property
+    def devices(self) -> int:
+        """Count its devices."""
+        return self.tensor * self.data * self.fsdp * self.stages
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The devices of all towers, the microbatches of a step, and the simulated seconds of the step."""
+
+    towers: dict[str, TowerAllocation]
+    microbatches: int
+    seconds: float
+    bubble: float
+
+    @property
+    def devices(self) -> int:
+        """Count the devices that are used."""
+        return sum(tower.devices for tower in self.towers.values())
+
+
+class Problem(NamedTuple):
+    """Costs of a model's towers, and the cluster whose devices are allocated to them."""
+
+    towers: Mapping[str, Sequence[TowerCosts]]  # of the LLM and encoders, at each degree of tensor parallelism
+    cluster: Cluster
+    room: float  # bytes of a device
+    ranks: tuple[int, ...]  # numbers of ranks that a tower may have, such as the divisors of a step's samples
+    microbatches: tuple[int, ...]
+    samples: float = np.inf  # of a step; every rank has one in each microbatch
+
+
+class TowerOptions(NamedTuple):
+    """Ways to run a tower in one number of stages, all of which fit in memory: `[options]` or `[options, stages]`."""
+
+    costs: TowerCosts
+    cuts: tuple[int, ...]
+    data: np.ndarray
+    fsdp: np.ndarray
+    share: np.ndarray  # of the step's work, of a rank in a microbatch
+    edge: np.ndarray  # seconds of a transfer between its stages
+    forward: np.ndarray  # seconds
+    backward: np.ndarray
+    tail: np.ndarray  # seconds behind the last pass: the gradients' reduction and the update
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """Return the numbers of ranks."""
+        return self.data * self.fsdp
+
+    @property
+    def devices(self) -> np.ndarray:
+        """Return the numbers of devices."""
+        return self.costs.tensor * self.ranks * (len(self.cuts) + 1)
+
+    @property
+    def passes(self) -> np.ndarray:
+        """Return the seconds of a microbatch's passes through each stage."""
+        return self.forward + self.backward
+
+
+Choice = tuple[TowerOptions, int]  # one of the options
+
+
+def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 0, rows: int = 1) -> list[TowerOptions]:
+    """List the ways to run a tower that fit, by degree of tensor parallelism and number of stages.
+
+    behind: the LLM's stages behind an encoder, for each of which a microbatch more is in flight. rows: that an encoder
+    has in a microbatch at least, the LLM's ranks.
+    """
+    found = []
+    for costs in problem.towers[tower]:
+        if problem.cluster.per_node % costs.tensor:  # a group lies within a node
+            continue
+        most = min(LLM_STAGES if tower == "llm" else ENCODER_STAGES, len(costs.forward))
+        for stages in range(1, min(most, problem.cluster.devices // costs.tensor) + 1):
+            options = _options(problem, costs, stages, microbatches, behind, rows)
+            if len(options.data):
+                found.append(options)
+    return found
+
+
+_CUTS: dict[tuple[bytes, int], tuple[int, ...]] = {}  # partitions are the same for every number of ranks
+
+
+def _cut(costs: TowerCosts, stages: int) -> tuple[int, ...]:
+    seconds = costs.forward + costs.backward
+    key = seconds.tobytes(), stages
+    if key not in _CUTS:
+        _CUTS[key] = partition(seconds, stages)
+    return _CUTS[key]
+
+
+def _options(
+    problem: Problem, costs: TowerCosts, stages: int, microbatches: int, behind: int, rows: int
+) -> TowerOptions:
+    t = costs.tensor
+    splits = _splits(problem.cluster, t, problem.ranks, costs.width)
+    ranks = splits[:, 0] * splits[:, 1]
+    splits = splits[(t * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)]
+    data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
+    cuts = _cut(costs, stages)
+    begins = np.array((0, *cuts))
+    layers = np.diff((*begins, len(costs.forward)))
+    total = {name: np.add.reduceat(getattr(costs, name), begins) for name in SUMMED}
+    # A rank's rows are no smaller than what one sample or item takes, padding included.
+    share = np.maximum(1 / (microbatches * data * fsdp), costs.smallest * np.maximum(1, rows / (data * fsdp)))
+    # As many microbatches as stages follow, and one.
+    in_flight = np.minimum(microbatches, behind + np.arange(stages, 0, -1))
+    peak = np.full(stages, costs.peak[0])
+    peak[-1] = costs.peak[1]
+    fixed = total["state"] / fsdp + share * (peak + 2 * in_flight * costs.passed)
+    per_layer = (problem.room - fixed) / (in_flight * share * layers)
+    again = share * layers * np.interp(per_layer, costs.saved[::-1], costs.again[::-1])
+    fits = (per_layer >= costs.saved[-1]).all(1)
+    forward = share * total["forward"] + layers * costs.launch[0] + total["cast_forward"] / fsdp
+    forward = np.maximum(forward, gather * total["gathered"])
+    backward = share * total["backward"] + again + layers * costs.launch[1] + total["cast_backward"] / fsdp
+    backward = np.maximum(backward, gather * (total["gathered"] + total["scattered"])) * (total["backward"] > 0)
+    tail = (2 * reduce * total["gradients"] / fsdp).max(1) + (total["update"] / fsdp).max(1)
+    edge = share[:, 0] * costs.passed / _link(problem.cluster)
+    counts = (column[:, 0].astype(np.int64) for column in (data, fsdp))
+    options = TowerOptions(costs, cuts, *counts, share[:, 0], edge, forward, backward, tail)
+    options = _select(options, np.flatnonzero(fits))
+    return _select(options, _undominated(options))
+
+
+def _link(cluster: Cluster) -> float:
+    """Return the bytes per second between stages: links of a node count only where the cluster is one node."""
+    return BANDWIDTH_EFFICIENCY * (cluster.device.link if cluster.nodes == 1 else cluster.device.network)
+
+
+@lru_cache
+def _splits(cluster: Cluster, tensor: int, ranks: tuple[int, ...], width: int) -> np.ndarray:
+    """List the ways to split ranks into replicas and shards, float64 `[ways, 4]`.
+
+    Columns: data, fsdp, and the seconds to gather a byte over the shards and to scatter it over the replicas.
+    """
+    shards = [2**k for k in range(max(ranks).bit_length()) if width % 2**k == 0]
+    ways = [(n // fsdp, fsdp) for n in ranks for fsdp in shards if n % fsdp == 0]
+    links = [
+        (collective_seconds(1.0, fsdp, tensor, cluster), collective_seconds(1.0, data, tensor * fsdp, cluster))
+        for data, fsdp in ways
+    ]
+    return np.column_stack([np.array(ways, np.float64), np.array(links)])
+
+
+def _select(options: TowerOptions, index: np.ndarray) -> TowerOptions:
+    arrays = ("data", "fsdp", "share", "edge", "forward", "backward", "tail")
+    return options._replace(**{name: getattr(options, name)[index] for name in arrays})
+
+
+def _undominated(options: TowerOptions) -> np.ndarray:
+    """Return the options that no other with as many ranks beats in every pass and behind the last; bool `[options]`."""
+    rows = np.concatenate([options.forward, options.backward, options.tail[:, None]], axis=1)
+    if rows.shape[1] > MANY:
+        return np.ones(len(rows), np.bool_)
+    same = options.ranks[:, None] == options.ranks
+    beats = same & (rows[:, None] <= rows).all(2)
+    # Of equals the first stays.
+    return ~(beats & (~beats.T | np.tri(len(rows), k=-1, dtype=np.bool_).T)).any(0)
+
+
+# ----------------------------------------------------------------------------------------------------- simulation
+
+
+@njit(cache=True)
+def _makespan(forward, backward, following, edge, depth, microbatches):
+    """Return the seconds of a step in 1F1B with equal microbatches, as `planning.simulate` does with blocking senders.
+
+    following: int `[stages]`, the stage that takes what a stage makes, -1 for the last; a stage stands behind those
+    that it takes from. edge: seconds of that transfer. depth: stages behind.
+    """
+    stages = len(forward)
+    ends = np.full((2, stages, microbatches), -1.0)
+    free = np.zeros(stages)
+    position = np.zeros(stages, np.int64)
+    received = np.zeros(stages)  # the longest transfer into each stage, which its backward pass makes in return
+    for s in range(stages):
+        if following[s] >= 0:
+            received[following[s]] = max(received[following[s]], edge[s])
+    unfinished = stages
+    while unfinished:
+        for s in range(stages):
+            warmup = min(depth[s], microbatches)
+            while position[s] < 2 * microbatches:
+                turn = position[s] - warmup
+                kind, number = 1, position[s] - microbatches
+                if turn < 0:
+                    kind, number = 0, position[s]
+                elif turn < 2 * (microbatches - warmup):
+                    kind, number = turn % 2, turn // 2 + (warmup if turn % 2 == 0 else 0)
+                start = free[s]
+                ready = True
+                if kind == 0:
+                    for producer in range(s):
+                        if following[producer] == s:
+                            ready = ready and ends[0, producer, number] >= 0
+                            start = max(start, ends[0, producer, number] + edge[producer])
+                elif following[s] >= 0:
+                    ready = ends[1, following[s], number] >= 0
+                    start = max(start, ends[1, following[s], number] + edge[s])
+                if not ready:
+                    break
+                ends[kind, s, number] = start + (forward[s] if kind == 0 else backward[s])
+                sent = received[s] if kind == 1 else (edge[s] if following[s] >= 0 else 0.0)
+                free[s] = ends[kind, s, number] + sent
+                position[s] += 1
+                if position[s] == 2 * microbatches:
+                    unfinished -= 1
+    return ends.max()
+
+
+def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches: int) -> Allocation:
+    """Simulate a step with equal microbatches. Links of a node count only where the cluster is one node."""
+    names = [*(name for name in chosen if name != "llm"), "llm"]
+    counts = [len(chosen[name][0].cuts) + 1 for name in names]
+    first_of_llm = sum(counts[:-1])
+    forward, backward, following, edge, depth = [], [], [], [], []
+    llm, k = chosen["llm"]
+    for name, stages in zip(names, counts, strict=True):
+        options, n = chosen[name]
+        begin = len(forward)
+        forward += options.forward[n].tolist()
+        backward += options.backward[n].tolist()
+        following += range(begin + 1, begin + stages)
+        # Of a step's bytes, those that a device sends or receives, whichever are more.
+        edge += [options.edge[n]] * (stages - 1)
+        depth += range((0 if name == "llm" else counts[-1]) + stages - 1, (0 if name == "llm" else counts[-1]) - 1, -1)
+        following.append(-1 if name == "llm" else first_of_llm)
+        sent = options.share[n] * options.costs.tokens / _link(problem.cluster)
+        fan = max(options.ranks[n] / llm.ranks[k], llm.costs.tensor / options.costs.tensor)
+        edge.append(0.0 if name == "llm" else sent * fan)
+    arrays = [np.array(column, np.float64) for column in (forward, backward, edge)]
+    following_, depth_ = np.array(following, np.int64), np.array(depth, np.int64)
+    makespan = float(_makespan(arrays[0], arrays[1], following_, arrays[2], depth_, microbatches))
+    busy = microbatches * float(arrays[0].sum() + arrays[1].sum())
+    return Allocation(
+        towers={
+            name: TowerAllocation(options.costs.tensor, int(options.data[n]), int(options.fsdp[n]), options.cuts)
+            for name, (options, n) in chosen.items()
+        },
+        microbatches=microbatches,
+        seconds=makespan + max(float(options.tail[n]) for options, n in chosen.values()),
+        bubble=1 - busy / (len(forward) * makespan),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- search
+
+
+class Scores(NamedTuple):
+    """Scores of options by an objective, `[options]` each."""
+
+    path: np.ndarray  # seconds of one microbatch through all stages
+    alone: np.ndarray  # seconds of the step, if the other towers took no time
+    tail: np.ndarray
+
+
+class Objective(NamedTuple):
+    """Rules by which towers are scored, and scores of several make one."""
+
+    score: Callable[[TowerOptions, int], Scores]
+    merge_paths: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of two encoders
+    total: Callable[[Scores, Scores, int], np.ndarray]  # of encoders and LLM
+
+
+def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
+    passes, stages = options.passes, options.passes.shape[1]
+    edges = options.edge[:, None]
+    number = np.arange(stages)
+    # Before a stage begins, its first microbatch passes all before it; behind its end, its last goes back through them.
+    before = np.cumsum(passes, axis=1) - passes + 2 * number * edges
+    # A stage sends forwards and back, and waits for both; behind its last pass that no longer counts.
+    sends = ((number > 0) * 1 + (number < stages - 1)) * edges
+    busy = before + microbatches * passes + (microbatches - 1) * sends
+    # A microbatch enters when that which is `depth + 1` before it has come back from all stages behind.
+    depth = stages - 1 - number
+    rounds, rest = np.divmod(microbatches - 1, depth + 1)
+    back = np.cumsum(passes[:, ::-1], axis=1)[:, ::-1] + 2 * depth * edges
+    waiting = before + (rounds + 1) * back + rest * options.forward
+    alone = busy if options.costs.tokens else np.maximum(busy, waiting)
+    return Scores(passes.sum(1) + 2 * (stages - 1) * options.edge, alone.max(1), options.tail)
+
+
+# A lower bound: the LLM's stages begin when an encoder's path ends, and the longest path counts.
+BOUND = Objective(
+    _score_bound,
+    np.maximum,
+    lambda encoders, llm, _: (
+        np.maximum(encoders.path + llm.alone, encoders.alone) + np.maximum(encoders.tail, llm.tail)
+    ),
+)
+
+
+class OptionTable(NamedTuple):
+    """Options of an encoder in all numbers of stages, `[options]` each."""
+
+    choices: list[Choice]
+    devices: np.ndarray
+    ranks: np.ndarray
+    scores: Scores
+
+
+def make_table(groups: Sequence[TowerOptions], microbatches: int, objective: Objective) -> OptionTable:
+    scores = [objective.score(options, microbatches) for options in groups]
+    empty = np.zeros(0)
+
+    def join(columns: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([empty, *columns])
+
+    return OptionTable(
+        [(options, n) for options in groups for n in range(len(options.data))],
+        join([options.devices for options in groups]),
+        join([options.ranks for options in groups]),
+        Scores(*(join(columns) for columns in zip(*scores, strict=True)) if scores else (empty, empty, empty)),
+    )
+
+
+def compatible_ranks(ranks: np.ndarray, llm: Choice) -> np.ndarray:
+    """Return which numbers of an encoder's ranks divide those of the LLM's, or are a multiple of them."""
+    of_llm = int(llm[0].ranks[llm[1]])
+    return (ranks % of_llm == 0) | (of_llm % np.maximum(ranks, 1) == 0)
+
+
+def encoder_tables(
+    problem: Problem, objective: Objective, microbatches: int, stages: int, rows: int
+) -> list[OptionTable]:
+    """Tabulate the options of all encoders before an LLM of so many stages and ranks."""
+    return [
+        make_table(list_options(problem, name, microbatches, stages, rows), microbatches, objective)
+        for name in problem.towers
+        if name != "llm"
+    ]
+
+
+def search(
+    problem: Problem, objective: Objective, limit: Callable[[], float]
+) -> Iterator[tuple[float, int, dict[str, Choice]]]:
+    """Yield candidates by rising score of their LLM, and for each LLM by rising score, as far as that is below `limit`.
+
+    limit: called again for every candidate, as it falls.
+    """
+    encoders = [name for name in problem.towers if name != "llm"]
+    none = Scores(*(np.zeros(1) for _ in Scores._fields))
+    llms = []
+    for count in problem.microbatches:
+        table = make_table(list_options(problem, "llm", count), count, objective)
+        scores = objective.total(none, table.scores, count)
+        llms += [(scores[n], count, table, n) for n in range(len(scores))]
+    tables: dict[tuple[int, int, int], list[OptionTable]] = {}
+    for score, count, llm, n in sorted(llms, key=lambda entry: entry[0]):
+        if score >= limit():
+            break
+        stages, rows = llm.choices[n][0].passes.shape[1], int(llm.ranks[n])
+        # No more than all microbatches are in flight, and most rows are larger than the smallest.
+        small = max((costs.smallest for name in encoders for costs in problem.towers[name]), default=0.0)
+        key = count, min(stages, count), rows if rows * count * small > 1 else 1
+        if key not in tables:
+            tables[key] = encoder_tables(problem, objective, *key)
+        yield from _complete(problem, objective, llm, n, tables[key], encoders, count, limit)
+
+
+def _complete(
+    problem: Problem,
+    objective: Objective,
+    llm: OptionTable,
+    n: int,
+    tables: Sequence[OptionTable],
+    encoders: Sequence[str],
+    count: int,
+    limit: Callable[[], float],
+) -> Iterator[tuple[float, int, dict[str, Choice]]]:
+    """Yield candidates with the LLM's option `n`, and encoders on the devices that are left."""
+    left = problem.cluster.devices - llm.devices[n]
+    llm_scores = Scores(*(column[n] for column in llm.scores))
+    devices, scores = np.zeros(1), Scores(*(np.zeros(1) for _ in Scores._fields))
+    index = np.zeros((1, 0), np.int64)
+    for table in tables:
+        divides = compatible_ranks(table.ranks, llm.choices[n])
+        alone = objective.total(table.scores, llm_scores, count)
+        usable = np.flatnonzero(divides & (table.devices <= left) & (alone < limit()))
+        a, b = (x.ravel() for x in np.indices((len(devices), len(usable))))
+        total = devices[a] + table.devices[usable[b]]
+        a, b, devices = a[total <= left], usable[b[total <= left]], total[total <= left]
+        scores = Scores(
+            objective.merge_paths(scores.path[a], table.scores.path[b]),
+            np.maximum(scores.alone[a], table.scores.alone[b]),
+            np.maximum(scores.tail[a], table.scores.tail[b]),
+        )
+        index = np.column_stack([index[a], b])
+    totals = objective.total(scores, llm_scores, count)
+    for k in np.argsort(totals, kind="stable"):
+        if totals[k] >= limit():
+            return
+        chosen = {name: table.choices[i] for name, table, i in zip(encoders, tables, index[k], strict=True)}
+        yield float(totals[k]), count, {**chosen, "llm": llm.choices[n]}
+
+
+def allocate(problem: Problem, simulations: int = SIMULATIONS) -> Allocation | None:
+    """Find the allocation with the least simulated seconds of a step; None where nothing fits.
+
+    An encoder's ranks divide the LLM's or are a multiple of them; shards are powers of two; stages are cut by time,
+    exactly. The result is exact if the bounds leave no more candidates than `simulations`.
+    """
+    best: Allocation | None = None
+    candidates = search(problem, BOUND, lambda: np.inf if best is None else best.seconds)
+    for _, (_, count, chosen) in zip(range(simulations), candidates, strict=False):
+        found = simulate_choice(problem, chosen, count)
+        if best is None or found.seconds < best.seconds:
+            best = found
+    return best

@@ -1,0 +1,123 @@
+"""Time of a pipeline's stages on a cluster: passes of a microbatch, transfers, and what follows a step's last pass.
+
+A stage is charged as one mesh is (`planning.step_time`): products, attention, launches, the bytes of activations and
+weights, and collectives. Gathering shards hides behind a pass as far as that lasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmjax.config import DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat
+from mmjax.config.model import Encoder
+from mmjax.planning.flops import frozen_modules, recomputed_attention, stage_flops
+from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY
+from mmjax.planning.memory import MASTER, DeviceBatch
+from mmjax.planning.step_time import (
+    BACKWARD_KERNELS,
+    FORWARD_KERNELS,
+    PASSES,
+    ClusterRun,
+    all_reduce_seconds,
+    collective_seconds,
+    muon_seconds,
+    recomputed_reduces,
+)
+from mmjax.planning.work import connector_mlps, row_work
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """Some layers of a tower on the devices of a cluster. Bytes are those of one device, parameters in float32."""
+
+    tower: str
+    layers: range
+    policies: tuple[Remat, ...]  # of its layers
+    devices: range
+    machine: ClusterRun  # with the stage's own mesh
+    trainable: float
+    frozen: float
+    moments: float
+    has_backward: bool
+    unsaved: float  # bytes that one position of a layer saves without remat, before tensor parallelism
+
+    @property
+    def ranks(self) -> int:
+        """Count the ranks over which its rows lie."""
+        return self.machine.mesh["data"] * self.machine.mesh["fsdp"]
+
+    def config(self, model: ModelConfig) -> DecoderConfig | Encoder:
+        """Return the tower's config."""
+        return model.llm if self.tower == "llm" else model.encoders[self.tower]
+
+
+def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tuple[float, float]:
+    """Estimate the seconds of a microbatch's forward and backward pass. batch: on each device."""
+    machine, config = stage.machine, stage.config(model)
+    rates, parts, fsdp = machine.speed.rates, machine.mesh["tensor"], machine.mesh["fsdp"]
+    work = row_work(model, batch.shape, batch.pairs)[stage.tower]
+    measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
+    # Layers that were timed are taken out of the operations, and their times added.
+    counted = () if measured else stage.policies
+    flops = stage_flops(model, stage.tower, stage.layers, counted, batch.shape, machine.loss_chunks, batch.pairs)
+    attention = 0.0
+    if config.attention in ("flash", "auto"):
+        attention = len(counted) * recomputed_attention(config, work, "full")  # one forward pass of it
+    forward = rates.seconds(flops.forward, attention) / parts
+    backward = rates.seconds(flops.backward, max(0.0, flops.attention - attention)) / parts
+    if measured:
+        forward += len(stage.policies) * measured["forward"] / parts
+        backward += sum(measured[policy] - measured["forward"] for policy in stage.policies) / parts
+    # Written in forward; read in backward, with gradients of the same size.
+    activations = len(counted) * work.positions * stage.unsaved / parts / rates.memory
+    # Weights are cast for both passes; in backward, gradients of the computation's precision are added to float32 sums.
+    elements = stage.trainable / MASTER / rates.memory
+    cast = 0 if machine.activation == MASTER else MASTER + machine.activation
+    forward += len(counted) * FORWARD_KERNELS * rates.launch + activations + cast * elements
+    backward += len(counted) * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
+    backward += (cast + 2 * machine.activation + 2 * MASTER) * elements
+    # Both passes gather the parameters; backward scatters gradients.
+    share = fsdp * machine.activation / MASTER
+    gathered = collective_seconds(share * (stage.trainable + stage.frozen), fsdp, parts, machine.cluster)
+    scattered = collective_seconds(share * stage.trainable, fsdp, parts, machine.cluster)
+    reduce = all_reduce_seconds(config, work.positions, parts, machine)
+    forward = max(forward, gathered) + 2 * len(stage.policies) * reduce
+    if not stage.has_backward:
+        return forward, 0.0
+    reduces = 2 * (len(stage.policies) + recomputed_reduces(stage.policies))
+    return forward, max(backward, gathered + scattered) + reduces * reduce
+
+
+def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch: DeviceBatch) -> float:
+    """Estimate the seconds in which a microbatch's activations go to the next stage, or their gradients come back.
+
+    batch: on each device of the sender. Every device of a tensor-parallel group takes its rows whole; those of the
+    sender's groups share the sending.
+    """
+    work = row_work(model, batch.shape)[sender.tower]
+    numbers = work.positions * sender.config(model).width
+    if sender.tower != receiver.tower:
+        numbers = work.tokens * connector_mlps(model.encoders[sender.tower]) * model.llm.width
+    total = numbers * sender.machine.activation * sender.ranks
+    largest = max(total / receiver.ranks, total * receiver.machine.mesh["tensor"] / len(sender.devices))
+    cluster = sender.machine.cluster
+    nodes = {device // cluster.per_node for device in (*sender.devices, *receiver.devices)}
+    link = cluster.device.link if len(nodes) == 1 else cluster.device.network
+    return largest / (BANDWIDTH_EFFICIENCY * link)
+
+
+def reduce_seconds(stage: StageRun) -> float:
+    """Estimate the seconds in which the ranks of `data` add up a step's float32 gradients: an all-reduce."""
+    mesh = stage.machine.mesh
+    return collective_seconds(2 * stage.trainable, mesh["data"], mesh["fsdp"] * mesh["tensor"], stage.machine.cluster)
+
+
+def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConfig) -> float:
+    """Estimate the seconds of a stage's update, bytes as in `planning.step_time`, Muon's gathers included."""
+    rates = stage.machine.speed.rates
+    seconds = (5 * stage.trainable + 2 * stage.moments) / rates.memory
+    if optimizer.offload:
+        seconds += 2 * stage.moments / rates.host
+    if isinstance(optimizer, Muon) and stage.tower not in frozen_modules(model):
+        seconds += muon_seconds(stage.config(model), len(stage.layers), stage.tower, stage.machine)
+    return seconds

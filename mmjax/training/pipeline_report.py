@@ -1,0 +1,112 @@
+"""Describe the forecast of a run on units, and of the same run on one mesh, for people and programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from mmjax.autotune.forecast import MeshForecast, describe_basis
+from mmjax.config import Config
+from mmjax.config.training import unit_devices
+from mmjax.console import count, duration, size
+from mmjax.pipeline.forecast import PipelineForecast
+from mmjax.planning.flops import parameters
+from mmjax.planning.hardware import Cluster
+from mmjax.planning.schedules import schedule_name
+from mmjax.training.announce import describe_stages
+
+
+def report_pipeline(
+    config: Config, cluster: Cluster, forecast: PipelineForecast | None, mesh: MeshForecast | None, source: str
+) -> list[str]:
+    """Format the plan of a run on units for a person, with the same run on one mesh beside it."""
+    head = (
+        f"plan   {config.name}: {count(sum(parameters(config.model).values()))} parameters, {config.training.precision}"
+    )
+    if forecast is None:
+        return [f"{head}, on {cluster.devices} x {cluster.device.name}", f"choice {compare(None, mesh)}"]
+    used = sum(map(unit_devices, forecast.config.units.values()))
+    idle = f" ({cluster.devices - used} idle: start it on {used})" if used < cluster.devices else ""
+    parts = {"passes": forecast.passes - forecast.transfers, "transfers": forecast.transfers}
+    parts |= {"reduction": forecast.reduction, "update": forecast.update}
+    fullest = max(forecast.stages, key=lambda stage: stage.bytes)
+    measured = bool(forecast.speed.measured)
+    return [
+        f"{head}, on {used} of {cluster.devices} x {cluster.device.name}{idle}",
+        f"data   {source}; {forecast.samples:,.0f} samples and {count(forecast.tokens)} LLM tokens a step; rows are "
+        + ", ".join(f"{fill:.0%} full in {tower}" for tower, fill in forecast.fill.items()),
+        *describe_stages(forecast.config, forecast.stages, schedule_name(forecast.config), forecast.bubble, measured),
+        f"memory {size(fullest.bytes)} of {size(forecast.limit.device)} a device, in {fullest.name}",
+        f"step   {duration(forecast.seconds)}, MFU {forecast.mfu:.1%} ({describe_basis(config, forecast.speed)}): "
+        + ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds),
+        f"choice {compare(forecast, mesh)}",
+        *assumptions(forecast),
+    ]
+
+
+def compare(forecast: PipelineForecast | None, mesh: MeshForecast | None) -> str:
+    """Say which of units and one mesh is faster, and why, in one line."""
+    one, units = "one mesh does not fit with any mesh.fsdp", "no units fit"
+    if mesh is not None:
+        axes = " x ".join(f"{axis} {n}" for axis in ("data", "fsdp") if (n := getattr(mesh.config.mesh, axis)) > 1)
+        recompute = f", {mesh.time.recompute / mesh.time.total:.0%} recomputed" if mesh.time.recompute else ""
+        batches = mesh.config.batch.microbatches
+        one = f"one mesh ({axes or 'one device'}, {batches} microbatch(es)): {mesh.mfu:.1%}{recompute}"
+    if forecast is not None:
+        shape = " + ".join(
+            f"{name} {unit_devices(unit) // unit.pipeline}" + (f" x {unit.pipeline}" if unit.pipeline > 1 else "")
+            for name, unit in forecast.config.units.items()
+        )
+        emptiest = min(forecast.fill, key=lambda tower: forecast.fill[tower])
+        units = (
+            f"units {shape}: {forecast.mfu:.1%}, bubble {forecast.bubble:.0%}, rows of {emptiest} "
+            f"{forecast.fill[emptiest]:.0%} full"
+        )
+    if forecast is None or mesh is None:
+        return f"{one}; {units}"
+    faster = "one mesh is faster" if mesh.time.total <= forecast.seconds else "units are faster"
+    ratio = max(mesh.time.total, forecast.seconds) / min(mesh.time.total, forecast.seconds)
+    return f"{one}; {units}: {faster}, {ratio:.2f} times"
+
+
+def assumptions(forecast: PipelineForecast) -> list[str]:
+    """List what the times assume, and how to replace it."""
+    device = forecast.cluster.device
+    lines = [
+        f"assume {device.link / 1e9:g} GB/s between devices of a node, {device.network / 1e9:g} to others, 80% of "
+        "either; a stage waits until what it sends has arrived, and latency is not counted (planning/hardware.py)"
+    ]
+    if not forecast.speed.measured:
+        lines.append("assume rates of layers: replace them on such a device by cluster=here --profile")
+    return lines
+
+
+def pipeline_numbers(forecast: PipelineForecast | None, mesh: MeshForecast | None) -> dict[str, Any]:
+    """Build the JSON object of `--json` for a run on units: times in seconds, memory in bytes."""
+    numbers: dict[str, Any] = {"one_mesh": None, "units": None}
+    if mesh is not None:
+        numbers["one_mesh"] = {
+            "fsdp": mesh.config.mesh.fsdp,
+            "microbatches": mesh.config.batch.microbatches,
+            "seconds": mesh.time.total,
+            "mfu": mesh.mfu,
+        }
+    if forecast is None:
+        return numbers
+    seconds = {name: getattr(forecast, name) for name in ("passes", "transfers", "reduction", "update")}
+    stages = [asdict(stage) | {"layers": [stage.layers.start, stage.layers.stop]} for stage in forecast.stages]
+    return numbers | {
+        "config": forecast.config.name,
+        "cluster": str(forecast.cluster),
+        "units": {name: asdict(unit) for name, unit in forecast.config.units.items()},
+        "microbatches": forecast.config.batch.microbatches,
+        "stages": stages,
+        "room": forecast.limit.device,
+        "seconds": seconds | {"total": forecast.seconds},
+        "bubble": forecast.bubble,
+        "fill": forecast.fill,
+        "mfu": forecast.mfu,
+        "samples": forecast.samples,
+        "tokens": forecast.tokens,
+        "basis": describe_basis(forecast.config, forecast.speed),
+    }

@@ -1,0 +1,76 @@
+"""A stage is charged what one mesh is charged for its layers, and what its links take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mmjax.config import AdamW
+from mmjax.config.loading import load
+from mmjax.planning.flops import frozen_modules, parameters
+from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, parse_cluster
+from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
+from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
+from mmjax.planning.step_time import ClusterRun, Speed, step_time
+
+MODEL = replace(load("omni_10b").model, encoders={})
+BATCH = DeviceBatch({"llm": (1, 4096)}, {})
+CLUSTER = parse_cluster("h100x4x8")
+
+
+def stage(layers: range, devices: range = range(1), policy: str = "none", **mesh: int) -> StageRun:
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1} | mesh
+    sharding = ModelSharding(sizes["fsdp"] * sizes["tensor"], sizes["tensor"], sizes["tensor"])
+    share = len(layers) / MODEL.llm.layers / sharding.shards
+    count = parameters(MODEL)["llm"] * share
+    return StageRun(
+        tower="llm",
+        layers=layers,
+        policies=(policy,) * len(layers),
+        devices=devices,
+        machine=ClusterRun(CLUSTER, sizes, sharding, Speed(CLUSTER.device.rates("bfloat16")), 2),
+        trainable=MASTER * count,
+        frozen=0.0,
+        moments=share * moment_bytes(MODEL, frozen_modules(MODEL), AdamW())["llm"],
+        has_backward=True,
+        unsaved=300e3,
+    )
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 4}])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_stages_together_take_what_one_mesh_takes(policy, mesh):
+    ends = (range(9), range(9, 20), range(20, 28))
+    stages = [stage(layers, policy=policy, **mesh) for layers in ends]
+    whole = replace(MODEL, llm=replace(MODEL.llm, remat=policy))
+    found = step_time(whole, (BATCH,), {"llm": 300e3}, stages[0].machine, AdamW())
+    passes = sum(sum(pass_seconds(MODEL, one, BATCH)) for one in stages)
+    assert passes == pytest.approx(found.compute + found.recompute + found.tensor, rel=0.01)
+    assert sum(update_seconds(MODEL, one, AdamW()) for one in stages) == pytest.approx(found.update, rel=1e-6)
+
+
+def test_a_stage_without_a_backward_pass_has_none_and_short_passes_wait_for_their_shards():
+    assert pass_seconds(MODEL, replace(stage(range(4)), has_backward=False), BATCH)[1] == 0
+    short = DeviceBatch({"llm": (1, 64)}, {})
+    alone, sharded = (pass_seconds(MODEL, stage(range(4), fsdp=n), short) for n in (1, 8))
+    count = 4 / 28 * parameters(MODEL)["llm"]
+    gather = 2 * count * 7 / 8 / (BANDWIDTH_EFFICIENCY * 450e9)
+    assert sharded[0] == pytest.approx(gather)
+    assert sharded[0] > alone[0]
+    assert sharded[1] == pytest.approx(2 * gather)
+
+
+def test_activations_cross_the_network_between_nodes_and_links_inside():
+    sender = stage(range(14), range(2), data=2)
+    inside, outside = (stage(range(14, 28), range(n, n + 4), data=2, tensor=2) for n in (2, 8))
+    # Two ranks send their rows to two devices each.
+    size = 2 * 4096 * MODEL.llm.width * 2
+    assert edge_seconds(MODEL, sender, inside, BATCH) == pytest.approx(size / (BANDWIDTH_EFFICIENCY * 450e9))
+    assert edge_seconds(MODEL, sender, outside, BATCH) == pytest.approx(size / (BANDWIDTH_EFFICIENCY * 50e9))
+
+
+def test_gradients_are_added_over_data_alone():
+    one, four = stage(range(14)), stage(range(14), data=4)
+    assert reduce_seconds(one) == 0
+    assert reduce_seconds(four) == pytest.approx(2 * four.trainable * 3 / 4 / (BANDWIDTH_EFFICIENCY * 450e9))

@@ -1,0 +1,101 @@
+"""`python -m mmjax.plan` of a config whose modules have units, on a cluster that is not at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import run
+
+from mmjax import plan
+from mmjax.config.loading import find_config, load
+from mmjax.planning.plan_file import plan_changes
+
+SMALL = (
+    "tiny_omni",
+    "cluster=a100x2x4",
+    "batch.size.count=64",
+    "batch.microbatches=4",
+    "data.sources.embedded.samples=600",
+)
+UNITS = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=2", "units.llm.fsdp=2")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> tuple[dict, Path]:
+    """Numbers and plan file of the default config on units."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(plan, "print_lines", lambda *lines: said.extend(lines))
+        plan.main([*SMALL, *UNITS, "--json", "--out", str(path)])
+    return json.loads(said[0]), path
+
+
+def test_stages_are_planned_on_the_clusters_devices_in_order_with_one_mesh_beside(planned):
+    numbers, _ = planned
+    assert [(stage["name"], stage["devices"]) for stage in numbers["stages"]] == [
+        ("vision", [0, 1]),
+        ("audio", [2]),
+        ("llm[0:2]", [3, 4]),
+        ("llm[2:3]", [5, 6]),
+    ]
+    seconds = numbers["seconds"]
+    assert seconds["total"] == pytest.approx(seconds["passes"] + seconds["reduction"] + seconds["update"])
+    assert 0 < seconds["transfers"] < seconds["passes"]
+    # Two replicas of the vision tower add up their gradients.
+    assert seconds["reduction"] > 0
+    busiest = max(4 * (stage["forward"] + stage["backward"]) for stage in numbers["stages"])
+    assert busiest < seconds["passes"]
+    assert all(sum(stage["memory"].values()) < numbers["room"] for stage in numbers["stages"])
+    assert numbers["one_mesh"]["seconds"] > 0
+    assert numbers["one_mesh"]["mfu"] / numbers["mfu"] == pytest.approx(
+        seconds["total"] / numbers["one_mesh"]["seconds"], rel=0.2
+    )
+
+
+def test_the_plan_file_gives_the_units_to_a_config_that_has_none(planned):
+    _, path = planned
+    name, changes = plan_changes(path)
+    config = load(find_config(name), changes)
+    assert config.units == load(find_config(name), UNITS).units
+    assert config.batch.microbatches == 4
+
+
+@pytest.mark.exhaustive
+def test_the_report_says_which_is_faster_why_and_what_is_assumed(capsys):
+    ended = run(capsys, plan.main, *SMALL, *UNITS)
+    assert ended.code == 0, ended.err
+    for text in (
+        "tiny_omni: 1.27M parameters, float32, on 7 of 8 x a100 (1 idle: start it on 7)",
+        "units  schedule 1f1b, 4 microbatch(es)",
+        "predicted bubble ",
+        "choice one mesh (",
+        "units vision 2 + audio 1 + llm 2 x 2: ",
+        "assume 300 GB/s between devices of a node, 25 to others",
+        "cluster=here --profile",
+    ):
+        assert text in ended.out, ended.out
+
+
+def test_units_that_do_not_fit_the_cluster_are_refused(capsys):
+    ended = run(capsys, plan.main, *SMALL, *UNITS, "units.audio.data=3")
+    assert ended.code == 2
+    assert "the units need 9 devices and a100x2x4 has 8" in ended.err
+
+
+@pytest.mark.exhaustive
+def test_units_auto_plans_units_that_fit_and_writes_what_is_faster(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    ended = run(capsys, plan.main, *SMALL, "units=auto", "--json", "--out", str(path))
+    assert ended.code == 0, ended.err
+    numbers = json.loads(ended.out)
+    assert {module for name in numbers["units"] for module in [name]} == {"vision", "audio", "llm"}
+    assert max(max(stage["devices"]) for stage in numbers["stages"]) < 8
+    assert all(sum(stage["memory"].values()) < numbers["room"] for stage in numbers["stages"])
+    name, changes = plan_changes(path)
+    config = load(find_config(name), changes)
+    one_mesh = numbers["one_mesh"]["seconds"] <= numbers["seconds"]["total"]
+    assert bool(config.units) != one_mesh
+    assert config.mesh.fsdp == (numbers["one_mesh"]["fsdp"] if one_mesh else 1)
