@@ -22,6 +22,7 @@ from mmjax.config.training import unit_devices
 from mmjax.console import size
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.errors import UserError
+from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model, Stage, modules_of, partition
 from mmjax.parallel.sharding import AXES, TENSOR, ShardingRules, row_ranks, sharding
 from mmjax.pipeline.passes import trained_activations
@@ -37,6 +38,7 @@ from mmjax.planning.memory import (
     divide_by_tensor_parallelism,
     layer_backward_bytes,
     loss_bytes,
+    reordered_elements,
     token_bytes,
 )
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, StagePlan, choose_policies
@@ -56,6 +58,7 @@ class ShardedStage(NamedTuple):
     devices: range  # numbers in the order in which units take them; stages that share them have the same
     parameters: int  # on all its devices together
     trainable: float  # bytes on each device; with the last stage's copy of a tied embedding, which another updates
+    scanned: float  # of these, bytes of scanned stacks
     frozen: float  # bytes on each device in float32
     moments: float  # bytes on each device
     has_backward: bool
@@ -118,6 +121,7 @@ def _shard_stage(
         devices=devices,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(owned)),
         trainable=trainable_bytes,
+        scanned=_on_device(*(split_scanned(tree)[0] for tree in (parts[0], part_layouts[0]))),
         frozen=frozen_bytes,
         moments=_on_device(moments, moment_layouts),
         # A frozen encoder with a frozen connector has no backward pass; a frozen LLM behind something trained has one.
@@ -241,21 +245,28 @@ def _fixed_bytes(
     positions = row_work(config.model, batch.shape)[tower].positions
     parts = mesh.shape[TENSOR]
     sharding = ModelSharding(mesh.shape["fsdp"] * parts, parts, parts)
-    transient = tokens = 0.0
+    computes_loss = tower == "llm" and stage.last
+    # Gradients of scanned stacks are added to their sums layer by layer, the others behind the backward pass.
+    gradients = trainable - sharded.scanned
+    copies = transient = tokens = 0.0
     if sharded.has_backward:
+        # The last stage's matrices are reordered before they are cast.
+        reordered = reordered_elements(_towers(config)[tower], stage.stop - stage.start, sharding, tower)
+        copies = (
+            gradients + activation / MASTER * sharded.scanned + (MASTER if computes_loss else activation) * reordered
+        )
         transient = layer_backward_bytes(config.model, tower, unsaved, positions, sharding, activation)
         if tower != "llm" and stage.last:
             tokens = in_flight * token_bytes(config.model, tower, batch, activation)
-    if tower == "llm" and stage.last:
-        # A microbatch's gradients, in the precision of the computation, are made when the loss is done with.
+    if computes_loss:
         loss = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
-        transient = max(transient, loss - activation / MASTER * trainable)
+        transient = max(transient, loss - copies)  # which backward makes when the loss is done with
     return {
         "parameters": trainable + activation / MASTER * sharded.frozen,
         "gradients": trainable,
         "optimizer": 0.0 if config.optimizer.offload else sharded.moments,
-        # Weights cast for the computation, and a microbatch's gradients before they are added to those of the others.
-        "copies": trainable,
+        # Weights cast for the computation and reordered, and a microbatch's gradients.
+        "copies": copies,
         "batch": LOADED * config.batch.microbatches * batch_bytes(config.model, batch, tower),
         # Activations that arrive and leave, for every microbatch in flight one.
         "messages": 2 * in_flight * positions * _towers(config)[tower].width * activation,

@@ -156,7 +156,9 @@ def fixed_bytes(
     ]
     tokens = sum(token_bytes(model, name, batch, activation) for name in model.encoders if name in batch.shape)
     copies = accumulates * activation * (trainable - in_layers) + (activation + cast) * layer
-    copies += _reordered_bytes(model, frozen, sharding, activation)
+    for name, config in {"llm": model.llm, **model.encoders}.items():
+        dtype_bytes = activation if name in frozen else MASTER
+        copies += dtype_bytes * reordered_elements(config, config.layers, sharding, name)
     # The update begins when copies and activations are gone.
     update_peak = _muon_update(model, frozen, sharding, activation) - copies if isinstance(optimizer, Muon) else 0.0
     loss = loss_bytes(model, work["llm"].positions, sharding, activation, loss_chunks)
@@ -219,16 +221,15 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig)
     return weights + sum(moment_bytes(model, frozen, optimizer).values())
 
 
-def _reordered_bytes(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, activation: int) -> float:
-    """Count the bytes of the second copies of matrices whose outputs are sharded: attention's output and MLP's down."""
+def reordered_elements(config: DecoderConfig | Encoder, layers: int, sharding: ModelSharding, tower: str) -> float:
+    """Count the elements of the matrices of a tower's layers whose outputs are sharded: attention's output, MLP's down.
+
+    Of these XLA makes a second copy in another order.
+    """
     if sharding.shards == 1:
         return 0.0
-    total = 0.0
-    for name, config in {"llm": model.llm, **model.encoders}.items():
-        layer = layer_sizes(config)
-        elements = config.layers * layer.width * (layer.queries + layer.mlp) * sharding.part_of(name)
-        total += (activation if name in frozen else MASTER) * elements
-    return total
+    layer = layer_sizes(config)
+    return layers * layer.width * (layer.queries + layer.mlp) * sharding.part_of(tower)
 
 
 def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, activation: int) -> float:
