@@ -25,7 +25,7 @@ SIMULATIONS = 4_000  # at most
 MANY = 40  # numbers of an option, beyond which options are not compared with each other
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TowerCosts:
     """Costs of a tower's layers at one degree of tensor parallelism, on one group of so many devices.
 
@@ -161,15 +161,13 @@ def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 
     return found
 
 
-_CUTS: dict[tuple[bytes, int], tuple[int, ...]] = {}  # partitions are the same for every number of ranks
-
-
-def _cut(costs: TowerCosts, stages: int) -> tuple[int, ...]:
-    seconds = costs.forward + costs.backward
-    key = seconds.tobytes(), stages
-    if key not in _CUTS:
-        _CUTS[key] = partition(seconds, stages)
-    return _CUTS[key]
+@lru_cache(maxsize=2048)
+def _cut(costs: TowerCosts, stages: int) -> tuple[tuple[int, ...], np.ndarray, dict[str, np.ndarray]]:
+    """Cut a tower by time; return the cuts, the stages' layers, and their sums of the fields in SUMMED."""
+    cuts = partition(costs.forward + costs.backward, stages)
+    begins = np.array((0, *cuts))
+    sums = {name: np.add.reduceat(getattr(costs, name), begins) for name in SUMMED}
+    return cuts, np.diff((*begins, len(costs.forward))), sums
 
 
 def _options(
@@ -180,10 +178,7 @@ def _options(
     ranks = splits[:, 0] * splits[:, 1]
     splits = splits[(t * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)]
     data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
-    cuts = _cut(costs, stages)
-    begins = np.array((0, *cuts))
-    layers = np.diff((*begins, len(costs.forward)))
-    total = {name: np.add.reduceat(getattr(costs, name), begins) for name in SUMMED}
+    cuts, layers, total = _cut(costs, stages)
     # A rank's rows are no smaller than what one sample or item takes, padding included.
     share = np.maximum(1 / (microbatches * data * fsdp), costs.smallest * np.maximum(1, rows / (data * fsdp)))
     # As many microbatches as stages follow, and one.
