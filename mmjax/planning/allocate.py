@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -413,7 +414,7 @@ def encoder_tables(
 def search(
     problem: Problem, objective: Objective, limit: Callable[[], float]
 ) -> Iterator[tuple[float, int, dict[str, Choice]]]:
-    """Yield candidates by rising score of their LLM, and for each LLM by rising score, as far as that is below `limit`.
+    """Yield candidates by rising score of their LLM, for each LLM the best and then all, with scores below `limit`.
 
     limit: called again for every candidate, as it falls.
     """
@@ -425,16 +426,19 @@ def search(
         scores = objective.total(none, table.scores, count)
         llms += [(scores[n], count, table, n) for n in range(len(scores))]
     tables: dict[tuple[int, int, int], list[OptionTable]] = {}
-    for score, count, llm, n in sorted(llms, key=lambda entry: entry[0]):
-        if score >= limit():
-            break
-        stages, rows = llm.choices[n][0].passes.shape[1], int(llm.ranks[n])
-        # No more than all microbatches are in flight, and most rows are larger than the smallest.
-        small = max((costs.smallest for name in encoders for costs in problem.towers[name]), default=0.0)
-        key = count, min(stages, count), rows if rows * count * small > 1 else 1
-        if key not in tables:
-            tables[key] = encoder_tables(problem, objective, *key)
-        yield from _complete(problem, objective, llm, n, tables[key], encoders, count, limit)
+    llms.sort(key=lambda entry: entry[0])
+    # First the best of every LLM's, for a limit that leaves little of the others.
+    for most in (1, None):
+        for score, count, llm, n in llms:
+            if score >= limit():
+                break
+            stages, rows = llm.choices[n][0].passes.shape[1], int(llm.ranks[n])
+            # No more than all microbatches are in flight, and most rows are larger than the smallest.
+            small = max((costs.smallest for name in encoders for costs in problem.towers[name]), default=0.0)
+            key = count, min(stages, count), rows if rows * count * small > 1 else 1
+            if key not in tables:
+                tables[key] = encoder_tables(problem, objective, *key)
+            yield from islice(_complete(problem, objective, llm, n, tables[key], encoders, count, limit), most)
 
 
 def _complete(
