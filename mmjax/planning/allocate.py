@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ SIMULATIONS = 4_000  # at most
 MANY = 40  # numbers of an option, beyond which options are not compared with each other
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TowerCosts:
     """Costs of a tower's layers at one degree of tensor parallelism, on one group of so many devices.
 
@@ -161,15 +162,13 @@ def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 
     return found
 
 
-_CUTS: dict[tuple[bytes, int], tuple[int, ...]] = {}  # partitions are the same for every number of ranks
-
-
-def _cut(costs: TowerCosts, stages: int) -> tuple[int, ...]:
-    seconds = costs.forward + costs.backward
-    key = seconds.tobytes(), stages
-    if key not in _CUTS:
-        _CUTS[key] = partition(seconds, stages)
-    return _CUTS[key]
+@lru_cache(maxsize=2048)
+def _cut(costs: TowerCosts, stages: int) -> tuple[tuple[int, ...], np.ndarray, dict[str, np.ndarray]]:
+    """Cut a tower by time; return the cuts, the stages' layers, and their sums of the fields in SUMMED."""
+    cuts = partition(costs.forward + costs.backward, stages)
+    begins = np.array((0, *cuts))
+    sums = {name: np.add.reduceat(getattr(costs, name), begins) for name in SUMMED}
+    return cuts, np.diff((*begins, len(costs.forward))), sums
 
 
 def _options(
@@ -180,10 +179,7 @@ def _options(
     ranks = splits[:, 0] * splits[:, 1]
     splits = splits[(t * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)]
     data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
-    cuts = _cut(costs, stages)
-    begins = np.array((0, *cuts))
-    layers = np.diff((*begins, len(costs.forward)))
-    total = {name: np.add.reduceat(getattr(costs, name), begins) for name in SUMMED}
+    cuts, layers, total = _cut(costs, stages)
     # A rank's rows are no smaller than what one sample or item takes, padding included.
     share = np.maximum(1 / (microbatches * data * fsdp), costs.smallest * np.maximum(1, rows / (data * fsdp)))
     # As many microbatches as stages follow, and one.
@@ -418,7 +414,7 @@ def encoder_tables(
 def search(
     problem: Problem, objective: Objective, limit: Callable[[], float]
 ) -> Iterator[tuple[float, int, dict[str, Choice]]]:
-    """Yield candidates by rising score of their LLM, and for each LLM by rising score, as far as that is below `limit`.
+    """Yield candidates by rising score of their LLM, for each LLM the best and then all, with scores below `limit`.
 
     limit: called again for every candidate, as it falls.
     """
@@ -430,16 +426,19 @@ def search(
         scores = objective.total(none, table.scores, count)
         llms += [(scores[n], count, table, n) for n in range(len(scores))]
     tables: dict[tuple[int, int, int], list[OptionTable]] = {}
-    for score, count, llm, n in sorted(llms, key=lambda entry: entry[0]):
-        if score >= limit():
-            break
-        stages, rows = llm.choices[n][0].passes.shape[1], int(llm.ranks[n])
-        # No more than all microbatches are in flight, and most rows are larger than the smallest.
-        small = max((costs.smallest for name in encoders for costs in problem.towers[name]), default=0.0)
-        key = count, min(stages, count), rows if rows * count * small > 1 else 1
-        if key not in tables:
-            tables[key] = encoder_tables(problem, objective, *key)
-        yield from _complete(problem, objective, llm, n, tables[key], encoders, count, limit)
+    llms.sort(key=lambda entry: entry[0])
+    # First the best of every LLM's, for a limit that leaves little of the others.
+    for most in (1, None):
+        for score, count, llm, n in llms:
+            if score >= limit():
+                break
+            stages, rows = llm.choices[n][0].passes.shape[1], int(llm.ranks[n])
+            # No more than all microbatches are in flight, and most rows are larger than the smallest.
+            small = max((costs.smallest for name in encoders for costs in problem.towers[name]), default=0.0)
+            key = count, min(stages, count), rows if rows * count * small > 1 else 1
+            if key not in tables:
+                tables[key] = encoder_tables(problem, objective, *key)
+            yield from islice(_complete(problem, objective, llm, n, tables[key], encoders, count, limit), most)
 
 
 def _complete(
