@@ -183,8 +183,8 @@ def _tower_costs(
         launch=(launches[0], launches[1] * has_backward),
         cast_forward=cast * trained / memory,
         cast_backward=(cast + 2 * activation + 2 * MASTER) * trained / memory,
-        # Parameters, gradients, and copies in the precision of the computation with a microbatch's gradients.
-        state=3 * MASTER * trained + activation * frozen + (0.0 if config.optimizer.offload else moments),
+        # Parameters, gradients, and copies in the precision of the computation.
+        state=(2 * MASTER + activation) * trained + activation * frozen + (0.0 if config.optimizer.offload else moments),
         gathered=activation * (trained + frozen),
         scattered=activation * trained,
         gradients=MASTER * trained,
