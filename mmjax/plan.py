@@ -44,6 +44,7 @@ from mmjax.planning.flops import parameters
 from mmjax.planning.hardware import USABLE, Cluster, parse_cluster
 from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
+from mmjax.planning.schedules import schedule_name
 from mmjax.planning.step_time import Speed
 from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
@@ -77,7 +78,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="time layers on this machine (cluster=here); kept for the next time"
     )
-    parser.add_argument("--picture", type=Path, metavar="F.png|svg", help="draw memory, time and each rank's work")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="F.png|svg",
+        help="draw memory, time and each rank's work; of units, a step's passes",
+    )
     parser.add_argument(
         "--compile", action="store_true", help="compile the step for the cluster's GPUs, none of which need be here"
     )
@@ -106,8 +112,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if on_this_machine:
         measure_speed = lambda layouts: device_speed(config, layouts, jax.devices()[0], args.profile)  # noqa: E731
     if config.units or chooses:
-        if args.picture is not None or args.compile:
-            raise UserError("--picture and --compile are for one mesh; add units={} to see its forecast")
+        if args.compile:
+            raise UserError("--compile is for one mesh; add units={} to see its forecast")
+        if chooses and args.profile:
+            raise UserError(
+                "--profile: units=auto goes by data sheets; profile the units that it chooses, by their keys"
+            )
         if chooses:
             speed = Speed(cluster.device.rates(config.training.precision))
             pipeline = choose_units(config, cluster, index, weights, speed)
@@ -121,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print_lines(json.dumps(pipeline_numbers(pipeline, mesh)))
         else:
             print_lines(*report_pipeline(config, cluster, pipeline, mesh, source))
+        if args.picture is not None and pipeline is not None:
+            _plot_step(args.picture, pipeline)
         if args.out is not None:
             # Units that a person wrote are wanted; units=auto takes what is faster.
             units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
@@ -138,6 +150,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot_plan(args.picture, forecast)
     if args.out is not None:
         _write_plan(forecast, args.out)
+
+
+def _plot_step(path: Path, forecast: PipelineForecast) -> None:
+    from mmjax.reporting.timeline_plot import plot_timelines  # as above
+
+    name = schedule_name(forecast.config)
+    headings = {f"planned: {name}, {forecast.config.batch.microbatches} microbatches": forecast.timeline}
+    subtitle = f"one step on {forecast.cluster}, transfers included"
+    plot_timelines(path, forecast.config.name, subtitle, headings, [stage.name for stage in forecast.stages])
 
 
 def _write_plan(forecast: RunForecast, path: Path) -> None:

@@ -79,6 +79,17 @@ def test_the_report_says_which_is_faster_why_and_what_is_assumed(capsys):
         assert text in ended.out, ended.out
 
 
+def test_a_picture_shows_the_passes_of_a_step(capsys, tmp_path):
+    path = tmp_path / "step.svg"
+    ended = run(capsys, plan.main, *SMALL, *UNITS, "--picture", str(path))
+    assert ended.code == 0, ended.err
+    for text in ("planned: 1f1b, 4 microbatches", "vision encoder", "idle"):
+        assert text in path.read_text()
+    refused = run(capsys, plan.main, *SMALL, "units=auto", "cluster=here", "--profile")
+    assert refused.code == 2
+    assert "units=auto goes by data sheets" in refused.err
+
+
 def test_units_that_do_not_fit_the_cluster_are_refused(capsys):
     ended = run(capsys, plan.main, *SMALL, *UNITS, "units.audio.data=3")
     assert ended.code == 2

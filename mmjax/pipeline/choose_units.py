@@ -184,7 +184,9 @@ def _tower_costs(
         cast_forward=cast * trained / memory,
         cast_backward=(cast + 2 * activation + 2 * MASTER) * trained / memory,
         # Parameters, gradients, and copies in the precision of the computation.
-        state=(2 * MASTER + activation) * trained + activation * frozen + (0.0 if config.optimizer.offload else moments),
+        state=(2 * MASTER + activation) * trained
+        + activation * frozen
+        + (0.0 if config.optimizer.offload else moments),
         gathered=activation * (trained + frozen),
         scattered=activation * trained,
         gradients=MASTER * trained,

@@ -21,7 +21,7 @@ from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding
 from mmjax.planning.remat import MemoryLimit, StagePlan
 from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph
-from mmjax.planning.simulate import StageTimes, simulate
+from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
 from mmjax.planning.step_time import ClusterRun, Speed
 from mmjax.planning.work import resolve_attention, row_work
@@ -48,6 +48,7 @@ class PipelineForecast:
     tokens: float  # of the LLM, per step
     needed: float  # FLOPs per step, over all devices
     speed: Speed
+    timeline: Timeline  # of the first planned step
 
     @property
     def seconds(self) -> float:
@@ -110,6 +111,7 @@ def forecast_pipeline(
         tokens=float(index.llm_tokens[samples].sum()) / steps,
         needed=needed_flops(config, index, samples) / steps,
         speed=speed,
+        timeline=timelines[0],
     )
 
 
