@@ -427,18 +427,28 @@ def search(
         llms += [(scores[n], count, table, n) for n in range(len(scores))]
     tables: dict[tuple[int, int, int], list[OptionTable]] = {}
     llms.sort(key=lambda entry: entry[0])
-    # First the best of every LLM's, for a limit that leaves little of the others.
-    for most in (1, None):
+
+    def complete(n: int, count: int, llm: OptionTable, stages: int) -> Iterator[tuple[float, int, dict[str, Choice]]]:
+        """Yield candidates with encoders before so many stages."""
+        # No more than all microbatches are in flight, and most rows are larger than the smallest.
+        rows = int(llm.ranks[n])
+        small = max((costs.smallest for name in encoders for costs in problem.towers[name]), default=0.0)
+        key = count, min(stages, count), rows if rows * count * small > 1 else 1
+        if key not in tables:
+            tables[key] = encoder_tables(problem, objective, *key)
+        return _complete(problem, objective, llm, n, tables[key], encoders, count, limit)
+
+    # First the best of every LLM's, for a limit that leaves little of the others. Tables for few numbers of stages do:
+    # before more stages than there are nothing is faster, and before one nothing is slower.
+    for first in (True, False):
         for score, count, llm, n in llms:
             if score >= limit():
                 break
-            stages, rows = llm.choices[n][0].passes.shape[1], int(llm.ranks[n])
-            # No more than all microbatches are in flight, and most rows are larger than the smallest.
-            small = max((costs.smallest for name in encoders for costs in problem.towers[name]), default=0.0)
-            key = count, min(stages, count), rows if rows * count * small > 1 else 1
-            if key not in tables:
-                tables[key] = encoder_tables(problem, objective, *key)
-            yield from islice(_complete(problem, objective, llm, n, tables[key], encoders, count, limit), most)
+            stages = llm.choices[n][0].passes.shape[1]
+            if first:
+                yield from islice(complete(n, count, llm, 1 << (stages - 1).bit_length()), 1)
+            elif next(complete(n, count, llm, 1), None):
+                yield from complete(n, count, llm, stages)
 
 
 def _complete(
