@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.benchmarks import (
+    allocation,
     attention,
     balance_run,
     compile_time,
@@ -37,6 +38,7 @@ from mmjax.errors import check_output, exit_process, run_command
 
 # Benchmarks whose run() returns a list of rows, one per variant.
 COMPARISONS: dict[str, Any] = {
+    "allocation": allocation,
     "attention": attention,
     "compile": compile_time,
     "fill": fill,
