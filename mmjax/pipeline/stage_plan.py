@@ -250,11 +250,10 @@ def _fixed_bytes(
     gradients = trainable - sharded.scanned
     copies = transient = tokens = 0.0
     if sharded.has_backward:
-        # The last stage's matrices are reordered before they are cast.
         reordered = reordered_elements(_towers(config)[tower], stage.stop - stage.start, sharding, tower)
-        copies = (
-            gradients + activation / MASTER * sharded.scanned + (MASTER if computes_loss else activation) * reordered
-        )
+        # Computing in float32 needs no cast copy. The last stage's matrices are reordered before they are cast.
+        cast = 0.0 if activation == MASTER else activation / MASTER * sharded.scanned
+        copies = gradients + cast + (MASTER if computes_loss else activation) * reordered
         transient = layer_backward_bytes(config.model, tower, unsaved, positions, sharding, activation)
         if tower != "llm" and stage.last:
             tokens = in_flight * token_bytes(config.model, tower, batch, activation)
