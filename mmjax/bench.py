@@ -98,14 +98,16 @@ def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -
     if as_json:
         print_lines(json.dumps(dict(measured.figures)))
         return
-    rows = []
+    rows, tables = [], []
     for name, value in measured.figures.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            _print_comparison(value, as_json=False)
-            print_lines("")
+            tables.append(value)
         else:
             rows.append((name, _format_cell(value), measured.paper.get(name, "")))
     print_lines(*table([("figure", "measured", "published" if measured.paper else ""), *rows], indent=""))
+    for listed in tables:
+        print_lines("")
+        _print_comparison(listed, as_json=False)
 
 
 def _format_cell(value: Any) -> str:
