@@ -14,7 +14,7 @@ from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
-from mmjax.planning.allocate import TENSOR, Allocation, Problem, TowerCosts, allocate
+from mmjax.planning.allocate import Allocation, allocate
 from mmjax.planning.flops import frozen_modules, needed_gradients, parameters, recompute_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import (
@@ -32,6 +32,7 @@ from mmjax.planning.memory import (
 )
 from mmjax.planning.stage_time import StageRun, pass_seconds
 from mmjax.planning.step_time import BACKWARD_KERNELS, FORWARD_KERNELS, ClusterRun, Speed
+from mmjax.planning.tower_options import TENSOR, Problem, TowerCosts
 from mmjax.planning.work import BLOCK, Work, layer_sizes, resolve_attention, row_work, visited_pairs
 
 ROOMS = (1.0, 0.95, 0.9, 0.8)  # shares of the memory that are tried, since costs of layers leave details out

@@ -10,19 +10,16 @@ import numpy as np
 from mmjax.planning.allocate import (
     BOUND,
     Allocation,
-    Choice,
     Objective,
     OptionTable,
-    Problem,
     Scores,
-    TowerOptions,
     compatible_ranks,
     encoder_tables,
-    list_options,
     make_table,
     search,
     simulate_choice,
 )
+from mmjax.planning.tower_options import Choice, Problem, TowerOptions, list_options
 
 
 def _score_mmscale(options: TowerOptions, microbatches: int) -> Scores:

@@ -7,13 +7,14 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 import pytest
 
-from mmjax.planning.allocate import SUMMED, Problem, TowerCosts, allocate
+from mmjax.planning.allocate import allocate
 from mmjax.planning.allocation_baselines import allocate_by_flops, allocate_loosely, allocate_mmscale
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, parse_cluster
 from mmjax.planning.partition import partition
 from mmjax.planning.schedules import StageGraph, make_schedule
 from mmjax.planning.simulate import StageTimes, simulate
 from mmjax.planning.step_time import collective_seconds
+from mmjax.planning.tower_options import SUMMED, Problem, TowerCosts
 
 ROOM = 80e9
 
