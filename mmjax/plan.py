@@ -1,7 +1,8 @@
 """See what a run will do, without its hardware: ``python -m mmjax.plan CONFIG cluster=h100x8x8 [a.b=value ...]``.
 
 ``cluster=here`` is this machine; with ``--profile``, the layers' times are measured on it. ``units=auto`` looks for the
-fastest units, devices for each module, and compares them with the best single mesh.
+fastest units, devices for each module, and compares them with the best single mesh. ``--measured FILE`` states rates
+that were measured on such a cluster, in place of those that plans assume.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -25,15 +26,16 @@ from mmjax.autotune.forecast import (
     MeshForecast,
     RunForecast,
     compile_forecast,
+    describe_links,
     forecast_best_mesh,
     forecast_run,
 )
+from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
 from mmjax.autotune.memory_plan import describe_shortage, device_speed
 from mmjax.config import Config
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.console import count, duration, print_lines, size, table
 from mmjax.data.plan.length_index import LengthIndex, build_index, index_of_lengths, omni_corpus, read_lengths
-from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.parallel.sharding import mesh_sizes
@@ -42,10 +44,11 @@ from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.pipeline.stage_plan import memory_plan_of
 from mmjax.planning.flops import parameters
 from mmjax.planning.hardware import USABLE, Cluster, parse_cluster
+from mmjax.planning.measured_file import layers_record, read_measured
 from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
-from mmjax.planning.step_time import Speed
+from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
 from mmjax.training.announce import describe_memory_plan, replication_warning
@@ -79,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--profile", action="store_true", help="time layers on this machine (cluster=here); kept for the next time"
     )
     parser.add_argument(
+        "--measured", type=Path, metavar="FILE.json", help="rates measured on such a cluster, in place of assumed ones"
+    )
+    parser.add_argument(
         "--picture",
         type=Path,
         metavar="F.png|svg",
@@ -106,24 +112,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.profile and not on_this_machine:
         raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={options['cluster']}")
     cluster = local_cluster() if on_this_machine else parse_cluster(options["cluster"])
+    layers: dict[str, LayerTimes] = {}
+    if args.measured is not None:
+        cluster, layers = read_measured(args.measured, cluster, config)
     devices = aot_devices(cluster) if args.compile else None
     index, weights, source = _open_lengths(config, path, args.lengths)
-    measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None  # None: from the cluster's data sheet
-    if on_this_machine:
-        measure_speed = lambda layouts: device_speed(config, layouts, jax.devices()[0], args.profile)  # noqa: E731
+    measure_speed = _speed_by(config, cluster, layers, on_this_machine, args.profile)
     if config.units or chooses:
         if args.compile:
             raise UserError("--compile is for one mesh; add units={} to see its forecast")
-        if chooses and args.profile:
-            raise UserError(
-                "--profile: units=auto goes by data sheets; profile the units that it chooses, by their keys"
-            )
-        if chooses:
-            speed = Speed(cluster.device.rates(config.training.precision))
-            pipeline = choose_units(config, cluster, index, weights, speed)
-        else:
-            pipeline = forecast_pipeline(config, cluster, index, weights, measure_speed)
-            speed = pipeline.speed
+        pipeline = (choose_units if chooses else forecast_pipeline)(config, cluster, index, weights, measure_speed)
+        speed = measure_speed({}) if pipeline is None else pipeline.speed
         mesh = forecast_best_mesh(config, cluster, index, weights, speed)
         if pipeline is None and mesh is None:
             raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
@@ -150,6 +149,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot_plan(args.picture, forecast)
     if args.out is not None:
         _write_plan(forecast, args.out)
+
+
+def _speed_by(
+    config: Config, cluster: Cluster, layers: Mapping[str, LayerTimes], on_this_machine: bool, profile: bool
+) -> MeasureSpeed:
+    """Return the function that measures the devices' speed: layer times as stated, else as timed on this machine."""
+
+    def measure(shapes: Shapes) -> Speed:
+        rates = cluster.device.rates(config.training.precision)
+        unstated = {tower: shape for tower, shape in shapes.items() if tower not in layers}
+        timed = device_speed(config, unstated, jax.devices()[0], profile).measured if on_this_machine else {}
+        return Speed(rates, {**timed, **layers})
+
+    return measure
 
 
 def _plot_step(path: Path, forecast: PipelineForecast) -> None:
@@ -253,6 +266,7 @@ def report(forecast: RunForecast, price: float | None, source: str, compiled: Co
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in asdict(chosen.time).items() if seconds)
     lines += [
         f"step   {duration(chosen.time.total)}, MFU {forecast.mfu(chosen):.1%} ({forecast.basis}): {parts}",
+        *describe_links(forecast.cluster),
         *table(_balance_rows(forecast)),
         f"start  about {_one_digit(compile_seconds(chosen)):,.0f} s of compiling, measured for H100 on one CPU core: "
         f"{len(chosen.layout.shapes)} shape(s), {layer_stacks(chosen)} run(s) of layers",
@@ -431,6 +445,7 @@ def as_numbers(forecast: RunForecast, price: float | None, compiled: Compiled | 
         "ways": ways,
         "nearest": forecast.nearest,
         "basis": forecast.basis,
+        "layers": layers_record(forecast.speed.measured),
         "compile": compile_seconds(forecast.chosen),
         "hours": forecast.hours,
         "device_hours": device_hours,

@@ -94,11 +94,38 @@ def test_on_this_machine_layers_are_measured_once_and_the_report_goes_by_them(ca
     assert times[0] != times[1]
     assert [of["basis"] for of in (counted, measured)] == [
         "assumes 65% of peak",
-        "from layer times measured on this machine",
+        "from layer times measured on this machine; assumes 65% of peak outside layers",
     ]
+    # What was measured here may be stated for another cluster.
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"layers": measured["layers"]}))
+    elsewhere = numbers(capsys, TINY, "cluster=h100x8", "--measured", str(path))
+    assert elsewhere["layers"] == measured["layers"]
+    assert elsewhere["basis"] == f"from layer times measured ({path}); assumes 65% of peak outside layers"
     again = run(capsys, plan.main, *here, "--json")
     assert "timing" not in again.err
     assert json.loads(again.out)["ways"] == measured["ways"]
+
+
+def test_rates_that_a_file_states_replace_the_assumed_ones_and_the_report_says_which(capsys, tmp_path):
+    path = tmp_path / "rates.json"
+    path.write_text('{"products": 0.325, "link": 3e11}')
+    words = (TINY, "cluster=a100x2x4", "mesh.fsdp=8")
+    assumed = numbers(capsys, *words)["ways"]["post"]["seconds"]
+    out = told(capsys, *words, "--measured", str(path))
+    assert f"(measured ({path}): 32% of peak; assumes 40% in attention, 3 us a kernel): compute " in out
+    assert f"links  measured ({path}): 300 GB/s between devices of a node; assumes 25 GB/s to other nodes, 80%" in out
+    path.write_text('{"products": 0.325, "link": 3e11, "network": 1e10, "launch": 0}')
+    stated = numbers(capsys, *words, "--measured", str(path))["ways"]["post"]["seconds"]
+    assert stated["compute"] < assumed["compute"]  # kernels take longest in so small a model
+    assert stated["shards"] == pytest.approx(2 * assumed["shards"])  # 20 GB/s to other nodes were assumed
+    path.write_text('{"produkts": 0.5}')
+    refused = run(capsys, plan.main, *words, "--measured", str(path))
+    assert refused.code == 2
+    assert refused.err.startswith(
+        f"error: --measured {path}: unknown key 'produkts'; its keys are products, attention,"
+    )
+    assert refused.err.count("\n") == 1
 
 
 def test_layers_are_measured_only_on_this_machine(capsys):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from commands import run
 
 from mmjax import plan
+from mmjax.autotune import layer_profile
+from mmjax.config import Remat
 from mmjax.config.loading import find_config, load
 from mmjax.planning.plan_file import plan_changes
 
@@ -73,7 +76,7 @@ def test_the_report_says_which_is_faster_why_and_what_is_assumed(capsys):
         "predicted bubble ",
         "choice one mesh (",
         "units vision 2 + audio 1 + llm 2 x 2: ",
-        "assume 300 GB/s between devices of a node, 25 to others",
+        "links  assumes 300 GB/s between devices of a node, 25 GB/s to other nodes, 80% of either",
         "cluster=here --profile",
     ):
         assert text in ended.out, ended.out
@@ -85,9 +88,6 @@ def test_a_picture_shows_the_passes_of_a_step(capsys, tmp_path):
     assert ended.code == 0, ended.err
     for text in ("planned: 1f1b, 4 microbatches", "vision encoder", "idle"):
         assert text in path.read_text()
-    refused = run(capsys, plan.main, *SMALL, "units=auto", "cluster=here", "--profile")
-    assert refused.code == 2
-    assert "units=auto goes by data sheets" in refused.err
 
 
 def test_units_that_do_not_fit_the_cluster_are_refused(capsys):
@@ -110,3 +110,31 @@ def test_units_auto_plans_units_that_fit_and_writes_what_is_faster(capsys, tmp_p
     one_mesh = numbers["one_mesh"]["seconds"] <= numbers["seconds"]["total"]
     assert bool(config.units) != one_mesh
     assert config.mesh.fsdp == (numbers["one_mesh"]["fsdp"] if one_mesh else 1)
+
+
+@pytest.mark.exhaustive
+def test_units_auto_searches_and_forecasts_by_layer_times_measured_here(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(layer_profile, "ROUNDS", 1)
+    here = ("cluster=here" if word.startswith("cluster=") else word for word in SMALL)
+    words = (*here, "units=auto", "--profile", "--json")
+    ended = run(capsys, plan.main, *words)
+    assert ended.code == 0, ended.err
+    assert "timing layers of llm on 1 row(s) of 256 positions" in ended.err
+    found = json.loads(ended.out)
+    assert found["basis"].startswith("from layer times measured on this machine")
+    again = run(capsys, plan.main, *words)
+    assert "timing" not in again.err
+    # An LLM that takes ten times as long as the encoders gets most devices.
+    layers = {
+        tower: {
+            "rows": 1,
+            "seconds": {"256": {"forward": seconds} | dict.fromkeys(get_args(Remat), 3 * seconds)},
+        }
+        for tower, seconds in (("llm", 10.0), ("vision", 1.0), ("audio", 1.0))
+    }
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"layers": layers}))
+    ended = run(capsys, plan.main, *SMALL, "units=auto", "--measured", path, "--json")
+    stages = json.loads(ended.out)["stages"]
+    assert len({device for stage in stages if stage["name"].startswith("llm") for device in stage["devices"]}) > 4

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
 from mmjax.autotune.compile_memory import CompiledProgram, StepPrograms
+from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import (
     ActivationTracer,
     apply_memory_plan,
     device_microbatch,
     plan_memory_of_run,
+    profiled_shapes,
     suggest_settings,
 )
 from mmjax.balance.parts import dist_ratio
@@ -25,7 +27,7 @@ from mmjax.data.plan.placement import Balance, MicrobatchPlan
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
 from mmjax.parallel.sharding import check_heads, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops
-from mmjax.planning.hardware import ATTENTION_EFFICIENCY, COMPUTE_EFFICIENCY, USABLE, Cluster
+from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.planning.step_time import ClusterRun, Speed, StepTime, step_time
@@ -88,7 +90,7 @@ class RunForecast:
     @property
     def basis(self) -> str:
         """Describe what the times rest on."""
-        return describe_basis(self.config, self.speed)
+        return describe_basis(self.config, self.cluster, self.speed)
 
     @property
     def steps(self) -> int:
@@ -155,14 +157,49 @@ def forecast_best_mesh(
     return best
 
 
-def describe_basis(config: Config, speed: Speed) -> str:
-    """Describe what times rest on: the layers' measured times, or an assumed share of the peak."""
-    if set(speed.measured) >= {"llm", *config.model.encoders}:
-        return "from layer times measured on this machine"
-    rates = speed.rates
-    attention = f", {ATTENTION_EFFICIENCY:.0%} in attention" if rates.attention else ""
-    launch = f", {1e6 * rates.launch:.0f} us a kernel" if rates.launch else ""
-    return f"assumes {COMPUTE_EFFICIENCY:.0%} of peak{attention}{launch}"
+def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
+    """Describe what times rest on: layer times and rates that were measured, and the shares of the peak assumed."""
+    device, rates = cluster.device, speed.rates
+    towers: dict[str, list[str]] = {}  # by where their layers were timed
+    for tower in ("llm", *config.model.encoders):
+        if tower in speed.measured:
+            towers.setdefault(speed.measured[tower].source, []).append(tower)
+    everywhere = sum(map(len, towers.values())) == 1 + len(config.model.encoders)
+    if everywhere and len(towers) == 1:
+        parts = [f"from layer times measured {next(iter(towers))}"]
+    else:
+        parts = [f"layer times of {', '.join(names)} measured {source}" for source, names in towers.items()]
+    peak = device.peak(config.training.precision)
+    phrases = {"products": f"{rates.flops / peak:.0%} of peak"}
+    if not everywhere:  # else layers' attention and kernels are timed with them
+        if rates.attention:
+            phrases["attention"] = f"{rates.attention / peak:.0%} in attention"
+        if rates.launch:
+            phrases["launch"] = f"{1e6 * rates.launch:.2g} us a kernel"
+    elsewhere = " outside layers" if towers else ""
+    stated = [text for key, text in phrases.items() if getattr(device.measured, key) is not None]
+    assumed = [text for key, text in phrases.items() if getattr(device.measured, key) is None]
+    if stated:
+        parts.append(f"measured ({device.measured_in}): {', '.join(stated)}{elsewhere}")
+    if assumed:
+        parts.append(f"assumes {', '.join(assumed)}{elsewhere}")
+    return "; ".join(parts)
+
+
+def describe_links(cluster: Cluster) -> list[str]:
+    """Describe the rates of links and memories that were measured, and those of links that are assumed, on one line."""
+    device, measured = cluster.device, cluster.device.measured
+    links = [("between devices of a node", measured.link, device.link)] if cluster.per_node > 1 else []
+    if cluster.nodes > 1:
+        links.append(("to other nodes", measured.network, device.network))
+    memories = (("of the memory", measured.memory), ("to the host", measured.host))
+    stated = [f"{rate / 1e9:.3g} GB/s {where}" for where, rate, *_ in (*links, *memories) if rate]
+    assumed = [f"{sheet / 1e9:.3g} GB/s {where}" for where, rate, sheet in links if not rate]
+    parts = [f"measured ({device.measured_in}): {', '.join(stated)}"] if stated else []
+    if assumed:
+        share = f"{BANDWIDTH_EFFICIENCY:.0%} of {'either' if len(assumed) > 1 else 'it'}"
+        parts.append(f"assumes {', '.join(assumed)}, {share}, no latency (--measured FILE states others)")
+    return [f"links  {'; '.join(parts)}"] if parts else []
 
 
 def forecast_run(
@@ -170,11 +207,11 @@ def forecast_run(
     cluster: Cluster,
     index: LengthIndex,
     weights: Sequence[float],
-    measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None,
+    measure_speed: MeasureSpeed | None = None,
 ) -> RunForecast:
     """Forecast a run whose samples have the lengths of this index.
 
-    measure_speed: measures the devices' speed with the shapes of these layouts; None: their data sheet's.
+    measure_speed: measures the devices' speed with rows of these shapes; None: their data sheet's.
 
     Raises UserError where the mesh does not go with the cluster, or the batch with the data.
     """
@@ -193,7 +230,7 @@ def forecast_run(
     planners = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in configs.items()}
     speed = Speed(rates)
     if measure_speed is not None:
-        speed = measure_speed([layout for _, layout in planners.values()])
+        speed = measure_speed(profiled_shapes(config, [layout for _, layout in planners.values()]))
     by_balance: dict[str, BalanceForecast] = {}
     for kind, (planner, layout) in planners.items():
         plans = [planner.plan(step) for step in range(steps)]

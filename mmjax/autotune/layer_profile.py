@@ -30,7 +30,7 @@ from mmjax.models.layers import Context
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
 from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.memory import SavedBytes, saved_bytes_of_policy
-from mmjax.planning.step_time import FORWARD, LayerTimes, profile_lengths
+from mmjax.planning.step_time import FORWARD, LayerTimes, Speed, profile_lengths
 
 VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
 
@@ -145,6 +145,7 @@ ROUNDS = 25  # repeats of every program
 ENOUGH = 10.0  # seconds after which no further round begins
 Name = TypeVar("Name", bound=Hashable)
 Shapes = Mapping[str, tuple[int, Sequence[int]]]  # rows and row lengths of each tower
+MeasureSpeed = Callable[[Shapes], Speed]  # of a device, with layers timed on rows of these shapes
 
 
 def profile_folder() -> Path:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from mmjax.autotune.compile_memory import StepPrograms
-from mmjax.autotune.layer_profile import layer_times, saved_bytes_per_layer
+from mmjax.autotune.layer_profile import Shapes, layer_times, saved_bytes_per_layer
 from mmjax.config import Config, MeshConfig, Remat, Samples
 from mmjax.config.loading import apply_overrides
 from mmjax.console import size
@@ -221,7 +221,7 @@ def plan_memory_on_mesh(
     # Process 0's limits hold for all processes, which must compile the same programs.
     available, ram = coordination.run_on_leader(lambda: [available_memory(config.mesh, device), ram_per_device(device)])
     limit = MemoryLimit(np.inf if available is None else available, config.mesh.host_memory * GB)
-    speed = device_speed(config, [layout], device, profile)
+    speed = device_speed(config, profiled_shapes(config, [layout]), device, profile)
     tracer = ActivationTracer(config)
     if earlier:
         decided = apply_memory_plan(config, earlier.policies, earlier.loss_chunks)
@@ -282,22 +282,27 @@ def apply_memory_plan(config: Config, policies: Policies, loss_chunks: int) -> C
     return replace(config, model=with_policies(config.model, policies), training=training)
 
 
-def device_speed(config: Config, layouts: Sequence[RankLayout], device: jax.Device, profile: bool) -> Speed:
-    """Return the speed of a device like this one with the shapes of these layouts; the same in every process.
+def profiled_shapes(config: Config, layouts: Sequence[RankLayout]) -> Shapes:
+    """Return the rows of each tower on a device in the shapes of these layouts, by which its layers are timed."""
+    shapes = [device_microbatch(config, layout, shape).shape for layout in layouts for shape in layout.shapes]
+    return {name: (rows, [shape[name][1] for shape in shapes]) for name, (rows, _) in shapes[0].items()}
+
+
+def device_speed(config: Config, shapes: Shapes, device: jax.Device, profile: bool) -> Speed:
+    """Return the speed of a device like this one with rows of these shapes; the same in every process.
 
     Process 0 reads the profile of layer times and, with `profile`, times what is missing.
     """
 
     def measure() -> list[Any]:
-        shapes = [device_microbatch(config, layout, shape).shape for layout in layouts for shape in layout.shapes]
-        rows = {name: (n, [shape[name][1] for shape in shapes]) for name, (n, _) in shapes[0].items()}
-        return [device_description(device).rates(config.training.precision), layer_times(config, rows, device, profile)]
+        rates = device_description(device).rates(config.training.precision)
+        return [rates, layer_times(config, shapes, device, profile)]
 
     rates, measured = coordination.run_on_leader(measure)
     # `led` sends its result to the other processes as JSON, which turns integer keys into strings.
     times = {
         tower: LayerTimes(rows, {int(length): by_policy for length, by_policy in seconds.items()})
-        for tower, (rows, seconds) in measured.items()
+        for tower, (rows, seconds, _) in measured.items()
     }
     return Speed(Rates._make(rates), times)
 

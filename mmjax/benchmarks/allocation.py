@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _compare(name: str, cluster: Cluster, index: LengthIndex) -> dict[str, Any]:
     config = load(name)
     speed = Speed(cluster.device.rates(config.training.precision))
-    problem = allocation_problem(config, cluster, index, [1.0], speed)
+    problem = allocation_problem(config, cluster, index, [1.0], lambda _: speed)
     ours = allocate(problem)  # compiles, where nothing has before
     began = time.process_time()
     allocate(problem)
     search = time.process_time() - began
     found = {"simulated": ours, "mmscale": allocate_mmscale(problem), "by_flops": allocate_by_flops(problem)}
-    units = choose_units(config, cluster, index, [1.0], speed)
+    units = choose_units(config, cluster, index, [1.0], lambda _: speed)
     mesh = forecast_best_mesh(config, cluster, index, [1.0], speed)
     return {
         "config": name,

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import LINEAR, ActivationTracer
 from mmjax.config import Config, MeshConfig, ModelConfig, Remat, Unit
 from mmjax.data.plan.grouping import make_budget
@@ -42,29 +43,34 @@ DRAWN = 20_000  # samples at most, by which a step's work is counted
 
 
 def choose_units(
-    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], speed: Speed
+    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
 ) -> PipelineForecast | None:
     """Find the fastest units of a run, and forecast it on them; None where no units fit.
 
     The config's own units do not matter. The search counts with mean microbatches; the forecast plans the data's.
+    measure_speed: as in `forecast_run`.
     """
-    problem = allocation_problem(config, cluster, index, weights, speed)
+    problem = allocation_problem(config, cluster, index, weights, measure_speed)
     for share in ROOMS:
         allocation = allocate(problem._replace(room=share * problem.room))
         if allocation is None:
             return None
         try:
-            return forecast_pipeline(with_units(config, allocation), cluster, index, weights, lambda _: speed)
+            return forecast_pipeline(with_units(config, allocation), cluster, index, weights, measure_speed)
         except UserError:  # a stage does not fit
             continue
     return None
 
 
 def allocation_problem(
-    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], speed: Speed
+    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
 ) -> Problem:
-    """Count what every tower's layers cost in a step of this data, at each degree of tensor parallelism."""
-    config = replace(config, model=resolve_attention(config.model, speed.rates))
+    """Count what every tower's layers cost in a step of this data, at each degree of tensor parallelism.
+
+    Layers are measured on a row that holds almost any sample or item, and take as long for a position of any row.
+    """
+    rates = cluster.device.rates(config.training.precision)
+    config = replace(config, model=resolve_attention(config.model, rates))
     samples = int(make_budget(index, config, weights).samples_per_step)
     drawn = np.random.default_rng(config.seed).integers(0, len(index), min(DRAWN, 4 * samples))
     lengths = _lengths(config.model, index, drawn)
@@ -73,6 +79,13 @@ def allocation_problem(
         tower: (float(n.sum()) * share, _pairs(config.model, tower, n) * share, float(np.quantile(n, LONG)))
         for tower, n in lengths.items()
     }
+    row = {tower: _whole_blocks(work[2]) for tower, work in works.items()}
+    speed = measure_speed({tower: (1, [n]) for tower, n in row.items()})
+    measured = {
+        tower: times._replace(seconds={row[tower]: times.interpolate(row[tower])})
+        for tower, times in speed.measured.items()
+    }
+    speed = replace(speed, measured=measured)
     tracer = ActivationTracer(config)
     towers = {"llm": config.model.llm, **config.model.encoders}
     # All heads are cut; grouped keys as well.
@@ -139,7 +152,8 @@ def _tower_costs(
     traced = row_work(model, {tower: (1, length)})[tower].positions
     per_position = {policy: saved.device / traced for policy, saved in by_policy.items() if policy != "offload"}
     has_backward = bool(needed_gradients(tower, model, frozen_modules(model)))
-    launches = [kernels * speed.rates.launch for kernels in (FORWARD_KERNELS, BACKWARD_KERNELS)]
+    measured = speed.layer(tower, shape[tower])  # launches included
+    launches = [0.0 if measured else n * speed.rates.launch for n in (FORWARD_KERNELS, BACKWARD_KERNELS)]
     passes = []
     for layer in range(of.layers):
         if 1 < layer < of.layers - 1:
@@ -214,9 +228,11 @@ def _policies(
         return np.zeros(1), np.zeros(1)
     of = config.model.llm if tower == "llm" else config.model.encoders[tower]
     activation = ACTIVATION[config.training.precision]
+    measured = speed.layer(tower, (1, work.inputs or work.positions))
     points = sorted(
         (
-            recompute_flops(of, work, policy) / tensor / speed.rates.flops,
+            (measured[policy] - measured["none"] if measured else recompute_flops(of, work, policy) / speed.rates.flops)
+            / tensor,
             divide_by_tensor_parallelism(
                 SavedBytes(n * work.positions), of, policy, work.positions, activation, tensor
             ).device,

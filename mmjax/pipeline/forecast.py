@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mmjax.autotune.forecast import needed_flops, visited_on_device
-from mmjax.autotune.memory_plan import ActivationTracer
+from mmjax.autotune.layer_profile import MeasureSpeed
+from mmjax.autotune.memory_plan import ActivationTracer, profiled_shapes
 from mmjax.config import Config
 from mmjax.config.training import unit_devices
 from mmjax.data.plan.grouping import make_budget
@@ -67,7 +68,7 @@ def forecast_pipeline(
     cluster: Cluster,
     index: LengthIndex,
     weights: Sequence[float],
-    measure_speed: Callable[[Sequence[RankLayout]], Speed] | None = None,
+    measure_speed: MeasureSpeed | None = None,
 ) -> PipelineForecast:
     """Forecast a run on units whose samples have the lengths of this index. measure_speed: as in `forecast_run`.
 
@@ -82,7 +83,7 @@ def forecast_pipeline(
     planner, layout = make_planner(index, config, weights, topology, budget, steps)
     speed = Speed(cluster.device.rates(config.training.precision))
     if measure_speed is not None:
-        speed = measure_speed([layout])
+        speed = measure_speed(profiled_shapes(config, [layout]))
     limit = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
     plans = plan_stages(config, layout, speed, limit)
     runs = _place_stages(config, layout, plans, cluster, speed)

@@ -334,7 +334,8 @@ def _seconds(
 
 def _recompute_seconds(config: Config, tower: str, policy: Remat, batch: DeviceBatch, speed: Speed) -> float:
     """Estimate the seconds that a policy adds to a layer's backward pass."""
-    if measured := speed.layer(tower, batch.shape[tower]):
+    measured = speed.layer(tower, batch.shape[tower])
+    if measured and policy in measured:  # offloading is timed only where it may be chosen
         return measured[policy] - measured["none"]
     towers = _towers(config)
     work = row_work(config.model, batch.shape)[tower]

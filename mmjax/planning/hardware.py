@@ -41,6 +41,19 @@ class CudaTarget:
 
 
 @dataclass(frozen=True)
+class MeasuredRates:
+    """Rates that were measured on a device, in place of those that are assumed; None: not measured."""
+
+    products: float | None = None  # share of the data sheet's FLOP/s that matrix products reach
+    attention: float | None = None  # share of the same that the attention kernel reaches
+    launch: float | None = None  # seconds that a kernel takes beside what it computes
+    memory: float | None = None  # bytes/s of the device's memory
+    host: float | None = None  # bytes/s to the memory of its host
+    link: float | None = None  # bytes/s to devices of its node
+    network: float | None = None  # bytes/s to other nodes, of each device
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator. FLOP/s of dense products; bytes; bytes/s, of links in one direction.
 
@@ -58,21 +71,35 @@ class Device:
     network: float  # to other nodes: its share of the node's adapters
     host: float  # to the memory of its host
     cuda: CudaTarget | None = None  # None: not compiled for where it is absent
+    measured: MeasuredRates = MeasuredRates()
+    measured_in: str = ""  # the file that states what was measured
 
     def peak(self, precision: Literal["bfloat16", "float32"]) -> float:
         """Return the data sheet's FLOP/s."""
         return self.float32 if precision == "float32" else self.bfloat16
 
     def rates(self, precision: Literal["bfloat16", "float32"]) -> Rates:
-        """Return the rates that a training step is assumed to sustain."""
+        """Return the rates that a training step sustains, as measured or assumed."""
         gpu = self.platform == "gpu"
+        measured = self.measured
+        launch = LAUNCH_SECONDS if gpu else 0.0
         return Rates(
-            flops=COMPUTE_EFFICIENCY * self.peak(precision),
-            memory=BANDWIDTH_EFFICIENCY * self.bandwidth,
-            host=BANDWIDTH_EFFICIENCY * self.host,
-            attention=ATTENTION_EFFICIENCY * self.peak(precision) if gpu else None,
-            launch=LAUNCH_SECONDS if gpu else 0.0,
+            flops=(measured.products or COMPUTE_EFFICIENCY) * self.peak(precision),
+            memory=measured.memory or BANDWIDTH_EFFICIENCY * self.bandwidth,
+            host=measured.host or BANDWIDTH_EFFICIENCY * self.host,
+            attention=(measured.attention or ATTENTION_EFFICIENCY) * self.peak(precision) if gpu else None,
+            launch=launch if measured.launch is None else measured.launch,
         )
+
+    @property
+    def link_rate(self) -> float:
+        """Return the bytes/s to devices of its node, as measured or assumed."""
+        return self.measured.link or BANDWIDTH_EFFICIENCY * self.link
+
+    @property
+    def network_rate(self) -> float:
+        """Return the bytes/s to other nodes, as measured or assumed."""
+        return self.measured.network or BANDWIDTH_EFFICIENCY * self.network
 
 
 # Data sheets, halved where they give only the rate with 2:4 sparsity or the sum of both directions: NVIDIA's A40, A100,

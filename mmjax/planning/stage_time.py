@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from mmjax.config import DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat
 from mmjax.config.model import Encoder
 from mmjax.planning.flops import frozen_modules, recomputed_attention, stage_flops
-from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY
 from mmjax.planning.memory import MASTER, DeviceBatch
 from mmjax.planning.step_time import (
     BACKWARD_KERNELS,
@@ -102,8 +101,7 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
     largest = max(total / receiver.ranks, total * receiver.machine.mesh["tensor"] / len(sender.devices))
     cluster = sender.machine.cluster
     nodes = {device // cluster.per_node for device in (*sender.devices, *receiver.devices)}
-    link = cluster.device.link if len(nodes) == 1 else cluster.device.network
-    return largest / (BANDWIDTH_EFFICIENCY * link)
+    return largest / (cluster.device.link_rate if len(nodes) == 1 else cluster.device.network_rate)
 
 
 def reduce_seconds(stage: StageRun) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from mmjax.config import DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat
 from mmjax.config.model import Encoder
 from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
-from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, Rates
+from mmjax.planning.hardware import Cluster, Rates
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
 from mmjax.planning.work import layer_sizes, row_work
 
@@ -125,7 +125,7 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         tensor=sum(
             _tensor(c, work[name].positions, machine.sharding.parts(name), machine) for name, c in towers.items()
         ),
-        exchange=2 * sent / (BANDWIDTH_EFFICIENCY * (device.link if in_node else device.network)),
+        exchange=2 * sent / (device.link_rate if in_node else device.network_rate),
         update=0.0,
     )
 
@@ -200,7 +200,7 @@ def _all_to_all(size: float, group: int, stride: int, cluster: Cluster) -> float
     """Estimate the seconds in which each of `group` devices exchanges `size` bytes, those of the others and its own."""
     device = cluster.device
     nodes = _nodes(group, stride, cluster)
-    return size * max((group - 1) / group / device.link, (nodes - 1) / nodes / device.network) / BANDWIDTH_EFFICIENCY
+    return size * max((group - 1) / group / device.link_rate, (nodes - 1) / nodes / device.network_rate)
 
 
 def collective_seconds(size: float, group: int, stride: int, cluster: Cluster) -> float:
@@ -213,11 +213,11 @@ def collective_seconds(size: float, group: int, stride: int, cluster: Cluster) -
         return 0.0
     device = cluster.device
     nodes = _nodes(group, stride, cluster)
-    inside = size * (group - 1) / group / device.link
+    inside = size * (group - 1) / group / device.link_rate
     groups = min(stride, cluster.per_node)
-    outside = size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network) if nodes > 1 else 0.0
+    outside = size * groups * (nodes - 1) / nodes / (cluster.per_node * device.network_rate) if nodes > 1 else 0.0
     # Links and adapters work at the same time, so the slower one decides.
-    return max(inside, outside) / BANDWIDTH_EFFICIENCY
+    return max(inside, outside)
 
 
 def _nodes(group: int, stride: int, cluster: Cluster) -> int:
@@ -242,7 +242,7 @@ def all_reduce_seconds(config: DecoderConfig | Encoder, positions: int, parts: i
     """Estimate the seconds of one all-reduce of a layer's activations among tensor-parallel neighbours."""
     # A ring all-reduce of n bytes among p devices sends 2 (p - 1) / p * n bytes from each.
     size = 2 * (parts - 1) / parts * positions * config.width * machine.activation
-    return size / (BANDWIDTH_EFFICIENCY * machine.cluster.device.link)
+    return size / machine.cluster.device.link_rate
 
 
 FORWARD = "forward"  # key beside the remat policies, whose seconds are of both passes
@@ -254,6 +254,7 @@ class LayerTimes(NamedTuple):
 
     rows: int
     seconds: Mapping[int, Mapping[str, float]]
+    source: str = "on this machine"  # where they were measured
 
     def interpolate(self, length: int) -> dict[str, float]:
         """Interpolate the seconds at a row length.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster
+from mmjax.planning.hardware import Cluster
 from mmjax.planning.partition import partition
 from mmjax.planning.step_time import collective_seconds
 
@@ -163,7 +163,7 @@ def _options(
 
 def link_bandwidth(cluster: Cluster) -> float:
     """Return the bytes per second between stages: links of a node count only where the cluster is one node."""
-    return BANDWIDTH_EFFICIENCY * (cluster.device.link if cluster.nodes == 1 else cluster.device.network)
+    return cluster.device.link_rate if cluster.nodes == 1 else cluster.device.network_rate
 
 
 @lru_cache

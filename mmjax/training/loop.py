@@ -21,6 +21,7 @@ from mmjax.autotune.memory_plan import (
     device_speed,
     plan_key,
     plan_memory_on_mesh,
+    profiled_shapes,
     read_memory_plan,
     write_memory_plan,
 )
@@ -219,7 +220,7 @@ class Trainer:
         config, layout = self.config, self.loader.layout
         device = self.mesh.devices.flat[0]
         loss_chunks = config.training.loss_chunks or 1
-        speed = device_speed(config, [layout], device, profile=False)
+        speed = device_speed(config, profiled_shapes(config, [layout]), device, profile=False)
         self.profiled = bool(speed.measured)
         available = coordination.run_on_leader(lambda: available_memory(config.mesh, device))
         limit = MemoryLimit(math.inf if available is None else available, config.mesh.host_memory * GB)

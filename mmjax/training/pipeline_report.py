@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from mmjax.autotune.forecast import MeshForecast, describe_basis
+from mmjax.autotune.forecast import MeshForecast, describe_basis, describe_links
 from mmjax.config import Config
 from mmjax.config.training import unit_devices
 from mmjax.console import count, duration, size
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.planning.flops import parameters
 from mmjax.planning.hardware import Cluster
+from mmjax.planning.measured_file import layers_record
 from mmjax.planning.schedules import schedule_name
 from mmjax.training.announce import describe_stages
 
@@ -31,14 +32,16 @@ def report_pipeline(
     parts |= {"reduction": forecast.reduction, "update": forecast.update}
     fullest = max(forecast.stages, key=lambda stage: stage.bytes)
     measured = bool(forecast.speed.measured)
+    basis = describe_basis(config, cluster, forecast.speed)
     return [
         f"{head}, on {used} of {cluster.devices} x {cluster.device.name}{idle}",
         f"data   {source}; {forecast.samples:,.0f} samples and {count(forecast.tokens)} LLM tokens a step; rows are "
         + ", ".join(f"{fill:.0%} full in {tower}" for tower, fill in forecast.fill.items()),
         *describe_stages(forecast.config, forecast.stages, schedule_name(forecast.config), forecast.bubble, measured),
         f"memory {size(fullest.bytes)} of {size(forecast.limit.device)} a device, in {fullest.name}",
-        f"step   {duration(forecast.seconds)}, MFU {forecast.mfu:.1%} ({describe_basis(config, forecast.speed)}): "
+        f"step   {duration(forecast.seconds)}, MFU {forecast.mfu:.1%} ({basis}): "
         + ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds),
+        *describe_links(cluster),
         f"choice {compare(forecast, mesh)}",
         *assumptions(forecast),
     ]
@@ -49,7 +52,8 @@ def compare(forecast: PipelineForecast | None, mesh: MeshForecast | None) -> str
     one, units = "one mesh does not fit with any mesh.fsdp", "no units fit"
     if mesh is not None:
         axes = " x ".join(f"{axis} {n}" for axis in ("data", "fsdp") if (n := getattr(mesh.config.mesh, axis)) > 1)
-        recompute = f", {mesh.time.recompute / mesh.time.total:.0%} recomputed" if mesh.time.recompute else ""
+        share = mesh.time.recompute / mesh.time.total  # measured, it may be below 0
+        recompute = f", {share:.0%} recomputed" if share >= 0.005 else ""
         batches = mesh.config.batch.microbatches
         one = f"one mesh ({axes or 'one device'}, {batches} microbatch(es)): {mesh.mfu:.1%}{recompute}"
     if forecast is not None:
@@ -70,14 +74,12 @@ def compare(forecast: PipelineForecast | None, mesh: MeshForecast | None) -> str
 
 
 def assumptions(forecast: PipelineForecast) -> list[str]:
-    """List what the times assume, and how to replace it."""
-    device = forecast.cluster.device
-    lines = [
-        f"assume {device.link / 1e9:g} GB/s between devices of a node, {device.network / 1e9:g} to others, 80% of "
-        "either; a stage waits until what it sends has arrived, and latency is not counted (planning/hardware.py)"
-    ]
+    """List what the passes' times assume, and how to replace it."""
+    lines = ["assume that a stage waits until what it sends has arrived"]
     if not forecast.speed.measured:
-        lines.append("assume rates of layers: replace them on such a device by cluster=here --profile")
+        lines.append(
+            "assume rates of layers: replace them by --measured FILE, or on such a device by cluster=here --profile"
+        )
     return lines
 
 
@@ -108,5 +110,6 @@ def pipeline_numbers(forecast: PipelineForecast | None, mesh: MeshForecast | Non
         "mfu": forecast.mfu,
         "samples": forecast.samples,
         "tokens": forecast.tokens,
-        "basis": describe_basis(forecast.config, forecast.speed),
+        "basis": describe_basis(forecast.config, forecast.cluster, forecast.speed),
+        "layers": layers_record(forecast.speed.measured),
     }
