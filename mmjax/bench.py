@@ -30,6 +30,7 @@ from mmjax.benchmarks import (
     postbalance,
     recompute,
     remat,
+    spmd,
     start,
 )
 from mmjax.benchmarks.measurement import Measurement
@@ -48,6 +49,7 @@ COMPARISONS: dict[str, Any] = {
     "phases": phases,
     "recompute": recompute,
     "remat": remat,
+    "spmd": spmd,
     "start": start,
 }
 # Benchmarks whose run() returns one Measurement.

@@ -206,7 +206,9 @@ def _policies(config: Config) -> list[Remat]:
     return [p for p in get_args(Remat) if p != "offload" or config.mesh.host_memory]
 
 
-def typical_seconds(programs: Mapping[Name, Callable[[], Any]], enough: float = ENOUGH) -> dict[Name, float]:
+def typical_seconds(
+    programs: Mapping[Name, Callable[[], Any]], enough: float = ENOUGH, clock: Callable[[], float] = time.perf_counter
+) -> dict[Name, float]:
     """Return the median seconds of each program. They take turns, so that a slow moment of the machine hits all."""
     for program in programs.values():
         jax.block_until_ready(program())
@@ -214,9 +216,9 @@ def typical_seconds(programs: Mapping[Name, Callable[[], Any]], enough: float = 
     began = time.perf_counter()
     for _ in range(ROUNDS):
         for name, program in programs.items():
-            started = time.perf_counter()
+            started = clock()
             jax.block_until_ready(program())
-            seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(clock() - started)
         if time.perf_counter() - began > enough:
             break
     return {name: float(np.median(samples)) for name, samples in seconds.items()}

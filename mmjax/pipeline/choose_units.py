@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,7 +39,7 @@ from mmjax.planning.work import BLOCK, Work, layer_sizes, resolve_attention, row
 
 ROOMS = (1.0, 0.95, 0.9, 0.8)  # shares of the memory that are tried, since costs of layers leave details out
 MICROBATCHES = tuple(2**k for k in range(1, 9))
-LONG = 0.95  # quantile of lengths that a row of the smallest size must hold
+LONG = 0.95  # quantile of lengths that a row whose layers are traced and timed holds
 DRAWN = 20_000  # samples at most, by which a step's work is counted
 
 
@@ -75,11 +76,8 @@ def allocation_problem(
     drawn = np.random.default_rng(config.seed).integers(0, len(index), min(DRAWN, 4 * samples))
     lengths = _lengths(config.model, index, drawn)
     share = samples / len(drawn)
-    works = {
-        tower: (float(n.sum()) * share, _pairs(config.model, tower, n) * share, float(np.quantile(n, LONG)))
-        for tower, n in lengths.items()
-    }
-    row = {tower: _whole_blocks(work[2]) for tower, work in works.items()}
+    works = {tower: _step_work(config.model, tower, n, share) for tower, n in lengths.items()}
+    row = {tower: _whole_blocks(work.long) for tower, work in works.items()}
     speed = measure_speed({tower: (1, [n]) for tower, n in row.items()})
     measured = {
         tower: times._replace(seconds={row[tower]: times.interpolate(row[tower])})
@@ -113,6 +111,27 @@ def _lengths(model: ModelConfig, index: LengthIndex, samples: np.ndarray) -> dic
     return {tower: n if len(n) else np.ones(1, np.int64) for tower, n in lengths.items()}
 
 
+class StepWork(NamedTuple):
+    """Work of a tower in a step, in positions of rows and pairs of attention."""
+
+    positions: float
+    pairs: float
+    long: float  # positions that hold almost any sample or item
+    longest: dict[int, float]  # of a microbatch, as expected, by how many microbatches a step has
+
+
+def _step_work(model: ModelConfig, tower: str, lengths: np.ndarray, share: float) -> StepWork:
+    """Count the work of a step with these lengths. share: of the drawn samples, in a step."""
+    # The longest of n draws is expected to be longer than n of n + 1.
+    longest = {count: float(np.quantile(lengths, 1 - 1 / (len(lengths) * share / count + 1))) for count in MICROBATCHES}
+    return StepWork(
+        positions=float(lengths.sum()) * share,
+        pairs=_pairs(model, tower, lengths) * share,
+        long=float(np.quantile(lengths, LONG)),
+        longest=longest,
+    )
+
+
 def _whole_blocks(length: float) -> int:
     """Round a row's length up to what strides, merged patches and blocks of attention divide."""
     return -(-int(length) // BLOCK) * BLOCK
@@ -133,21 +152,21 @@ def _tower_costs(
     cluster: Cluster,
     tower: str,
     tensor: int,
-    works: dict[str, tuple[float, float, float]],
+    works: Mapping[str, StepWork],
     speed: Speed,
     tracer: ActivationTracer,
 ) -> TowerCosts:
     model = config.model
     activation = ACTIVATION[config.training.precision]
     of = model.llm if tower == "llm" else model.encoders[tower]
-    shape = {name: (1, max(1, int(work[0]))) for name, work in works.items()}
-    batch = DeviceBatch(shape, {}, pairs={name: work[1] for name, work in works.items()})
+    shape = {name: (1, max(1, int(work.positions))) for name, work in works.items()}
+    batch = DeviceBatch(shape, {}, pairs={name: work.pairs for name, work in works.items()})
     work = row_work(model, shape, batch.pairs)[tower]
     sharding = ModelSharding(tensor, tensor, tensor)
     machine = ClusterRun(
         cluster, {"data": 1, "fsdp": 1, "tensor": tensor}, sharding, speed, activation, config.training.loss_chunks or 1
     )
-    length = _whole_blocks(works[tower][2]) if of.attention == "dense" else LINEAR
+    length = _whole_blocks(works[tower].long) if of.attention == "dense" else LINEAR
     by_policy = tracer.saved_bytes(tower, 1, [length])[0]
     traced = row_work(model, {tower: (1, length)})[tower].positions
     per_position = {policy: saved.device / traced for policy, saved in by_policy.items() if policy != "offload"}
@@ -194,7 +213,7 @@ def _tower_costs(
         width=of.width,
         forward=forward,
         backward=backward * has_backward,
-        smallest=works[tower][2] / shape[tower][1],
+        smallest={count: n / shape[tower][1] for count, n in works[tower].longest.items()},
         launch=(launches[0], launches[1] * has_backward),
         cast_forward=cast * trained / memory,
         cast_backward=(cast + 2 * activation + 2 * MASTER) * trained / memory,

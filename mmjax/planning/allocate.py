@@ -247,7 +247,7 @@ def search(
         """Yield candidates with encoders before so many stages."""
         # No more than all microbatches are in flight, and most rows are larger than the smallest.
         rows = int(llm.ranks[n])
-        small = max((costs.smallest for name in encoders for costs in problem.towers[name]), default=0.0)
+        small = max((costs.smallest[count] for name in encoders for costs in problem.towers[name]), default=0.0)
         key = count, min(stages, count), rows if rows * count * small > 1 else 1
         if key not in tables:
             tables[key] = encoder_tables(problem, objective, *key)

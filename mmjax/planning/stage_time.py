@@ -70,11 +70,13 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     # Written in forward; read in backward, with gradients of the same size.
     activations = len(counted) * work.positions * stage.unsaved / parts / rates.memory
     # Weights are cast for both passes; in backward, gradients of the computation's precision are added to float32 sums.
+    # Measured layers were timed with their casts and with writing their gradients.
     elements = stage.trainable / MASTER / rates.memory
-    cast = 0 if machine.activation == MASTER else MASTER + machine.activation
+    cast = 0 if machine.activation == MASTER or measured else MASTER + machine.activation
+    written = 0 if measured else machine.activation
     forward += len(counted) * FORWARD_KERNELS * rates.launch + activations + cast * elements
     backward += len(counted) * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
-    backward += (cast + 2 * machine.activation + 2 * MASTER) * elements
+    backward += (cast + written + machine.activation + 2 * MASTER) * elements
     # Both passes gather the parameters; backward scatters gradients.
     share = fsdp * machine.activation / MASTER
     gathered = collective_seconds(share * (stage.trainable + stage.frozen), fsdp, parts, machine.cluster)

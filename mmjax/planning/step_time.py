@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -97,7 +97,7 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
     # Without remat and without chunks of the loss: what both recompute is counted apart.
     compute = _seconds(rest_without_remat, batch, frozen, machine, 1)
     recompute = _seconds(rest, batch, frozen, machine, machine.loss_chunks) - compute
-    compute += _weight_bytes(model, machine, frozen) / rates.memory
+    compute += _weight_bytes(model, machine, frozen, profiled, batch.microbatches > 1) / rates.memory
     compute += sum(
         rates.launch * (FORWARD_KERNELS + BACKWARD_KERNELS) * c.layers
         for name, c in towers.items()
@@ -143,16 +143,27 @@ def _seconds(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: 
     return sum(machine.speed.rates.seconds(f.total, f.attention) / parts[module] for module, f in flops.items())
 
 
-def _weight_bytes(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
+def _weight_bytes(
+    model: ModelConfig, machine: ClusterRun, frozen: Set[str], profiled: Collection[str], accumulates: bool
+) -> float:
     """Count the bytes of parameters and gradients that a microbatch moves through a device's memory.
 
     Trainable parameters are cast to the precision of the computation in both passes, and their gradients, of that
-    precision, added to the float32 sum.
+    precision, added to the float32 sum. Of profiled towers' layers only the adding is counted, where a step has several
+    microbatches: they were timed with their casts and with writing their gradients.
     """
     counts = parameters(model)
-    trainable = sum(n * machine.sharding.part_of(module) for module, n in counts.items() if module not in frozen)
+    part_of = machine.sharding.part_of
+    trainable = sum(n * part_of(module) for module, n in counts.items() if module not in frozen)
+    towers = {"llm": model.llm, **model.encoders}
+    timed = sum(
+        part_of(name) * towers[name].layers * layer_sizes(towers[name]).parameters
+        for name in profiled
+        if name not in frozen
+    )
     cast = 0 if machine.activation == MASTER else 2 * (MASTER + machine.activation)
-    return (cast + 2 * machine.activation + 2 * MASTER) * trainable
+    added = machine.activation + 2 * MASTER
+    return (cast + machine.activation + added) * (trainable - timed) + accumulates * added * timed
 
 
 def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:

@@ -31,7 +31,9 @@ class TowerCosts:
     width: int  # of the layers, which a number of shards divides: others would leave parameters whole
     forward: np.ndarray  # seconds
     backward: np.ndarray  # seconds without recomputation; 0 where no gradient is wanted
-    smallest: float  # share of the step's work in the smallest row that holds any sample or item
+    # Share of the step's work in the smallest row that holds the longest sample or item of a microbatch, by how many
+    # microbatches there are.
+    smallest: Mapping[int, float]
     launch: tuple[float, float]  # seconds of a layer's forward and backward pass, however little it computes
     cast_forward: np.ndarray  # seconds of casting weights, unsharded
     cast_backward: np.ndarray  # and of adding gradients
@@ -139,8 +141,9 @@ def _options(
     splits = splits[(t * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)]
     data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
     cuts, layers, total = _cut(costs, stages)
-    # A rank's rows are no smaller than what one sample or item takes, padding included.
-    share = np.maximum(1 / (microbatches * data * fsdp), costs.smallest * np.maximum(1, rows / (data * fsdp)))
+    # A microbatch's rows are as long as its longest sample or item, padding included.
+    smallest = costs.smallest[microbatches] * np.maximum(1, rows / (data * fsdp))
+    share = np.maximum(1 / (microbatches * data * fsdp), smallest)
     # As many microbatches as stages follow, and one.
     in_flight = np.minimum(microbatches, behind + np.arange(stages, 0, -1))
     peak = np.full(stages, costs.peak[0])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import local_ranks, row_ranks
 from mmjax.planning.hardware import USABLE, Cluster, Device, find_device
+
+Clock = Callable[[], float]  # seconds
 
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _HIT = "/jax/compilation_cache/cache_hits"
@@ -69,15 +71,15 @@ def enable_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def device_description(device: jax.Device) -> Device:
+def device_description(device: jax.Device, clock: Clock = time.perf_counter) -> Device:
     """Return a device's peak rates and memory from its data sheet; a CPU, or an unknown device, is measured."""
     # The devices of one CPU share its cores, its memory and the memory's bandwidth.
     known = find_device(device.device_kind)
     if known is not None:
         return known
     sharing = jax.local_device_count() * coordination.per_host() if device.platform == "cpu" else 1
-    peak = measured_peak(device) / sharing
-    bandwidth = measured_bandwidth(device) / sharing
+    peak = measured_peak(device, clock=clock) / sharing
+    bandwidth = measured_update_bandwidth(device, clock=clock) / sharing
     return Device(
         name=device.platform,
         kind=device.device_kind,
@@ -154,20 +156,46 @@ def measured_bandwidth(device: jax.Device, size: int = 2**25, repeats: int = 3) 
 
 
 @cache
-def measured_peak(device: jax.Device, size: int = 1024, repeats: int = 5) -> float:
+def measured_update_bandwidth(
+    device: jax.Device, parameters: int = 2**23, repeats: int = 5, clock: Clock = time.perf_counter
+) -> float:
+    """Measure the bytes per second, read and written, of the fastest of a few updates like AdamW's, in place.
+
+    An unknown device's memory counts by these: on a CPU a step's update computes, and puts what it makes in new pages
+    of memory before it copies it, so that a plain pass over as many bytes takes a fifth of the time.
+    """
+    state = tuple(jax.device_put(jnp.full(parameters, n, jnp.float32), device) for n in (1.0, 2.0, 3.0))
+    gradient = jax.device_put(jnp.ones(parameters, jnp.float32), device)
+
+    def update(state: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
+        parameter, mean, square = state
+        finite = jnp.isfinite((gradient * gradient).sum())
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient * gradient
+        parameter = parameter - 1e-3 * (mean / (jnp.sqrt(square) + 1e-8) + 0.01 * parameter)
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), (parameter, mean, square), state)
+
+    program = jax.jit(update, donate_argnums=0)
+    seconds = _best_seconds(lambda state: program(state, gradient), state, repeats, clock)
+    # Of 4 bytes each: the state is read and written, the gradient read twice.
+    return 32 * parameters / seconds
+
+
+@cache
+def measured_peak(device: jax.Device, size: int = 1024, repeats: int = 5, clock: Clock = time.perf_counter) -> float:
     """Measure FLOP/s by the fastest of a few float32 products of square matrices: the peak of an unknown device."""
     a = jax.device_put(jnp.ones((size, size), jnp.float32), device)
-    return 2 * size**3 / _best_seconds(jax.jit(lambda a: a @ a), a, repeats)
+    return 2 * size**3 / _best_seconds(jax.jit(lambda a: a @ a), a, repeats, clock)
 
 
-def _best_seconds(program: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
-    """Time the fastest of a few calls, after one that compiles."""
-    program(x).block_until_ready()
+def _best_seconds(program: Callable[[Any], Any], x: Any, repeats: int, clock: Clock = time.perf_counter) -> float:
+    """Time the fastest of a few calls, each on the result of the one before, after one that compiles."""
+    x = jax.block_until_ready(program(x))
     best = float("inf")
     for _ in range(repeats):
-        begin = time.perf_counter()
-        program(x).block_until_ready()
-        best = min(best, time.perf_counter() - begin)
+        begin = clock()
+        x = jax.block_until_ready(program(x))
+        best = min(best, clock() - begin)
     return best
 
 

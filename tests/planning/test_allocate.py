@@ -17,6 +17,7 @@ from mmjax.planning.step_time import collective_seconds
 from mmjax.planning.tower_options import SUMMED, Problem, TowerCosts
 
 ROOM = 80e9
+MICROBATCHES = (2, 5)
 
 
 def tower(rng: np.random.Generator, layers: int, tensor: int, trained: bool, encoder: bool, busy: float) -> TowerCosts:
@@ -24,12 +25,13 @@ def tower(rng: np.random.Generator, layers: int, tensor: int, trained: bool, enc
     forward = rng.uniform(0.5, 2) * busy * np.ones(layers) / tensor
     forward[-1] *= rng.uniform(1, 2)
     size = rng.uniform(1e9, 12e9) / tensor
+    smallest = float(rng.choice([0.0, 0.02, 0.2]))
     return TowerCosts(
         tensor=tensor,
         width=int(rng.choice([6, 8])),
         forward=forward,
         backward=(2.0 if trained else 0.0) * forward,
-        smallest=float(rng.choice([0.0, 0.02, 0.2])),
+        smallest={2: smallest, 5: smallest / 2},
         launch=(1e-3, 2e-3),
         cast_forward=np.full(layers, 1e-3),
         cast_backward=np.full(layers, 2e-3),
@@ -57,7 +59,7 @@ def problem(seed: int) -> Problem:
         for name, n in layers.items()
     }
     cluster = Cluster(parse_cluster("h100").device, int(rng.integers(1, 3)), 2 if rng.random() < 0.5 else 4)
-    return Problem(towers, cluster, ROOM, (1, 2, 4), (2, 5))
+    return Problem(towers, cluster, ROOM, (1, 2, 4), MICROBATCHES)
 
 
 def stage_times(
@@ -66,7 +68,7 @@ def stage_times(
     """Seconds of every stage of a tower, written out once more, one stage at a time; None where one does not fit."""
     data, fsdp = ranks
     llm_stages, llm_ranks = behind
-    share = max(1 / (m * data * fsdp), costs.smallest * max(1, llm_ranks / (data * fsdp)))
+    share = max(1 / (m * data * fsdp), costs.smallest[m] * max(1, llm_ranks / (data * fsdp)))
     rows, tails = [], [[], []]
     ends = (0, *cuts, len(costs.forward))
     for number, (a, b) in enumerate(pairwise(ends)):

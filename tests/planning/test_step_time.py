@@ -105,9 +105,12 @@ def test_measured_layers_take_their_measured_time_and_the_rest_is_counted():
     model = replace(MODEL, llm=replace(MODEL.llm, remat=("full",) * 20 + ("products",) * (MODEL.llm.layers - 20)))
     found = seconds(known, model, unsaved={"llm": 1e5})
     rest = seconds(on, replace(MODEL, llm=replace(MODEL.llm, layers=0))).compute
-    layers = 24 * MODEL.llm.layers * layer_sizes(MODEL.llm).parameters / on.speed.rates.memory  # their weights' bytes
-    assert found.compute == pytest.approx(0.02 * MODEL.llm.layers + rest + layers)
+    assert found.compute == pytest.approx(0.02 * MODEL.llm.layers + rest)
     assert found.recompute == pytest.approx(20 * 0.005 - 0.002 * (MODEL.llm.layers - 20))
+    # Several microbatches also add their gradients up: 2 bytes to a sum of 4 that is read and written.
+    added = 10 * MODEL.llm.layers * layer_sizes(MODEL.llm).parameters / on.speed.rates.memory
+    several = seconds(known, model, [replace(BATCH, microbatches=2)] * 2, unsaved={"llm": 1e5})
+    assert several.compute == pytest.approx(2 * (found.compute + added))
 
 
 def test_a_loss_in_chunks_makes_its_logits_again():
