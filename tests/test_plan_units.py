@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from commands import run
 
 from mmjax import plan
 from mmjax.config.loading import find_config, load
+from mmjax.pipeline import compile_stages
 from mmjax.planning.plan_file import plan_changes
 
 SMALL = (
@@ -110,3 +112,31 @@ def test_units_auto_plans_units_that_fit_and_writes_what_is_faster(capsys, tmp_p
     one_mesh = numbers["one_mesh"]["seconds"] <= numbers["seconds"]["total"]
     assert bool(config.units) != one_mesh
     assert config.mesh.fsdp == (numbers["one_mesh"]["fsdp"] if one_mesh else 1)
+
+
+@pytest.mark.exhaustive
+def test_every_stage_is_compiled_beside_its_plan_and_equal_ones_once(capsys, monkeypatch):
+    compiled = []
+    compile_stage = compile_stages.compile_stage
+    monkeypatch.setattr(plan, "aot_devices", lambda cluster: jax.devices())
+    monkeypatch.setattr(
+        compile_stages, "compile_stage", lambda *args: compiled.append(args[1]) or compile_stage(*args)
+    )
+    words = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=4", "model.llm.layers=4")
+    ended = run(capsys, plan.main, *SMALL, *words, "--compile", "--json")
+    assert ended.code == 0, ended.err
+    numbers = json.loads(ended.out)
+    programs = {"forward", "backward", "update"}
+    assert {name: set(found) for name, found in numbers["compiled"].items()} == {
+        "vision": programs | {"reduce"},
+        "audio": programs,
+        "llm[0:1]": programs,
+        "llm[1:2]": programs,
+        "llm[2:3]": programs,
+        "llm[3:4]": {"forward_backward", "update"},
+    }
+    # Two stages in the middle are one program, of which the first has one microbatch more in flight.
+    assert len(compiled) == 5
+    first, second = (numbers["compiled"][name] for name in ("llm[1:2]", "llm[2:3]"))
+    assert first["update"] == second["update"]
+    assert first["backward"] > second["backward"]

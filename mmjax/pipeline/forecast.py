@@ -36,6 +36,7 @@ class PipelineForecast:
 
     config: Config
     cluster: Cluster
+    layout: RankLayout
     stages: list[StagePlan]  # with the times of a mean microbatch
     limit: MemoryLimit
     passes: float  # seconds from the first pass to the last, transfers between stages included
@@ -99,6 +100,7 @@ def forecast_pipeline(
     return PipelineForecast(
         config=config,
         cluster=cluster,
+        layout=layout,
         stages=[replace(plan, forward=f, backward=b) for plan, f, b in zip(plans, forward, backward, strict=True)],
         limit=limit,
         passes=passes,

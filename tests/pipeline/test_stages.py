@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import pytest
-from stage_programs import compile_stage
 from test_executor import config_of, make_pipeline
 
 from mmjax.config import Unit
+from mmjax.pipeline.compile_stages import compile_stage
 
 SHAPE = {"llm": (8, 16), "vision": (4, 64), "audio": (4, 64)}
 
