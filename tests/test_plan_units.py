@@ -119,9 +119,7 @@ def test_every_stage_is_compiled_beside_its_plan_and_equal_ones_once(capsys, mon
     compiled = []
     compile_stage = compile_stages.compile_stage
     monkeypatch.setattr(plan, "aot_devices", lambda cluster: jax.devices())
-    monkeypatch.setattr(
-        compile_stages, "compile_stage", lambda *args: compiled.append(args[1]) or compile_stage(*args)
-    )
+    monkeypatch.setattr(compile_stages, "compile_stage", lambda *args: compiled.append(args[1]) or compile_stage(*args))
     words = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=4", "model.llm.layers=4")
     ended = run(capsys, plan.main, *SMALL, *words, "--compile", "--json")
     assert ended.code == 0, ended.err

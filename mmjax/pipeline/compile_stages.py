@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,14 @@ from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.state import Hyperparameters, hyperparameters, make_optimizer
 
-Shape = Mapping[str, tuple[int, int]]  # (rows, row length) of every tower, over all devices
+
+class BatchShape(NamedTuple):
+    """Shape of a microbatch over all devices."""
+
+    towers: Mapping[str, tuple[int, int]]  # (rows, row length)
+    widths: Mapping[str, int]  # of every encoder: tokens that each of the LLM's ranks sends to each
+
+
 NAMES = re.compile(r'jax\.result_info = "[^"]*"')  # of outputs, with numbers of layers
 
 
@@ -68,28 +75,31 @@ def compile_stages(
     compiled: dict[Any, tuple[dict[str, int], int]] = {}
     found = {}
     for number, plan in enumerate(plans):
-        shape, width = _longest_shape(config, layout, pipeline.stages[number].stage.tower)
-        key = _program_texts(pipeline, number, shape, width, hyper)
+        shape = _longest_shape(config, layout, pipeline.stages[number].stage.tower)
+        key = _program_texts(pipeline, number, shape, hyper)
         if key not in compiled:
-            programs, residuals = compile_stage(pipeline, number, shape, width, hyper)
+            programs, residuals = compile_stage(pipeline, number, shape, hyper)
             compiled[key] = {name: _made_bytes(p) for name, p in programs.items()}, _on_device(residuals)
-        found[plan.name] = _stage_bytes(config, pipeline, number, (shape, width), plan.in_flight, *compiled[key])
+        found[plan.name] = _stage_bytes(config, pipeline, number, shape, plan.in_flight, *compiled[key])
     return found
 
 
-def _longest_shape(config: Config, layout: RankLayout, tower: str) -> tuple[Shape, int]:
-    """Return the compiled shape with a tower's longest rows, and the tokens that each LLM rank sends to each."""
+def _longest_shape(config: Config, layout: RankLayout, tower: str) -> BatchShape:
+    """Return the compiled shape with a tower's longest rows."""
     names = ("llm", *config.model.encoders)
     longest = max(layout.shapes, key=lambda shape: shape.lengths[names.index(tower)])
     rows = (layout.topology.ranks * n for n in layout.rows)
-    return dict(zip(names, zip(rows, longest.lengths, strict=True), strict=True)), max(longest.widths, default=1)
+    return BatchShape(
+        towers=dict(zip(names, zip(rows, longest.lengths, strict=True), strict=True)),
+        widths=dict(zip(names[1:], longest.widths, strict=True)),
+    )
 
 
 def _program_texts(
-    pipeline: PipelineExecutor, number: int, shape: Shape, width: int, hyper: Hyperparameters
+    pipeline: PipelineExecutor, number: int, shape: BatchShape, hyper: Hyperparameters
 ) -> tuple[Any, ...]:
     """Return the first program of a stage's passes and its update in StableHLO: stages that share both are equal."""
-    first, update = lower_first(pipeline, number, shape, width), lower_update(pipeline, number, hyper)
+    first, update = lower_first(pipeline, number, shape), lower_update(pipeline, number, hyper)
     program = pipeline.programs[number]
     texts = (NAMES.sub("", lowered.as_text()) for lowered in (first, update))
     return (len(program.gradient_inputs), program.has_backward, *texts)
@@ -99,7 +109,7 @@ def _stage_bytes(
     config: Config,
     pipeline: PipelineExecutor,
     number: int,
-    microbatch: tuple[Shape, int],
+    shape: BatchShape,
     in_flight: int,
     made: Mapping[str, int],
     residuals: int,
@@ -108,8 +118,8 @@ def _stage_bytes(
     # Also what a program is not given because it does not use it: parameters and sums lie there all the same.
     moments = 0 if pipeline.optimizer.offloads else _on_device(pipeline.abstract_parts[number].optimizer)
     state = _on_device(stage_parameters(pipeline, number)) + _on_device(pipeline.programs[number].sums) + moments
-    loaded = LOADED * config.batch.microbatches * _on_device(stage_batch(pipeline, number, *microbatch))
-    passing = _on_device(stage_inputs(pipeline, number, *microbatch)) + in_flight * residuals
+    loaded = LOADED * config.batch.microbatches * _on_device(stage_batch(pipeline, number, shape))
+    passing = _on_device(stage_inputs(pipeline, number, shape)) + in_flight * residuals
     total = {}
     for name, bytes_ in made.items():
         total[name] = bytes_ + state + loaded
@@ -140,25 +150,25 @@ def stage_parameters(pipeline: PipelineExecutor, number: int) -> tuple[Any, Any]
     return put_shapes(trainable, program.shardings[0]), put_shapes(frozen, program.shardings[1])
 
 
-def stage_batch(pipeline: PipelineExecutor, number: int, shape: Shape, width: int) -> TextBatch | ItemBatch:
-    """Return the shapes of a stage's microbatch. width: tokens that each of the LLM's ranks sends to each."""
+def stage_batch(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> TextBatch | ItemBatch:
+    """Return the shapes of a stage's microbatch."""
     _, stage, mesh = pipeline.stages[number]
     config = pipeline.model.config
-    batch = tower_batch(config, stage.tower, shape[stage.tower])
+    batch = tower_batch(config, stage.tower, shape.towers[stage.tower])
     if encoders := stage.encoders:
         ranks = row_ranks(mesh)
-        send = jax.ShapeDtypeStruct((ranks, ranks, width), np.int32)
+        send = {name: jax.ShapeDtypeStruct((ranks, ranks, shape.widths[name]), np.int32) for name in encoders}
         slots = {name: slot_structs(config.encoders[name], batch.token) for name in encoders}
-        batch = batch._replace(slots=slots, send=dict.fromkeys(encoders, send))
+        batch = batch._replace(slots=slots, send=send)
     return put_shapes(batch, rows_sharding(mesh))
 
 
-def stage_inputs(pipeline: PipelineExecutor, number: int, shape: Shape, width: int) -> dict[str, jax.ShapeDtypeStruct]:
+def stage_inputs(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of what a stage gets from those before it."""
     inputs = {}
     for producer in pipeline.graph.producers[number]:
         program = pipeline.programs[producer]
-        operands = stage_inputs(pipeline, producer, shape, width), stage_batch(pipeline, producer, shape, width)
+        operands = stage_inputs(pipeline, producer, shape), stage_batch(pipeline, producer, shape)
         params = merge(*stage_parameters(pipeline, producer))
         output = jax.eval_shape(program.forward_only, params, *operands, _noise(pipeline))
         taken = {name: x for name, x in output.items() if pipeline.passes.consumer[name] == number}
@@ -166,11 +176,11 @@ def stage_inputs(pipeline: PipelineExecutor, number: int, shape: Shape, width: i
     return inputs
 
 
-def lower_first(pipeline: PipelineExecutor, number: int, shape: Shape, width: int) -> jax.stages.Lowered:
+def lower_first(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> jax.stages.Lowered:
     """Lower the first program that a stage runs of a microbatch: forward, or both passes where the loss is."""
     program, mesh = pipeline.programs[number], pipeline.stages[number].mesh
     params = stage_parameters(pipeline, number)
-    operands = *(f(pipeline, number, shape, width) for f in (stage_inputs, stage_batch)), _noise(pipeline)
+    operands = *(f(pipeline, number, shape) for f in (stage_inputs, stage_batch)), _noise(pipeline)
     # Newer JAX asks the mesh in use which GPU a kernel is lowered for.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if program.computes_loss:
@@ -194,16 +204,16 @@ def lower_update(pipeline: PipelineExecutor, number: int, hyper: Hyperparameters
 
 
 def compile_stage(
-    pipeline: PipelineExecutor, number: int, shape: Shape, width: int, hyper: Hyperparameters | None = None
+    pipeline: PipelineExecutor, number: int, shape: BatchShape, hyper: Hyperparameters | None = None
 ) -> tuple[dict[str, jax.stages.Compiled], Any]:
     """Compile the programs that a step runs of a stage, the update if `hyper` is given; and its residuals' shapes."""
     program, mesh = pipeline.programs[number], pipeline.stages[number].mesh
-    first = lower_first(pipeline, number, shape, width).compile()
+    first = lower_first(pipeline, number, shape).compile()
     residuals: Any = None
     programs = {"forward_backward" if program.computes_loss else "forward": first}
     if program.has_backward and not program.computes_loss:
         params, sums = stage_parameters(pipeline, number), program.sums
-        inputs, batch = (f(pipeline, number, shape, width) for f in (stage_inputs, stage_batch))
+        inputs, batch = (f(pipeline, number, shape) for f in (stage_inputs, stage_batch))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             outputs, residuals = jax.eval_shape(program.forward, *params, inputs, batch, _noise(pipeline))
             residuals = put_shapes(residuals, first.output_shardings[1])

@@ -176,7 +176,12 @@ def _time_step(
             tower: (total // ranks[tower], length)
             for tower, total, length in zip(("llm", *model.encoders), totals, microbatch.shape.lengths, strict=True)
         }
-        batch = DeviceBatch(shape, {}, pairs=visited_on_device(model, layout, microbatch, ranks))
+        batch = DeviceBatch(
+            shape=shape,
+            widths=dict(zip(model.encoders, microbatch.shape.widths, strict=True)),
+            peers=layout.topology.peers,
+            pairs=visited_on_device(model, layout, microbatch, ranks),
+        )
         for n, run in enumerate(runs):
             seconds[:, n, i] = pass_seconds(model, run, batch)
         transfers[:, i] = [edge_seconds(model, runs[a], runs[b], batch) for a, b in graph.edges]

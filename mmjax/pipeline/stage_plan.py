@@ -36,6 +36,7 @@ from mmjax.planning.memory import (
     SavedBytes,
     batch_bytes,
     divide_by_tensor_parallelism,
+    exchange_bytes,
     layer_backward_bytes,
     loss_bytes,
     reordered_elements,
@@ -160,10 +161,12 @@ def _plan_stage(
     stage, mesh = sharded.stage, sharded.mesh
     tower = stage.tower
     rows = _rows_on_device(config, layout, stages)
-    batch = _longest_batch(layout, rows, tower)
+    batch = _longest_batch(config, layout, rows, tower)
     saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
     in_flight = schedule.in_flight_bound(number)
     memory = _fixed_bytes(config, sharded, batch, saved["none"].device, in_flight)
+    if stage.encoders:
+        memory["exchange"] = exchange_bytes(config.model, batch, ACTIVATION[config.training.precision])
     memory["messages"] += _deepstack_bytes(config, stages, number, layout, schedule)
     # Without a backward pass nothing is kept of a microbatch.
     microbatches_held = in_flight if sharded.has_backward else 0
@@ -213,10 +216,14 @@ def _towers(config: Config) -> dict[str, DecoderConfig | Encoder]:
     return {"llm": config.model.llm, **config.model.encoders}
 
 
-def _longest_batch(layout: RankLayout, rows: Mapping[str, int], tower: str) -> DeviceBatch:
+def _longest_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], tower: str) -> DeviceBatch:
     """Return a device's part of the compiled shape with a tower's longest rows; memory is planned for it."""
-    shapes = (dict(zip(rows, zip(rows.values(), shape.lengths, strict=True), strict=True)) for shape in layout.shapes)
-    return DeviceBatch(max(shapes, key=lambda shape: shape[tower][1]), {}, 1)
+    longest = max(layout.shapes, key=lambda shape: shape.lengths[list(rows).index(tower)])
+    return DeviceBatch(
+        shape=dict(zip(rows, zip(rows.values(), longest.lengths, strict=True), strict=True)),
+        widths=dict(zip(config.model.encoders, longest.widths, strict=True)),
+        peers=layout.topology.peers,
+    )
 
 
 def _saved_bytes(
@@ -287,7 +294,7 @@ def _deepstack_bytes(
         tower = source.stage.tower
         # Beside activations and the embeddings of an encoder's tokens.
         if tower not in (stage.tower, name):
-            shape = _longest_batch(layout, rows, tower).shape
+            shape = _longest_batch(config, layout, rows, tower).shape
             tokens = row_work(config.model, shape)[tower].tokens * row_ranks(source.mesh) / row_ranks(mesh)
             size_of_token = config.model.llm.width * ACTIVATION[config.training.precision]
             # Those of a microbatch come before all stages between, and its maker has it in flight as long.
