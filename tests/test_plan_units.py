@@ -138,3 +138,23 @@ def test_every_stage_is_compiled_beside_its_plan_and_equal_ones_once(capsys, mon
     first, second = (numbers["compiled"][name] for name in ("llm[1:2]", "llm[2:3]"))
     assert first["update"] == second["update"]
     assert first["backward"] > second["backward"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "words",
+    [
+        "omni_10b cluster=h100x8",
+        "omni_18b cluster=h100x8x8",
+        "omni_84b cluster=h100x8x8",
+        "internvl llm=8b cluster=h100x8",
+        "internvl llm=34b cluster=h100x4x8",
+        "internvl llm=70b cluster=h100x8x8",
+    ],
+)
+def test_units_of_every_large_config_are_chosen_on_a_cluster_that_holds_it(capsys, words):
+    ended = run(capsys, plan.main, *words.split(), "units=auto", "--json")
+    assert ended.code == 0, ended.err
+    numbers = json.loads(ended.out)
+    assert {stage["name"].partition("[")[0] for stage in numbers["stages"]} == set(numbers["units"])
+    assert all(sum(stage["memory"].values()) <= numbers["room"] for stage in numbers["stages"])
