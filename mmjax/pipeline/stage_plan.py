@@ -165,8 +165,6 @@ def _plan_stage(
     saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
     in_flight = schedule.in_flight_bound(number)
     memory = _fixed_bytes(config, sharded, batch, saved["none"].device, in_flight)
-    if stage.encoders:
-        memory["exchange"] = exchange_bytes(config.model, batch, ACTIVATION[config.training.precision])
     memory["messages"] += _deepstack_bytes(config, stages, number, layout, schedule)
     # Without a backward pass nothing is kept of a microbatch.
     microbatches_held = in_flight if sharded.has_backward else 0
@@ -267,6 +265,9 @@ def _fixed_bytes(
     if computes_loss:
         loss = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
         transient = max(transient, loss - copies)  # which backward makes when the loss is done with
+    if stage.encoders:
+        # Encoders' tokens are exchanged before copies are made, and their gradients when the layers are done with.
+        transient = max(transient, exchange_bytes(config.model, batch, activation) - copies)
     return {
         "parameters": trainable + activation / MASTER * sharded.frozen,
         "gradients": trainable,
