@@ -265,7 +265,10 @@ def _fixed_bytes(
     if computes_loss:
         loss = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
         transient = max(transient, loss - copies)  # which backward makes when the loss is done with
+    # Tables that say which tokens are sent lie where the exchange is, and not with the encoders.
+    alone, tables = replace(batch, widths={}), 0
     if stage.encoders:
+        tables = 4 * batch.peers * sum(batch.widths.values())
         # Encoders' tokens are exchanged before copies are made, and their gradients when the layers are done with.
         transient = max(transient, exchange_bytes(config.model, batch, activation) - copies)
     return {
@@ -274,7 +277,7 @@ def _fixed_bytes(
         "optimizer": 0.0 if config.optimizer.offload else sharded.moments,
         # Weights cast for the computation and reordered, and a microbatch's gradients.
         "copies": copies,
-        "batch": LOADED * config.batch.microbatches * batch_bytes(config.model, batch, tower),
+        "batch": LOADED * config.batch.microbatches * (batch_bytes(config.model, alone, tower) + tables),
         # Activations that arrive and leave, for every microbatch in flight one.
         "messages": 2 * in_flight * positions * _towers(config)[tower].width * activation,
         "tokens": tokens,

@@ -45,7 +45,7 @@ def test_stages_together_take_what_one_mesh_takes(policy, mesh):
     stages = [stage(layers, policy=policy, **mesh) for layers in ends]
     whole = replace(MODEL, llm=replace(MODEL.llm, remat=policy))
     # The first of the LLM's stages exchanges encoders' tokens.
-    batch = replace(BATCH, widths={"vision": 256}, peers=16)
+    batch = replace(BATCH, widths={"vision": 4096}, peers=16)
     found = step_time(whole, (batch,), {"llm": 300e3}, stages[0].machine, AdamW())
     passes = [sum(pass_seconds(MODEL, one, batch)) for one in stages]
     assert sum(passes) == pytest.approx(found.compute + found.recompute + found.tensor + found.exchange, rel=0.01)
