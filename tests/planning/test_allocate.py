@@ -191,11 +191,16 @@ def test_every_stage_runs_replicated_encoders():
     free = dict.fromkeys(("cast_forward", "cast_backward", "gradients", "update"), np.zeros(4))
     costs = {
         name: replace(
-            tower(rng, 4, 1, True, name != "llm", 1), forward=np.full(4, n), backward=np.full(4, 2 * n), smallest=0.0,
-            launch=(0.0, 0.0), passed=0.0, **free
+            tower(rng, 4, 1, True, name != "llm", 1),
+            forward=np.full(4, n),
+            backward=np.full(4, 2 * n),
+            smallest=0.0,
+            launch=(0.0, 0.0),
+            passed=0.0,
+            **free,
         )
         for name, n in {"llm": 1.0, "vision": 0.2, "audio": 0.1}.items()
-    }  # fmt: skip
+    }
     of = problem(0)._replace(towers={k: [c] for k, c in costs.items()}, room=np.inf, ranks=(1,), microbatches=(m,))
     found = allocate_replicated(of)
     by_stages = {n: (m + n - 1) / m * 3 * (4 / n + 4 * 0.3) for n in (1, 2, 4) if n <= of.cluster.devices}
