@@ -40,6 +40,7 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.parallel.sharding import mesh_sizes
 from mmjax.pipeline.choose_units import choose_units
+from mmjax.pipeline.compile_stages import compile_pipeline
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.pipeline.stage_plan import memory_plan_of
 from mmjax.planning.flops import parameters
@@ -119,17 +120,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     index, weights, source = _open_lengths(config, path, args.lengths)
     measure_speed = _speed_by(config, cluster, layers, on_this_machine, args.profile)
     if config.units or chooses:
-        if args.compile:
-            raise UserError("--compile is for one mesh; add units={} to see its forecast")
         pipeline = (choose_units if chooses else forecast_pipeline)(config, cluster, index, weights, measure_speed)
         speed = measure_speed({}) if pipeline is None else pipeline.speed
         mesh = forecast_best_mesh(config, cluster, index, weights, speed)
         if pipeline is None and mesh is None:
             raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
+        programs = None if devices is None or pipeline is None else compile_pipeline(pipeline, devices)
         if args.json:
-            print_lines(json.dumps(pipeline_numbers(pipeline, mesh)))
+            print_lines(json.dumps(pipeline_numbers(pipeline, mesh, programs)))
         else:
-            print_lines(*report_pipeline(config, cluster, pipeline, mesh, source))
+            print_lines(*report_pipeline(config, cluster, pipeline, mesh, source, programs))
         if args.picture is not None and pipeline is not None:
             _plot_step(args.picture, pipeline)
         if args.out is not None:

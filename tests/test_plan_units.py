@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import get_args
 
+import jax
 import pytest
 from commands import run
 
@@ -13,6 +14,7 @@ from mmjax import plan
 from mmjax.autotune import layer_profile
 from mmjax.config import Remat
 from mmjax.config.loading import find_config, load
+from mmjax.pipeline import compile_stages
 from mmjax.planning.plan_file import plan_changes
 
 SMALL = (
@@ -138,3 +140,49 @@ def test_units_auto_searches_and_forecasts_by_layer_times_measured_here(capsys, 
     ended = run(capsys, plan.main, *SMALL, "units=auto", "--measured", path, "--json")
     stages = json.loads(ended.out)["stages"]
     assert len({device for stage in stages if stage["name"].startswith("llm") for device in stage["devices"]}) > 4
+
+
+@pytest.mark.exhaustive
+def test_every_stage_is_compiled_beside_its_plan_and_equal_ones_once(capsys, monkeypatch):
+    compiled = []
+    compile_stage = compile_stages.compile_stage
+    monkeypatch.setattr(plan, "aot_devices", lambda cluster: jax.devices())
+    monkeypatch.setattr(compile_stages, "compile_stage", lambda *args: compiled.append(args[1]) or compile_stage(*args))
+    words = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=4", "model.llm.layers=4")
+    ended = run(capsys, plan.main, *SMALL, *words, "--compile", "--json")
+    assert ended.code == 0, ended.err
+    numbers = json.loads(ended.out)
+    programs = {"forward", "backward", "update"}
+    assert {name: set(found) for name, found in numbers["compiled"].items()} == {
+        "vision": programs | {"reduce"},
+        "audio": programs,
+        "llm[0:1]": programs,
+        "llm[1:2]": programs,
+        "llm[2:3]": programs,
+        "llm[3:4]": {"forward_backward", "update"},
+    }
+    # Two stages in the middle are one program, of which the first has one microbatch more in flight.
+    assert len(compiled) == 5
+    first, second = (numbers["compiled"][name] for name in ("llm[1:2]", "llm[2:3]"))
+    assert first["update"] == second["update"]
+    assert first["backward"] > second["backward"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "words",
+    [
+        "omni_10b cluster=h100x8",
+        "omni_18b cluster=h100x8x8",
+        "omni_84b cluster=h100x8x8",
+        "internvl llm=8b cluster=h100x8",
+        "internvl llm=34b cluster=h100x4x8",
+        "internvl llm=70b cluster=h100x8x8",
+    ],
+)
+def test_units_of_every_large_config_are_chosen_on_a_cluster_that_holds_it(capsys, words):
+    ended = run(capsys, plan.main, *words.split(), "units=auto", "--json")
+    assert ended.code == 0, ended.err
+    numbers = json.loads(ended.out)
+    assert {stage["name"].partition("[")[0] for stage in numbers["stages"]} == set(numbers["units"])
+    assert all(sum(stage["memory"].values()) <= numbers["room"] for stage in numbers["stages"])

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, ModelConfig
+from mmjax.config.model import Encoder
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.sample import CORNERS
 from mmjax.errors import UserError
@@ -235,14 +236,19 @@ def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> M
     slots: dict[str, Any] = {}
     send: dict[str, Any] = {}
     for name, encoder in model.encoders.items():
-        slots[name] = token
-        if interpolates_tokens(encoder):
-            corners = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32, sharding=token.sharding)
-            slots[name] = WeightedSlots(corners, corners.update(dtype=np.float32))
+        slots[name] = slot_structs(encoder, token)
         # Slots that each rank sends to each of its peers.
         shape = ranks, batch.peers, batch.widths[name]
         send[name] = jax.ShapeDtypeStruct(shape, np.int32, sharding=token.sharding)
     return Microbatch(text._replace(slots=slots, send=send), {e: tower(e, rules.item_rows) for e in model.encoders})
+
+
+def slot_structs(encoder: Encoder, token: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | WeightedSlots:
+    """Return the shapes of the table that places an encoder's tokens among those of the text."""
+    if not interpolates_tokens(encoder):
+        return token
+    corners = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32, sharding=token.sharding)
+    return WeightedSlots(corners, corners.update(dtype=np.float32))
 
 
 def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -58,8 +58,11 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
         position = array(3) if config.llm.rope_sections else array()
         return TextBatch(**fields | {"weight": array(dtype=np.float32), "position": position, "slots": {}, "send": {}})
     encoder = config.encoders[tower]
-    features = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else encoder.mels
-    return ItemBatch(array(features, dtype=np.float32), array(), array(3), array(), array())
+    if isinstance(encoder, VisionConfig):
+        values = array(encoder.patch**2 * encoder.channels, dtype=np.uint8)
+    else:
+        values = array(encoder.mels, dtype=np.float32)
+    return ItemBatch(values, array(), array(3), array(), array())
 
 
 def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemBatch) -> tuple[Any, Any, Context]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from typing import Any
 
@@ -11,13 +12,26 @@ from mmjax.config.loading import load
 from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, omni_corpus
 from mmjax.pipeline.choose_units import allocation_problem, choose_units
 from mmjax.planning.allocate import allocate
-from mmjax.planning.allocation_baselines import allocate_by_flops, allocate_mmscale
+from mmjax.planning.allocation_baselines import (
+    allocate_by_flops,
+    allocate_colocated,
+    allocate_loosely,
+    allocate_mmscale,
+    allocate_replicated,
+)
 from mmjax.planning.hardware import Cluster, parse_cluster
 from mmjax.planning.step_time import Speed
 
 CONFIGS = ("omni_10b", "internvl_26b", "omni_84b")
 CLUSTERS = ("h100x8", "h100x8x8", "h100x320x8")
 SAMPLES = 200_000  # whose lengths are drawn
+BASELINES = {
+    "mmscale": allocate_mmscale,
+    "by_flops": allocate_by_flops,
+    "loosely": allocate_loosely,
+    "colocated": allocate_colocated,
+    "replicated": allocate_replicated,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure one row for each config and cluster.
 
-    Seconds of a step: `simulated` by the search of its own choice, of MMScale's (section 4.2) and of devices by FLOPs;
-    `units` and `one_mesh` as `mmjax.plan` forecasts both. `search`: CPU seconds that the search takes. A field is None
-    where nothing fits.
+    Seconds of a step, None where nothing fits: `simulated` by the search of its own choice, then of the papers'
+    allocations in the same simulator; `units` and `one_mesh` as `mmjax.plan` forecasts both, and `chosen`, the faster
+    of these. `never_slower`: than MMScale's allocation, devices by FLOPs and one mesh. `search`: CPU seconds.
     """
     rows = []
     for name in args.config or CONFIGS:
@@ -49,14 +63,26 @@ def _compare(name: str, cluster: Cluster, index: LengthIndex) -> dict[str, Any]:
     began = time.process_time()
     allocate(problem)
     search = time.process_time() - began
-    found = {"simulated": ours, "mmscale": allocate_mmscale(problem), "by_flops": allocate_by_flops(problem)}
+    found = {"simulated": ours, **{name: baseline(problem) for name, baseline in BASELINES.items()}}
+    simulated = {key: None if allocation is None else allocation.seconds for key, allocation in found.items()}
     units = choose_units(config, cluster, index, [1.0], lambda _: speed)
     mesh = forecast_best_mesh(config, cluster, index, [1.0], speed)
+    forecast = {
+        "units": None if units is None else units.seconds,
+        "one_mesh": None if mesh is None else mesh.time.total,
+    }
+    chosen = min(forecast, key=lambda key: _or_never(forecast[key]))
     return {
         "config": name,
         "cluster": str(cluster),
         "search": round(search, 2),
-        **{key: None if allocation is None else allocation.seconds for key, allocation in found.items()},
-        "units": None if units is None else units.seconds,
-        "one_mesh": None if mesh is None else mesh.time.total,
+        **simulated,
+        **forecast,
+        "chosen": None if forecast[chosen] is None else chosen,
+        "never_slower": _or_never(forecast[chosen]) <= _or_never(forecast["one_mesh"])
+        and all(_or_never(simulated["simulated"]) <= _or_never(simulated[key]) for key in ("mmscale", "by_flops")),
     }
+
+
+def _or_never(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds

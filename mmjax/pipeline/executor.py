@@ -137,7 +137,7 @@ class PipelineExecutor:
         self._isolate = jax.jit(isolate_rows)
         self._merge_unreadable = jax.jit(merge_unreadable, out_shardings=replicated(self.mesh))
         self._settle = jax.jit(self._settle_step, out_shardings=replicated(self.mesh))
-        self._update = [
+        self.updates = [
             jax.jit(
                 partial(self._update_stage, n),
                 out_shardings=(shardings, jax.tree.map(lambda x: x.sharding, sums)),
@@ -412,7 +412,7 @@ class PipelineExecutor:
             # Both are on all devices already: the update of a stage waits for no other stage's.
             norm, may = (view(x, replicated(mesh)) for x in (report.gradient_norm, valid))
             new, cleared = self.passes.wait(
-                self._update[number](state.stages[number], gradients.sums[number], hyper, norm, may)
+                self.updates[number](state.stages[number], gradients.sums[number], hyper, norm, may)
             )
             states.append(new)
             sums.append(cleared)
@@ -526,7 +526,7 @@ class PipelineExecutor:
             if not self.local[number]:
                 continue
             scalars = (jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh)) for dtype in (jnp.float32, jnp.bool))
-            self._update[number].lower(state.stages[number], gradients.sums[number], hyper, *scalars).compile()
+            self.updates[number].lower(state.stages[number], gradients.sums[number], hyper, *scalars).compile()
         self.parts(state)  # moments in host memory are loaded by programs of their own
         if self._tied is not None and not self._tied_is_frozen:
             if self.local[self.graph.sink]:

@@ -37,6 +37,7 @@ class PipelineForecast:
 
     config: Config
     cluster: Cluster
+    layout: RankLayout
     stages: list[StagePlan]  # with the times of a mean microbatch
     limit: MemoryLimit
     passes: float  # seconds from the first pass to the last, transfers between stages included
@@ -100,6 +101,7 @@ def forecast_pipeline(
     return PipelineForecast(
         config=config,
         cluster=cluster,
+        layout=layout,
         stages=[replace(plan, forward=f, backward=b) for plan, f, b in zip(plans, forward, backward, strict=True)],
         limit=limit,
         passes=passes,
@@ -175,7 +177,12 @@ def _time_step(
             tower: (total // ranks[tower], length)
             for tower, total, length in zip(("llm", *model.encoders), totals, microbatch.shape.lengths, strict=True)
         }
-        batch = DeviceBatch(shape, {}, pairs=visited_on_device(model, layout, microbatch, ranks))
+        batch = DeviceBatch(
+            shape=shape,
+            widths=dict(zip(model.encoders, microbatch.shape.widths, strict=True)),
+            peers=layout.topology.peers,
+            pairs=visited_on_device(model, layout, microbatch, ranks),
+        )
         for n, run in enumerate(runs):
             seconds[:, n, i] = pass_seconds(model, run, batch)
         transfers[:, i] = [edge_seconds(model, runs[a], runs[b], batch) for a, b in graph.edges]

@@ -36,6 +36,7 @@ from mmjax.planning.memory import (
     SavedBytes,
     batch_bytes,
     divide_by_tensor_parallelism,
+    exchange_bytes,
     layer_backward_bytes,
     loss_bytes,
     reordered_elements,
@@ -160,7 +161,7 @@ def _plan_stage(
     stage, mesh = sharded.stage, sharded.mesh
     tower = stage.tower
     rows = _rows_on_device(config, layout, stages)
-    batch = _longest_batch(layout, rows, tower)
+    batch = _longest_batch(config, layout, rows, tower)
     saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
     in_flight = schedule.in_flight_bound(number)
     memory = _fixed_bytes(config, sharded, batch, saved["none"].device, in_flight)
@@ -213,10 +214,14 @@ def _towers(config: Config) -> dict[str, DecoderConfig | Encoder]:
     return {"llm": config.model.llm, **config.model.encoders}
 
 
-def _longest_batch(layout: RankLayout, rows: Mapping[str, int], tower: str) -> DeviceBatch:
+def _longest_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], tower: str) -> DeviceBatch:
     """Return a device's part of the compiled shape with a tower's longest rows; memory is planned for it."""
-    shapes = (dict(zip(rows, zip(rows.values(), shape.lengths, strict=True), strict=True)) for shape in layout.shapes)
-    return DeviceBatch(max(shapes, key=lambda shape: shape[tower][1]), {}, 1)
+    longest = max(layout.shapes, key=lambda shape: shape.lengths[list(rows).index(tower)])
+    return DeviceBatch(
+        shape=dict(zip(rows, zip(rows.values(), longest.lengths, strict=True), strict=True)),
+        widths=dict(zip(config.model.encoders, longest.widths, strict=True)),
+        peers=layout.topology.peers,
+    )
 
 
 def _saved_bytes(
@@ -260,13 +265,19 @@ def _fixed_bytes(
     if computes_loss:
         loss = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
         transient = max(transient, loss - copies)  # which backward makes when the loss is done with
+    # Tables that say which tokens are sent lie where the exchange is, and not with the encoders.
+    alone, tables = replace(batch, widths={}), 0
+    if stage.encoders:
+        tables = 4 * batch.peers * sum(batch.widths.values())
+        # Encoders' tokens are exchanged before copies are made, and their gradients when the layers are done with.
+        transient = max(transient, exchange_bytes(config.model, batch, activation) - copies)
     return {
         "parameters": trainable + activation / MASTER * sharded.frozen,
         "gradients": trainable,
         "optimizer": 0.0 if config.optimizer.offload else sharded.moments,
         # Weights cast for the computation and reordered, and a microbatch's gradients.
         "copies": copies,
-        "batch": LOADED * config.batch.microbatches * batch_bytes(config.model, batch, tower),
+        "batch": LOADED * config.batch.microbatches * (batch_bytes(config.model, alone, tower) + tables),
         # Activations that arrive and leave, for every microbatch in flight one.
         "messages": 2 * in_flight * positions * _towers(config)[tower].width * activation,
         "tokens": tokens,
@@ -287,7 +298,7 @@ def _deepstack_bytes(
         tower = source.stage.tower
         # Beside activations and the embeddings of an encoder's tokens.
         if tower not in (stage.tower, name):
-            shape = _longest_batch(layout, rows, tower).shape
+            shape = _longest_batch(config, layout, rows, tower).shape
             tokens = row_work(config.model, shape)[tower].tokens * row_ranks(source.mesh) / row_ranks(mesh)
             size_of_token = config.model.llm.width * ACTIVATION[config.training.precision]
             # Those of a microbatch come before all stages between, and its maker has it in flight as long.

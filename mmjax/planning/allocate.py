@@ -226,6 +226,17 @@ def encoder_tables(
     ]
 
 
+def rank_llms(problem: Problem, objective: Objective) -> list[tuple[float, int, OptionTable, int]]:
+    """Sort the LLM's options by their score without encoders; each with its microbatches, table and number in it."""
+    none = Scores(*(np.zeros(1) for _ in Scores._fields))
+    llms = []
+    for count in problem.microbatches:
+        table = make_table(list_options(problem, "llm", count), count, objective)
+        scores = objective.total(none, table.scores, count)
+        llms += [(scores[n], count, table, n) for n in range(len(scores))]
+    return sorted(llms, key=lambda entry: entry[0])
+
+
 def search(
     problem: Problem, objective: Objective, limit: Callable[[], float]
 ) -> Iterator[tuple[float, int, dict[str, Choice]]]:
@@ -234,14 +245,8 @@ def search(
     limit: called again for every candidate, as it falls.
     """
     encoders = [name for name in problem.towers if name != "llm"]
-    none = Scores(*(np.zeros(1) for _ in Scores._fields))
-    llms = []
-    for count in problem.microbatches:
-        table = make_table(list_options(problem, "llm", count), count, objective)
-        scores = objective.total(none, table.scores, count)
-        llms += [(scores[n], count, table, n) for n in range(len(scores))]
+    llms = rank_llms(problem, objective)
     tables: dict[tuple[int, int, int], list[OptionTable]] = {}
-    llms.sort(key=lambda entry: entry[0])
 
     def complete(n: int, count: int, llm: OptionTable, stages: int) -> Iterator[tuple[float, int, dict[str, Choice]]]:
         """Yield candidates with encoders before so many stages."""

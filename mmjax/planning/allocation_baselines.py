@@ -5,6 +5,11 @@ All have our memory as their constraint, and are judged in the same simulator.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
 from mmjax.planning.allocate import (
@@ -13,13 +18,26 @@ from mmjax.planning.allocate import (
     Objective,
     OptionTable,
     Scores,
+    allocate,
     compatible_ranks,
     encoder_tables,
     make_table,
+    rank_llms,
     search,
     simulate_choice,
 )
-from mmjax.planning.tower_options import Choice, Problem, TowerOptions, list_options
+from mmjax.planning.partition import partition
+from mmjax.planning.tower_options import (
+    ENCODER_STAGES,
+    LLM_STAGES,
+    SUMMED,
+    Choice,
+    Problem,
+    TowerCosts,
+    TowerOptions,
+    list_options,
+    stage_options,
+)
 
 
 def _score_mmscale(options: TowerOptions, microbatches: int) -> Scores:
@@ -62,36 +80,130 @@ def allocate_by_flops(problem: Problem) -> Allocation | None:
     return best
 
 
+def _score_slowest(options: TowerOptions, microbatches: int) -> Scores:
+    return Scores(options.passes.sum(1), options.passes.max(1), options.tail)
+
+
+# Cornstarch, algorithm 1: an encoder's slowest stage counts alone.
+SLOWEST = Objective(_score_slowest, np.maximum, lambda encoders, llm, _: np.maximum(encoders.alone, llm.alone))
+
+
 def allocate_loosely(problem: Problem) -> Allocation | None:
     """Allocate by Cornstarch's algorithm 1: for each way to run the LLM, the fewest devices that keep up with it.
 
-    An encoder that keeps up in no way has the fastest. The fastest of all candidates in the simulator counts.
+    An encoder that keeps up in no way has the fastest. The fastest of all candidates in the simulator counts; those
+    whose LLM alone takes longer are left out.
     """
     best: Allocation | None = None
     encoders = [name for name in problem.towers if name != "llm"]
-    for count in problem.microbatches:
-        llm = make_table(list_options(problem, "llm", count), count, BOUND)
-        tables: dict[tuple[int, int], list[OptionTable]] = {}
-        for choice in llm.choices:
-            key = choice[0].passes.shape[1], int(choice[0].ranks[choice[1]])
-            if key not in tables:
-                tables[key] = encoder_tables(problem, BOUND, count, *key)
-            target = float(choice[0].passes[choice[1]].max())
-            chosen = {"llm": choice}
-            left = problem.cluster.devices - int(choice[0].devices[choice[1]])
-            for name, table in zip(encoders, tables[key], strict=True):
-                usable = np.flatnonzero(compatible_ranks(table.ranks, choice) & (table.devices <= left))
-                if len(usable):
-                    slowest = np.array(
-                        [options.passes[n].max() for options, n in map(table.choices.__getitem__, usable)]
-                    )
-                    late = np.maximum(slowest - target, 0.0)
-                    chosen[name] = table.choices[usable[np.lexsort((slowest, table.devices[usable], late))[0]]]
-                    left -= int(chosen[name][0].devices[chosen[name][1]])
-            if len(chosen) == len(problem.towers):
-                simulated = simulate_choice(problem, chosen, count)
-                best = simulated if best is None or simulated.seconds < best.seconds else best
+    tables: dict[tuple[int, int, int], list[OptionTable]] = {}
+    for bound, count, llms, n in rank_llms(problem, BOUND):
+        if best is not None and bound >= best.seconds:
+            break
+        llm = llms.choices[n]
+        key = count, llm[0].passes.shape[1], int(llms.ranks[n])
+        if key not in tables:
+            tables[key] = encoder_tables(problem, SLOWEST, *key)
+        target = float(llm[0].passes[llm[1]].max())
+        chosen = {"llm": llm}
+        left = problem.cluster.devices - int(llms.devices[n])
+        for name, table in zip(encoders, tables[key], strict=True):
+            usable = np.flatnonzero(compatible_ranks(table.ranks, llm) & (table.devices <= left))
+            if len(usable):
+                slowest = table.scores.alone[usable]
+                late = np.maximum(slowest - target, 0.0)
+                fewest = usable[np.lexsort((slowest, table.devices[usable], late))[0]]
+                chosen[name] = table.choices[fewest]
+                left -= int(table.devices[fewest])
+        if len(chosen) == len(problem.towers):
+            simulated = simulate_choice(problem, chosen, count)
+            best = simulated if best is None or simulated.seconds < best.seconds else best
     return best
+
+
+def allocate_colocated(problem: Problem) -> Allocation | None:
+    """Allocate with encoders-colocated stages (Cornstarch, section 2.2), the fastest in the simulator.
+
+    All encoders are cut into as many stages and share their devices: a stage runs a part of each in turn, and the
+    pipeline is a chain. The allocation has them as one tower, `encoders`.
+    """
+    encoders = [name for name in problem.towers if name != "llm"]
+    if not encoders:
+        return allocate(problem)
+    fused = []
+    for towers in _by_tensor(problem, encoders):
+        most = min(ENCODER_STAGES, *(len(costs.forward) for costs in towers))
+        fused += [_fuse([(costs, _cut_evenly(costs, n)) for costs in towers], n) for n in range(1, most + 1)]
+    return allocate(problem._replace(towers={"encoders": fused, "llm": problem.towers["llm"]}))
+
+
+def allocate_replicated(problem: Problem) -> Allocation | None:
+    """Allocate with encoders-replicated stages (Cornstarch, section 2.2), the fastest in the simulator.
+
+    The LLM alone is cut into stages, and every stage runs all encoders itself, in both passes.
+    """
+    encoders = [name for name in problem.towers if name != "llm"]
+    best: Allocation | None = None
+    for llm, *towers in _by_tensor(problem, ["llm", *encoders]):
+        for stages in range(1, min(LLM_STAGES, len(llm.forward), problem.cluster.devices // llm.tensor) + 1):
+            fused = _fuse([(llm, _cut_evenly(llm, stages)), *((costs, None) for costs in towers)], stages)
+            for count in problem.microbatches:
+                options = stage_options(problem, fused, stages, count)
+                bounds = BOUND.score(options, count)
+                for n in np.argsort(bounds.alone + bounds.tail):
+                    if best is not None and bounds.alone[n] + bounds.tail[n] >= best.seconds:
+                        break
+                    simulated = simulate_choice(problem, {"llm": (options, n)}, count)
+                    best = simulated if best is None or simulated.seconds < best.seconds else best
+    return best
+
+
+def _by_tensor(problem: Problem, towers: Sequence[str]) -> list[tuple[TowerCosts, ...]]:
+    """Return the costs of towers on the same devices, at each degree of tensor parallelism that all can have."""
+    by_degree = [{costs.tensor: costs for costs in problem.towers[name]} for name in towers]
+    degrees = [t for t in by_degree[0] if problem.cluster.per_node % t == 0 and all(t in costs for costs in by_degree)]
+    return [tuple(costs[t] for costs in by_degree) for t in degrees]
+
+
+def _cut_evenly(costs: TowerCosts, stages: int) -> tuple[int, ...]:
+    return partition(costs.forward + costs.backward, stages)
+
+
+def _fuse(towers: Sequence[tuple[TowerCosts, tuple[int, ...] | None]], stages: int) -> TowerCosts:
+    """Join towers that share their stages' devices into one, which has a layer for each stage.
+
+    towers: with their cuts; None: every stage has all of the tower. What is sent behind is what the first tower sends,
+    and where it sends tokens, those of all.
+    """
+    sums: dict[str, Any] = dict.fromkeys(SUMMED, np.zeros(stages))
+    launch, smaller = np.zeros(2), []
+    saved = again = 0.0
+    for costs, cuts in towers:
+        layers = len(costs.forward) / (1 if cuts is None else stages)  # of a stage, on average
+        for name in SUMMED:
+            values = getattr(costs, name)
+            sums[name] = sums[name] + (values.sum() if cuts is None else np.add.reduceat(values, (0, *cuts)))
+        launch += layers * np.array(costs.launch)
+        saved, again = saved + layers * costs.saved[0], again + layers * costs.again[0]
+        steps = np.diff([costs.again, costs.saved]).T
+        smaller += [(layers * more, -layers * less) for more, less in steps]
+    # The steps of all towers' policies, those that free the most bytes a second first: convex as each tower's are.
+    smaller.sort(key=lambda step: step[0] / step[1])
+    seconds, bytes_ = np.array([(0.0, 0.0), *smaller]).T
+    first = towers[0][0]
+    return replace(
+        first,
+        **sums,
+        width=math.gcd(*(costs.width for costs, _ in towers)),
+        smallest=max(costs.smallest for costs, _ in towers),
+        launch=tuple(launch.tolist()),
+        saved=saved - np.cumsum(bytes_),
+        again=again + np.cumsum(seconds),
+        # They run in turn.
+        peak=tuple(max(costs.peak[k] for costs, _ in towers) for k in (0, 1)),
+        passed=sum(costs.passed for costs, cuts in towers if cuts is not None),
+        tokens=sum(costs.tokens for costs, _ in towers) if first.tokens else 0.0,
+    )
 
 
 def _fastest(problem: Problem, tower: str, count: int, devices: int, llm: Choice | None) -> Choice | None:

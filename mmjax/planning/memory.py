@@ -173,10 +173,7 @@ def fixed_bytes(
         "copies": copies,
         "batch": LOADED * batch.microbatches * sum(batch_bytes(model, batch, tower) for tower in batch.shape),
         "tokens": tokens,
-        "exchange": sum(
-            2 * batch.peers * n * connector_mlps(model.encoders[name]) * model.llm.width * activation
-            for name, n in batch.widths.items()
-        ),
+        "exchange": exchange_bytes(model, batch, activation),
         "transient": max(peaks),
     }
 
@@ -271,6 +268,12 @@ def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: i
     # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
     numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
     return row_work(model, batch.shape)[name].tokens * connector_mlps(encoder) * numbers * activation
+
+
+def exchange_bytes(model: ModelConfig, batch: DeviceBatch, activation: int) -> float:
+    """Count the bytes of the tokens that a rank sends to its peers and receives from them, padding included."""
+    sent = sum(n * connector_mlps(model.encoders[name]) for name, n in batch.widths.items())
+    return 2 * batch.peers * sent * model.llm.width * activation
 
 
 def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:

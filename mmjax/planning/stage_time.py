@@ -19,6 +19,7 @@ from mmjax.planning.step_time import (
     ClusterRun,
     all_reduce_seconds,
     collective_seconds,
+    exchange_seconds,
     muon_seconds,
     recomputed_reduces,
 )
@@ -82,11 +83,14 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     gathered = collective_seconds(share * (stage.trainable + stage.frozen), fsdp, parts, machine.cluster)
     scattered = collective_seconds(share * stage.trainable, fsdp, parts, machine.cluster)
     reduce = all_reduce_seconds(config, work.positions, parts, machine)
-    forward = max(forward, gathered) + 2 * len(stage.policies) * reduce
+    # The LLM's first ranks send encoders' tokens on to those whose rows they are in.
+    takes_tokens = stage.tower == "llm" and stage.layers.start == 0
+    exchange = exchange_seconds(model, batch, machine) if takes_tokens else 0.0
+    forward = max(forward, gathered) + 2 * len(stage.policies) * reduce + exchange
     if not stage.has_backward:
         return forward, 0.0
     reduces = 2 * (len(stage.policies) + recomputed_reduces(stage.policies))
-    return forward, max(backward, gathered + scattered) + reduces * reduce
+    return forward, max(backward, gathered + scattered) + reduces * reduce + exchange
 
 
 def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch: DeviceBatch) -> float:

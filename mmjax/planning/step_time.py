@@ -86,7 +86,6 @@ def step_time(
 
 def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, float], machine: ClusterRun) -> StepTime:
     """Estimate the time of one microbatch, without the update."""
-    device = machine.cluster.device
     rates = machine.speed.rates
     frozen = frozen_modules(model)
     towers = {"llm": model.llm, **model.encoders}
@@ -114,10 +113,6 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         for name, c in towers.items()
         if name not in profiled
     )
-    # Bytes that one rank sends, in forward; the gradients return in backward.
-    sent = sum(batch.peers * n for n in batch.widths.values()) * model.llm.width * machine.activation
-    # Ranks that exchange tokens are `tensor` devices apart.
-    in_node = batch.peers * machine.mesh["tensor"] <= machine.cluster.per_node
     return StepTime(
         compute=compute + PASSES * activations / rates.memory,
         recompute=recompute,
@@ -125,7 +120,7 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         tensor=sum(
             _tensor(c, work[name].positions, machine.sharding.parts(name), machine) for name, c in towers.items()
         ),
-        exchange=2 * sent / (device.link_rate if in_node else device.network_rate),
+        exchange=2 * exchange_seconds(model, batch, machine),
         update=0.0,
     )
 
@@ -212,6 +207,15 @@ def _all_to_all(size: float, group: int, stride: int, cluster: Cluster) -> float
     device = cluster.device
     nodes = _nodes(group, stride, cluster)
     return size * max((group - 1) / group / device.link_rate, (nodes - 1) / nodes / device.network_rate)
+
+
+def exchange_seconds(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun) -> float:
+    """Estimate the seconds in which a rank sends its microbatch's tokens to its peers, padding included."""
+    device = machine.cluster.device
+    sent = sum(batch.peers * n for n in batch.widths.values()) * model.llm.width * machine.activation
+    # Ranks that exchange tokens are `tensor` devices apart.
+    in_node = batch.peers * machine.mesh["tensor"] <= machine.cluster.per_node
+    return sent / (device.link_rate if in_node else device.network_rate)
 
 
 def collective_seconds(size: float, group: int, stride: int, cluster: Cluster) -> float:

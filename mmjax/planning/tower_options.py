@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.partition import partition
@@ -16,7 +17,6 @@ from mmjax.planning.step_time import collective_seconds
 TENSOR = (1, 2, 4, 8)
 ENCODER_STAGES = 8  # at most: an encoder that is too slow gets more ranks
 LLM_STAGES = 64  # at most
-MANY = 40  # numbers of an option, beyond which options are not compared with each other
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 
             continue
         most = min(LLM_STAGES if tower == "llm" else ENCODER_STAGES, len(costs.forward))
         for stages in range(1, min(most, problem.cluster.devices // costs.tensor) + 1):
-            options = _options(problem, costs, stages, microbatches, behind, rows)
+            options = stage_options(problem, costs, stages, microbatches, behind, rows)
             if len(options.data):
                 found.append(options)
     return found
@@ -132,36 +132,37 @@ def _cut(costs: TowerCosts, stages: int) -> tuple[tuple[int, ...], np.ndarray, d
     return cuts, np.diff((*begins, len(costs.forward))), sums
 
 
-def _options(
-    problem: Problem, costs: TowerCosts, stages: int, microbatches: int, behind: int, rows: int
+def stage_options(
+    problem: Problem, costs: TowerCosts, stages: int, microbatches: int, behind: int = 0, rows: int = 1
 ) -> TowerOptions:
+    """List the ways to run a tower in so many stages that fit, without those that others beat; as `list_options`."""
     t = costs.tensor
     splits = _splits(problem.cluster, t, problem.ranks, costs.width)
     ranks = splits[:, 0] * splits[:, 1]
     splits = splits[(t * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)]
-    data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
     cuts, layers, total = _cut(costs, stages)
     # A microbatch's rows are as long as its longest sample or item, padding included.
-    smallest = costs.smallest[microbatches] * np.maximum(1, rows / (data * fsdp))
-    share = np.maximum(1 / (microbatches * data * fsdp), smallest)
+    ranks = splits[:, :1] * splits[:, 1:2]
+    share = np.maximum(1 / (microbatches * ranks), costs.smallest[microbatches] * np.maximum(1, rows / ranks))
     # As many microbatches as stages follow, and one.
     in_flight = np.minimum(microbatches, behind + np.arange(stages, 0, -1))
     peak = np.full(stages, costs.peak[0])
     peak[-1] = costs.peak[1]
-    fixed = total["state"] / fsdp + share * (peak + 2 * in_flight * costs.passed)
+    fixed = total["state"] / splits[:, 1:2] + share * (peak + 2 * in_flight * costs.passed)
     per_layer = (problem.room - fixed) / (in_flight * share * layers)
-    again = share * layers * np.interp(per_layer, costs.saved[::-1], costs.again[::-1])
     fits = (per_layer >= costs.saved[-1]).all(1)
+    splits, share, per_layer = splits[fits], share[fits], per_layer[fits]
+    data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
+    again = share * layers * np.interp(per_layer, costs.saved[::-1], costs.again[::-1])
     forward = share * total["forward"] + layers * costs.launch[0] + total["cast_forward"] / fsdp
     forward = np.maximum(forward, gather * total["gathered"])
     backward = share * total["backward"] + again + layers * costs.launch[1] + total["cast_backward"] / fsdp
     backward = np.maximum(backward, gather * (total["gathered"] + total["scattered"])) * (total["backward"] > 0)
     tail = (2 * reduce * total["gradients"] / fsdp).max(1) + (total["update"] / fsdp).max(1)
     edge = share[:, 0] * costs.passed / link_bandwidth(problem.cluster)
-    counts = (column[:, 0].astype(np.int64) for column in (data, fsdp))
-    options = TowerOptions(costs, cuts, *counts, share[:, 0], edge, forward, backward, tail)
-    options = _select(options, np.flatnonzero(fits))
-    return _select(options, _undominated(options))
+    stays = _undominated(np.concatenate([forward, backward, tail[:, None]], axis=1), (data * fsdp)[:, 0])
+    ways = (column[stays, 0].astype(np.int64) for column in (data, fsdp))
+    return TowerOptions(costs, cuts, *ways, share[stays, 0], edge[stays], forward[stays], backward[stays], tail[stays])
 
 
 def link_bandwidth(cluster: Cluster) -> float:
@@ -184,17 +185,27 @@ def _splits(cluster: Cluster, tensor: int, ranks: tuple[int, ...], width: int) -
     return np.column_stack([np.array(ways, np.float64), np.array(links)])
 
 
-def _select(options: TowerOptions, index: np.ndarray) -> TowerOptions:
-    arrays = ("data", "fsdp", "share", "edge", "forward", "backward", "tail")
-    return options._replace(**{name: getattr(options, name)[index] for name in arrays})
+@njit(cache=True)
+def _undominated(seconds: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+    """Return the options that no other with as many ranks beats in every pass and behind the last; bool `[options]`.
 
-
-def _undominated(options: TowerOptions) -> np.ndarray:
-    """Return the options that no other with as many ranks beats in every pass and behind the last; bool `[options]`."""
-    rows = np.concatenate([options.forward, options.backward, options.tail[:, None]], axis=1)
-    if rows.shape[1] > MANY:
-        return np.ones(len(rows), np.bool_)
-    same = options.ranks[:, None] == options.ranks
-    beats = same & (rows[:, None] <= rows).all(2)
-    # Of equals the first stays.
-    return ~(beats & (~beats.T | np.tri(len(rows), k=-1, dtype=np.bool_).T)).any(0)
+    seconds: float64 `[options, 2 * stages + 1]`; options of as many ranks are neighbours. Of equals the first stays.
+    """
+    stays = np.ones(len(ranks), np.bool_)
+    first = 0
+    for n in range(len(ranks)):
+        if ranks[n] != ranks[first]:
+            first = n
+        other = first
+        while stays[n] and other < len(ranks) and ranks[other] == ranks[n]:
+            worse = other != n
+            equal = True
+            for k in range(seconds.shape[1]):
+                if not worse or seconds[other, k] > seconds[n, k]:
+                    worse = False
+                    break
+                equal = equal and seconds[other, k] == seconds[n, k]
+            if worse and not (equal and other > n):
+                stays[n] = False
+            other += 1
+    return stays

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from mmjax.autotune.forecast import MeshForecast, describe_basis, describe_links
 from mmjax.config import Config
 from mmjax.config.training import unit_devices
-from mmjax.console import count, duration, size
+from mmjax.console import count, duration, size, table
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.planning.flops import parameters
 from mmjax.planning.hardware import Cluster
@@ -16,9 +17,16 @@ from mmjax.planning.measured_file import layers_record
 from mmjax.planning.schedules import schedule_name
 from mmjax.training.announce import describe_stages
 
+CompiledStages = Mapping[str, Mapping[str, int]]  # bytes by stage and program, as `compile_pipeline` returns them
+
 
 def report_pipeline(
-    config: Config, cluster: Cluster, forecast: PipelineForecast | None, mesh: MeshForecast | None, source: str
+    config: Config,
+    cluster: Cluster,
+    forecast: PipelineForecast | None,
+    mesh: MeshForecast | None,
+    source: str,
+    compiled: CompiledStages | None = None,
 ) -> list[str]:
     """Format the plan of a run on units for a person, with the same run on one mesh beside it."""
     head = (
@@ -39,12 +47,23 @@ def report_pipeline(
         + ", ".join(f"{fill:.0%} full in {tower}" for tower, fill in forecast.fill.items()),
         *describe_stages(forecast.config, forecast.stages, schedule_name(forecast.config), forecast.bubble, measured),
         f"memory {size(fullest.bytes)} of {size(forecast.limit.device)} a device, in {fullest.name}",
+        *(table(_compiled_rows(forecast, compiled)) if compiled else ()),
         f"step   {duration(forecast.seconds)}, MFU {forecast.mfu:.1%} ({basis}): "
         + ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds),
         *describe_links(cluster),
         f"choice {compare(forecast, mesh)}",
         *assumptions(forecast),
     ]
+
+
+def _compiled_rows(forecast: PipelineForecast, compiled: CompiledStages) -> list[tuple[str, ...]]:
+    """Set what the compiler says of each stage's fullest program beside what is planned."""
+    rows = [("stage", "planned", "by the compiler", "differs by", "fullest program")]
+    for stage in forecast.stages:
+        program, bytes_ = max(compiled[stage.name].items(), key=lambda item: item[1])
+        differs = f"{stage.bytes / bytes_ - 1:+.1%}"
+        rows.append((stage.name, size(stage.bytes), size(bytes_), differs, program.replace("_", " and ")))
+    return rows
 
 
 def compare(forecast: PipelineForecast | None, mesh: MeshForecast | None) -> str:
@@ -83,7 +102,9 @@ def assumptions(forecast: PipelineForecast) -> list[str]:
     return lines
 
 
-def pipeline_numbers(forecast: PipelineForecast | None, mesh: MeshForecast | None) -> dict[str, Any]:
+def pipeline_numbers(
+    forecast: PipelineForecast | None, mesh: MeshForecast | None, compiled: CompiledStages | None = None
+) -> dict[str, Any]:
     """Build the JSON object of `--json` for a run on units: times in seconds, memory in bytes."""
     numbers: dict[str, Any] = {"one_mesh": None, "units": None}
     if mesh is not None:
@@ -104,6 +125,7 @@ def pipeline_numbers(forecast: PipelineForecast | None, mesh: MeshForecast | Non
         "microbatches": forecast.config.batch.microbatches,
         "stages": stages,
         "room": forecast.limit.device,
+        "compiled": compiled,
         "seconds": seconds | {"total": forecast.seconds},
         "bubble": forecast.bubble,
         "fill": forecast.fill,

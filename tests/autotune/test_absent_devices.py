@@ -63,6 +63,16 @@ def test_every_stage_of_a_pipeline_takes_what_was_planned_for_it(policy):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+def test_units_that_are_chosen_take_what_the_compiler_says_with_all_pixels_loaded():
+    found = told("-m", "mmjax.plan", "omni_10b", "cluster=h100x8", "units=auto", "--compile", "--json")
+    assert {stage["name"] for stage in found["stages"]} == set(found["compiled"]) >= {"vision", "audio"}
+    for stage in found["stages"]:
+        compiled = max(found["compiled"][stage["name"]].values())
+        assert sum(stage["memory"].values()) == pytest.approx(compiled, rel=0.1), stage["name"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
 def test_the_attention_kernel_compiles_without_spilled_registers_and_in_little_memory():
     found = told("tests/kernels/compiled_kernel.py")
     assert found["16384 x 28 (4) x 128"] <= 0.13e9

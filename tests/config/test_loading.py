@@ -26,7 +26,7 @@ from mmjax.errors import UserError
 from mmjax.planning.flops import parameters
 
 ROOT = Path(__file__).parents[2]
-ASKING = {"llava_style", "llava_alignment", "llava_lora"}  # for a checkpoint and its data
+ASKING = {"llava_style", "llava_alignment", "llava_lora", "internvl"}  # for a checkpoint and its data, or an LLM
 SHIPPED = sorted({path.stem for path in (ROOT / "configs").glob("*.py")} - ASKING)
 
 VARIANT = """
@@ -113,10 +113,14 @@ def test_the_shipped_configs_are_what_their_names_say() -> None:
         ("omni_18b", (14, 3, 0.6)),
         ("omni_84b", (72, 6, 6)),
         ("internvl_26b", (20, 6)),
+        ("internvl llm=8b", (8, 6)),
+        ("internvl llm=34b", (34, 6)),
+        ("internvl llm=70b", (70, 6)),
     ],
 )
 def test_the_large_configs_have_the_published_parameters(name: str, billions: tuple[float, ...]) -> None:
-    model = load(name).model
+    config, *words = name.split()
+    model = load(config, words).model
     counts = parameters(model)
     assert [counts[module] / 1e9 for module in ("llm", *model.encoders)] == pytest.approx(billions, rel=0.12)
 

@@ -47,6 +47,25 @@ def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_pat
         plan(3e5)
 
 
+def test_the_llms_first_stage_holds_what_its_ranks_exchange(tmp_path):
+    config = config_of("by module", tied=False)
+    index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
+    layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
+    wide = replace(
+        layout,
+        topology=replace(layout.topology, peers=8),
+        shapes=tuple(s._replace(widths=(10_000, 0)) for s in layout.shapes),
+    )
+    plain, exchanging = (plan_stages(config, of, SPEED, MemoryLimit(math.inf)) for of in (layout, wide))
+    for before, after in zip(plain, exchanging, strict=True):
+        if before.name.startswith("llm[0:"):
+            sent_and_received = 2 * 8 * 10_000 * config.model.llm.width * 4
+            assert after.memory["transient"] + after.memory["copies"] == sent_and_received
+            assert after.memory["batch"] > before.memory["batch"]
+        else:
+            assert after.memory == before.memory
+
+
 @pytest.mark.exhaustive
 def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens_that_wait(tmp_path):
     def plan(config: Config) -> dict:

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import pytest
-from stage_programs import compile_stage
 from test_executor import config_of, make_pipeline
 
 from mmjax.config import Unit
+from mmjax.pipeline.compile_stages import BatchShape, compile_stage
 
-SHAPE = {"llm": (8, 16), "vision": (4, 64), "audio": (4, 64)}
+SHAPE = BatchShape({"llm": (8, 16), "vision": (4, 64), "audio": (4, 64)}, {"vision": 16, "audio": 16})
 
 
 def flops_of_stages(*frozen: str, mlp_width: int = 512) -> dict[str, dict[str, float]]:
@@ -27,7 +27,7 @@ def flops_of_stages(*frozen: str, mlp_width: int = 512) -> dict[str, dict[str, f
     return {
         placed.name: {
             name: program.cost_analysis()["flops"]
-            for name, program in compile_stage(pipeline, number, SHAPE, 16)[0].items()
+            for name, program in compile_stage(pipeline, number, SHAPE)[0].items()
         }
         for number, placed in enumerate(pipeline.stages)
     }
@@ -61,7 +61,7 @@ def test_gradients_are_reduced_over_data_once_a_step_and_not_once_a_microbatch()
     pipeline = make_pipeline(replace(config_of("by module", tied=False), units=units))
     for number, (placed, program) in enumerate(zip(pipeline.stages, pipeline.programs, strict=True)):
         if placed.stage.tower == "llm":
-            programs, _ = compile_stage(pipeline, number, SHAPE, 16)
+            programs, _ = compile_stage(pipeline, number, SHAPE)
             layer = pipeline.model.config.llm.width**2
             assert all(size < layer for name in programs for size in reduced_sizes(programs[name]))
             reduced = reduced_sizes(program.reduce.lower(program.sums).compile())

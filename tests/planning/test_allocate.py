@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
 
-from mmjax.planning.allocate import allocate
-from mmjax.planning.allocation_baselines import allocate_by_flops, allocate_loosely, allocate_mmscale
+from mmjax.planning.allocate import Allocation, allocate
+from mmjax.planning.allocation_baselines import (
+    allocate_by_flops,
+    allocate_colocated,
+    allocate_loosely,
+    allocate_mmscale,
+    allocate_replicated,
+)
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, parse_cluster
 from mmjax.planning.partition import partition
 from mmjax.planning.schedules import StageGraph, make_schedule
@@ -164,3 +171,46 @@ def test_allocation_finds_what_trying_everything_finds():
 @pytest.mark.exhaustive
 def test_two_hundred_allocations_are_those_of_trying_everything():
     assert sum(map(check, range(12, 212))) >= 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_colocated_encoders_are_allocated_like_one_that_does_the_work_of_all(seed):
+    of = problem(seed)
+    encoder = [tower(np.random.default_rng(seed), 2, t, True, True, 0.5) for t in (1, 2)]
+    kinds = (*SUMMED, "saved", "again", "passed", "tokens")
+    double = [
+        replace(c, launch=tuple(2 * n for n in c.launch), **{kind: 2 * getattr(c, kind) for kind in kinds})
+        for c in encoder
+    ]
+    one, both = ({"vision": costs, "llm": of.towers["llm"]} for costs in (encoder, double))
+    for towers, same in ((one, one), (one | {"audio": encoder}, both)):
+        found = allocate_colocated(of._replace(towers=towers))
+        assert seconds(found) == pytest.approx(seconds(allocate(of._replace(towers=same))), rel=1e-9)
+
+
+def test_every_stage_runs_replicated_encoders():
+    rng, m = np.random.default_rng(0), 5
+    free = dict.fromkeys(("cast_forward", "cast_backward", "gradients", "update"), np.zeros(4))
+    costs = {
+        name: replace(
+            tower(rng, 4, 1, True, name != "llm", 1),
+            forward=np.full(4, n),
+            backward=np.full(4, 2 * n),
+            smallest=0.0,
+            launch=(0.0, 0.0),
+            passed=0.0,
+            **free,
+        )
+        for name, n in {"llm": 1.0, "vision": 0.2, "audio": 0.1}.items()
+    }
+    of = problem(0)._replace(towers={k: [c] for k, c in costs.items()}, room=np.inf, ranks=(1,), microbatches=(m,))
+    found = allocate_replicated(of)
+    by_stages = {n: (m + n - 1) / m * 3 * (4 / n + 4 * 0.3) for n in (1, 2, 4) if n <= of.cluster.devices}
+    assert found.seconds == pytest.approx(min(by_stages.values()))
+    assert found.towers["llm"].stages == min(by_stages, key=by_stages.get)
+    text = of._replace(towers={"llm": of.towers["llm"]})
+    assert seconds(allocate_replicated(text)) == pytest.approx(seconds(allocate(text)), rel=1e-9)
+
+
+def seconds(found: Allocation | None) -> float:
+    return np.inf if found is None else found.seconds

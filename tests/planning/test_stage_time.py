@@ -44,9 +44,13 @@ def test_stages_together_take_what_one_mesh_takes(policy, mesh):
     ends = (range(9), range(9, 20), range(20, 28))
     stages = [stage(layers, policy=policy, **mesh) for layers in ends]
     whole = replace(MODEL, llm=replace(MODEL.llm, remat=policy))
-    found = step_time(whole, (BATCH,), {"llm": 300e3}, stages[0].machine, AdamW())
-    passes = sum(sum(pass_seconds(MODEL, one, BATCH)) for one in stages)
-    assert passes == pytest.approx(found.compute + found.recompute + found.tensor, rel=0.01)
+    # The first of the LLM's stages exchanges encoders' tokens.
+    batch = replace(BATCH, widths={"vision": 4096}, peers=16)
+    found = step_time(whole, (batch,), {"llm": 300e3}, stages[0].machine, AdamW())
+    passes = [sum(pass_seconds(MODEL, one, batch)) for one in stages]
+    assert sum(passes) == pytest.approx(found.compute + found.recompute + found.tensor + found.exchange, rel=0.01)
+    assert passes[0] - sum(pass_seconds(MODEL, stages[0], BATCH)) == pytest.approx(found.exchange)
+    assert found.exchange > 0.01 * found.compute
     assert sum(update_seconds(MODEL, one, AdamW()) for one in stages) == pytest.approx(found.update, rel=1e-6)
 
 
