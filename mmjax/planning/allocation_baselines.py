@@ -195,7 +195,7 @@ def _fuse(towers: Sequence[tuple[TowerCosts, tuple[int, ...] | None]], stages: i
         first,
         **sums,
         width=math.gcd(*(costs.width for costs, _ in towers)),
-        smallest=max(costs.smallest for costs, _ in towers),
+        smallest={count: max(costs.smallest[count] for costs, _ in towers) for count in first.smallest},
         launch=tuple(launch.tolist()),
         saved=saved - np.cumsum(bytes_),
         again=again + np.cumsum(seconds),

@@ -196,7 +196,7 @@ def test_every_stage_runs_replicated_encoders():
             tower(rng, 4, 1, True, name != "llm", 1),
             forward=np.full(4, n),
             backward=np.full(4, 2 * n),
-            smallest=0.0,
+            smallest={2: 0.0, 5: 0.0},
             launch=(0.0, 0.0),
             passed=0.0,
             **free,
