@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Exchange = Literal["padded", "ragged"]
+ContextAttention = Literal["auto", "gather", "heads"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class MeshConfig:
     fsdp: int = 1  # shards of the parameters, each with samples of its own
     tensor: int = 1  # devices that share the heads and widths of layers
     context: int = 1  # devices that share the tokens of a row
+    # Keys and values are gathered piece by piece, or heads exchanged for tokens; auto: what sends fewer bytes.
+    context_attention: ContextAttention = "auto"
     ranks_per_node: int = 0  # ranks that exchange encoder outputs; 0: those of a host
     exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
     encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis shards their layers too, or splits their rows

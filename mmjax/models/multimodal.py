@@ -169,7 +169,7 @@ class MultimodalModel(nnx.Module):
                 context = self.context(name, batch, noise)
                 *deeper, x = encoder.layers.outputs(x, context, self.connectors[name].deepstack)
                 x = self.connected(name, x, dict(enumerate(deeper)), batch)
-            features[name] = constrain(x, "rows", "length", "width")
+            features[name] = constrain(x, "token_rows", None, "width")
         return features
 
     def connected(
@@ -260,14 +260,11 @@ def _callback(functions: Functions, name: str) -> Callable[[Array, ItemBatch], A
 
 def _place_tokens(feature: Float[Array, "r m e"], text: TextBatch, encoder: str) -> Float[Array, "b t e"]:
     """Exchange an encoder's tokens and place them at the text's positions, zeros elsewhere; sum `WeightedSlots`."""
-    send = text.send[encoder]
     slots = text.slots[encoder]
     indices = slots.slot if isinstance(slots, WeightedSlots) else slots
     rules = active()
     mesh, exchange = (None, "padded") if rules is None else (rules.mesh, rules.exchange)
-    # One leading entry per rank, as `dispatch` wants: a rank's rows of tokens and of text are joined.
-    tokens = feature.reshape(len(send), -1, feature.shape[-1])
-    placed = dispatch(tokens, send, indices.reshape(len(send), -1), mesh, exchange).reshape(*indices.shape, -1)
+    placed = dispatch(feature, text.send[encoder], indices, mesh, exchange, text.spread.get(encoder))
     return jnp.sum(placed * slots.share[..., None], axis=2) if isinstance(slots, WeightedSlots) else placed
 
 
