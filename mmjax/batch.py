@@ -50,7 +50,11 @@ class TextBatch(NamedTuple):
     slots: dict[str, Array | WeightedSlots]
     # Per encoder `[ranks * context, peers, width]`: own tokens that go to each peer, -1 = nothing.
     send: dict[str, Array]
-    spread: dict[str, Array] = {}  # noqa: RUF012; with context parallelism, per encoder `[ranks * context, context, width]`
+    # Under context parallelism, per encoder `[ranks * context, context, width]`: tokens for each device of the rank.
+    spread: dict[str, Array] = {}  # noqa: RUF012
+
+
+TOKEN_FIELDS = tuple(field for field in TextBatch._fields if field not in ("slots", "send", "spread"))  # [R, T] each
 
 
 class ItemBatch(NamedTuple):

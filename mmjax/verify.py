@@ -28,6 +28,7 @@ from mmjax.config import Config, NoBalance
 from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
 from mmjax.config.model import Attention
 from mmjax.console import print_lines, print_note, table
+from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.plan.length_index import LengthIndex
@@ -301,7 +302,8 @@ class Verifier:
 
     def pack(self, plan: MicrobatchPlan) -> Microbatch:
         """Read the samples of a microbatch and pack them."""
-        return pack_microbatch(plan, self.loader.arrays, self.loader.reader)
+        batch = pack_microbatch(plan, self.loader.arrays, self.loader.reader)
+        return spread_over_context(batch, plan, self.loader.arrays)
 
     def pack_alone(self, batches: Sequence[Microbatch]) -> list[list[Microbatch]]:
         """Pack the samples of each of these microbatches alone, all in one shape."""

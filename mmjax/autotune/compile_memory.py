@@ -15,16 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, ModelConfig
+from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.sample import CORNERS
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
+from mmjax.parallel.sharding import (
+    CONTEXT,
+    ShardingRules,
+    make_mesh,
+    replicated,
+    row_ranks,
+    rows_sharding,
+    tokens_sharding,
+)
 from mmjax.planning.hardware import DEVICES, USABLE, Cluster
 from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.runtime.compiler_options import compiler_options
@@ -223,26 +232,32 @@ def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> M
     mesh = executor.mesh
     rules = executor.rules
 
-    def tower(name: str, axes: tuple[str, ...]) -> TextBatch | ItemBatch:
+    def tower(name: str, layout: NamedSharding) -> TextBatch | ItemBatch:
         rows, length = batch.shape[name]
-        shards = math.prod(mesh.shape[axis] for axis in axes)
-        structs = tower_batch(model, name, (shards * rows, length))
-        return jax.tree.map(lambda x: _struct(x, NamedSharding(mesh, PartitionSpec(axes))), structs)
+        shards, *parts = (row_ranks(mesh, axes) for axes in layout.spec)
+        structs = tower_batch(model, name, (shards * rows, math.prod(parts) * length))
+        return jax.tree.map(lambda x: _struct(x, layout), structs)
 
-    text = tower("llm", rules.rows)
+    text = tower("llm", tokens_sharding(mesh, rules))
     token = text.token
-    ranks = math.prod(mesh.shape[axis] for axis in rules.rows)
+    by_device = rows_sharding(mesh, rules.token_rows)
+    devices, context = row_ranks(mesh, rules.token_rows), mesh.shape[CONTEXT]
     slots: dict[str, Any] = {}
     send: dict[str, Any] = {}
+    spread: dict[str, Any] = {}
     for name, encoder in model.encoders.items():
         slots[name] = token
         if interpolates_tokens(encoder):
             corners = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32, sharding=token.sharding)
             slots[name] = WeightedSlots(corners, corners.update(dtype=np.float32))
-        # Slots that each rank sends to each of its peers.
-        shape = ranks, batch.peers, batch.widths[name]
-        send[name] = jax.ShapeDtypeStruct(shape, np.int32, sharding=token.sharding)
-    return Microbatch(text._replace(slots=slots, send=send), {e: tower(e, rules.item_rows) for e in model.encoders})
+        # Slots that each device sends to each of its peers, and of its rank.
+        exchange = batch.peers, batch.widths[name]
+        send[name] = jax.ShapeDtypeStruct((devices, *exchange), np.int32, sharding=by_device)
+        if context > 1:
+            width = tokens_on_device(encoder, *batch.shape[name], *exchange)
+            spread[name] = jax.ShapeDtypeStruct((devices, context, width), np.int32, sharding=by_device)
+    items = {e: tower(e, rows_sharding(mesh, rules.item_rows)) for e in model.encoders}
+    return Microbatch(text._replace(slots=slots, send=send, spread=spread), items)
 
 
 def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -127,7 +127,7 @@ def forecast_best_mesh(
     """
     devices = cluster.devices
     tracer = ActivationTracer(replace(config, model=resolve_attention(config.model, speed.rates)))
-    topology = make_topology(MeshConfig(), devices, cluster.per_node, 1)
+    topology = make_topology(MeshConfig(), devices, cluster.per_node, {"tensor": 1, "context": 1})
     best: MeshForecast | None = None
     for doublings in range(MAX_DOUBLINGS):
         batch = replace(config.batch, microbatches=2**doublings, rows=dict.fromkeys(config.batch.rows, devices))
@@ -180,8 +180,8 @@ def forecast_run(
     """
     mesh = mesh_sizes(config.mesh, cluster.devices)
     check_heads(mesh, config.mesh, config.model)
-    ranks_on_node = max(1, cluster.per_node // mesh["tensor"])
-    topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh["tensor"])
+    ranks_on_node = max(1, cluster.per_node // (mesh["tensor"] * mesh["context"]))
+    topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh)
     rates = cluster.device.rates(config.training.precision)
     tracer = ActivationTracer(replace(config, model=resolve_attention(config.model, rates)))
     budget = make_budget(index, config, weights)

@@ -210,7 +210,7 @@ def image_attention(sizes: Sizes) -> dict[str, Any]:
         inputs = draw(sizes.patches, sizes.vision_heads, sizes.vision_heads, width)
         for name, window in (("whole", 0), ("windows", sizes.window)):
             mask, pairs = image_mask(sizes.patches, sizes.image, window)
-            plan = plan_attention(mask, "flash", width)
+            plan = plan_attention(mask, "flash", width, (sizes.vision_heads, sizes.vision_heads))
             measured = rates(flash, (*inputs, mask, plan), 4.0 * pairs * sizes.vision_heads * width, sizes.calls)
             figures |= {f"{sizes.vision_heads} x {width} {name}, {key}": value for key, value in measured.items()}
     return figures

@@ -41,8 +41,8 @@ class BlockPlan(NamedTuple):
     """All that the kernels need of a mask: made once for all layers of a tower.
 
     q_fields, k_fields: int32 [B, 6, T]; lists of key blocks for each query block of both its kernels, and the reverse.
-    With `index` all arrays hold several masks, [B, masks, ...], and the kernels take that one: of what backward keeps for
-    each layer only the index is its own.
+    With `index` all arrays hold several masks, [B, masks, ...], and the kernels take that one: of what backward keeps
+    for each layer only the index is its own.
     """
 
     q_fields: Array
@@ -118,7 +118,7 @@ def flash_gradients(
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b s m h"], Float[Array, "b s m h"]]:
     """Compute what these keys contribute to the gradients of q, k and v, float32.
 
-    lse: over all keys that the queries attend, as of `flash_forward`. delta: sum over channels of output * its gradient.
+    lse: over all keys that the queries attend, as of `flash_forward`. delta: sum over channels of output * gradient.
     """
     lengths = q.shape[1], k.shape[1]
     q, d_out = (_pad(x, plan.q_fields.shape[-1]) for x in (q, d_out))

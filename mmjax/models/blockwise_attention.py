@@ -200,7 +200,7 @@ def _masked(scores: Float[Array, "b m g q s"], q_mask: MaskSpec, k_mask: MaskSpe
 def _forward(
     q: Array, k: Array, v: Array, q_masks: MaskSpec, k_masks: MaskSpec, scoring: Scoring
 ) -> tuple[Array, Array]:
-    """Run the online softmax: float32 output like `q`, and log-sum-exp `[blocks, B, M, G, q]` (-inf: attends nothing)."""
+    """Run the online softmax: float32 output like `q`, and log-sum-exp `[blocks, B, M, G, q]`, or -inf."""
     order, count = _visits(_live_blocks(q_masks, k_masks))
 
     def one_block(q_i: Array, q_mask: MaskSpec, order_i: Array, count_i: Array) -> tuple[Array, Array]:

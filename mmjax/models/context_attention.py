@@ -1,8 +1,8 @@
 """Attention of one device over a row whose tokens are spread over the devices of the `context` axis.
 
-Any order of tokens: masks read each token's sample, index and span. Keys and values arrive in pieces, each straight from
-the devices that hold them, while the kernel works on the piece before (Ring Attention, Liu et al. 2023, without passing
-on); or heads are exchanged for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023). To be called inside a `shard_map`.
+Any order of tokens: masks read each token's sample, index and span. Keys and values arrive in pieces, straight from the
+devices that hold them, while the kernel works on the piece before (Ring Attention, Liu et al. 2023, but nothing is
+passed on); or heads are exchanged for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023). For use inside a `shard_map`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def plan_specs(devices: int, rows: Any, flash: bool, stacked: bool = False) -> C
 class Kernel(NamedTuple):
     """Attention to a piece of the keys: output and log-sum-exp, and gradients, all float32.
 
-    `forward(q, k, v, own, piece)` and `gradients(q, k, v, own, piece, d_out, lse, delta)`, with the plans of the device's
-    own keys, which stand for its queries, and of the piece. `exp` and `log` have the base in which `lse` counts.
+    `forward(q, k, v, own, piece)` and `gradients(q, k, v, own, piece, d_out, lse, delta)`, with the plans of the
+    device's own keys, which stand for its queries, and of the piece. `exp` and `log` have the base of `lse`.
     """
 
     forward: Callable[..., tuple[Array, Array]]

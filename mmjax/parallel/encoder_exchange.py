@@ -161,19 +161,21 @@ def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.
     """Exchange with the arrays of all ranks on one device: what rank a sends to b is what b gets from a."""
     devices, width = len(tables[0]), tokens.shape[-1]
     context = tables[1].shape[1] if tables[1:] else 1
-    local = tokens.reshape(devices, -1, width)
+    local = tokens.reshape(devices, len(tokens) // devices * tokens.shape[1], width)
     for send, among in zip(tables, (context, 1), strict=False):
         _, peers, chunk = send.shape
         # Peers are `among` apart. [group, sender, device of a rank, receiver, chunk, width]: swapping sender and
         # receiver is the exchange.
-        chunks = jax.vmap(_pick)(local, send).reshape(-1, peers, among, peers, chunk, width)
+        groups = devices // (peers * among)
+        chunks = jax.vmap(_pick)(local, send).reshape(groups, peers, among, peers, chunk, width)
         received = chunks.swapaxes(1, 3).reshape(devices, peers * chunk, width)
         local = jnp.concatenate([received, local], axis=1)
     # [rank, row, device of a rank, its positions of the row].
-    parts = slots.reshape(devices // context, -1, context, slots.shape[1] // context, *slots.shape[2:])
-    placed = jax.vmap(_pick)(local, parts.swapaxes(1, 2).reshape(devices, -1, *parts.shape[3:]))
-    placed = placed.reshape(devices // context, context, -1, *placed.shape[2:]).swapaxes(1, 2)
-    return placed.reshape(*slots.shape, width)
+    ranks = devices // context
+    parts = slots.reshape(ranks, len(slots) // ranks, context, slots.shape[1] // context, *slots.shape[2:])
+    parts = parts.swapaxes(1, 2)
+    placed = jax.vmap(_pick)(local, parts.reshape(devices, *parts.shape[2:]))
+    return placed.reshape(*parts.shape, width).swapaxes(1, 2).reshape(*slots.shape, width)
 
 
 def _pick(tokens: jax.Array, positions: jax.Array) -> jax.Array:

@@ -110,7 +110,7 @@ def row_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> int:
 
 
 def encoder_axes(config: MeshConfig) -> tuple[str, ...]:
-    """Return the axes that the rows of encoders are sharded over: devices that share an LLM row have rows of their own."""
+    """Return the axes that the rows of encoders are sharded over: of an LLM row's devices, each has its own."""
     return (*RANKS, CONTEXT, TENSOR) if config.encoders == "data" else (*RANKS, CONTEXT)
 
 
@@ -149,6 +149,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def rows_sharding(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> NamedSharding:
     """Return the sharding of the leading dimension over the ranks, or over these axes."""
     return NamedSharding(mesh, PartitionSpec(axes))
+
+
+def tokens_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
+    """Return the sharding of the LLM's rows, and of their tokens."""
+    return NamedSharding(mesh, rules.spec(("rows", "length")))
 
 
 Axes = tuple[str | None, ...]
