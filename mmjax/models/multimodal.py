@@ -319,18 +319,22 @@ def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, 
     def filled(value: Array | int) -> Array:
         return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (len(length), room))
 
+    # A few integers of a token, on every device that shares its row: columns that are written later lie on no one's part.
+    prompt, pos, span, kind, sees = (
+        constrain(x, "rows", None) for x in (prompt, text.pos, text.span, text.kind, text.sees)
+    )
     # All kinds that any of the prompt's tokens may see; tokens of items may see none, hence not the last one's.
-    sees = jnp.bitwise_or.reduce(jnp.where(prompt, text.sees, 0), axis=1)
+    seen = jnp.bitwise_or.reduce(jnp.where(prompt, sees, 0), axis=1)
     new = MaskSpec(
         sample=filled(0),
         pos=length[:, None] + jnp.arange(room, dtype=jnp.int32),
         span=filled(0),
         kind=filled(TEXT_KIND),
-        sees=filled(sees[:, None]),
+        sees=filled(seen[:, None]),
     )
     # A row holds one prompt, so it is sample 0 whatever its number was; what follows the prompt in its columns is
     # padding.
-    old = MaskSpec(jnp.where(prompt, 0, PADDING), text.pos, text.span, text.kind, text.sees)
+    old = MaskSpec(jnp.where(prompt, 0, PADDING), pos, span, kind, sees)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
 
 

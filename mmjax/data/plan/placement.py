@@ -209,7 +209,7 @@ class Placer:
         home_rank = sample_rank[inputs.parts.sample()]
         if inputs.row is None:
             return self._place_on_ranks(inputs, home_rank)
-        if np.array_equal(self._ranks(inputs, inputs.row), home_rank):
+        if self.topology.encoders_per_rank == 1 and np.array_equal(self._ranks(inputs, inputs.row), home_rank):
             return self._in_rows(inputs, inputs.row)
         row = np.where(inputs.parts.module == LLM, inputs.row, self._place_on_ranks(inputs, home_rank).row)
         return self._in_rows(inputs, row)

@@ -113,11 +113,10 @@ def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], ste
     fixed = not isinstance(config.batch.grouping, NoGrouping)
     modules = len(placer.rows)
     lengths = np.array(grouper.budget.lengths)
-    if (fixed and placer.topology.ranks == 1) or placer.in_columns:
-        context = placer.topology.context
-        alignment = np.where(context > 1, _alignments(grouper, config, context)[:modules], 1)
-        return (Shape(tuple((-(-lengths // alignment) * alignment).tolist()), (0,) * (modules - 1)),)
-    filled = np.array(placer.rows) * placer.topology.ranks == grouper.budget.rows
+    topology = placer.topology
+    if (fixed and topology.ranks == topology.encoders_per_rank == 1) or placer.in_columns:
+        return (Shape(grouper.budget.lengths, (0,) * (modules - 1)),)
+    filled = np.array(placer.rows) * topology.ranks == grouper.budget.rows
     min_lengths = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter
     groups = _dry_run(grouper, config, steps)
     choices = []
@@ -125,7 +124,7 @@ def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], ste
     for limit in (lengths, None) if fixed else (None,):
         needs = _stack([p.needs(group, limit) for group in groups for p in placers])
         needs[:, :, :modules] = np.maximum(needs[:, :, :modules], min_lengths)
-        alignments = _alignments(grouper, config, placer.topology.context)
+        alignments = _alignments(grouper, config, topology.context)
         worth = WORTH if fixed else 0.0
         shapes = choose_shapes(needs, placer.price, config.batch.shapes, alignments, worth, modules - 1)
         holds = np.all(needs[:, :, None] <= shapes, axis=-1).any(1)
@@ -204,7 +203,7 @@ def _alignments(grouper: StepGrouper, config: Config, context: int) -> np.ndarra
 
 
 # Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.
-PLANNER = 8
+PLANNER = 9
 
 
 @dataclass(frozen=True)
