@@ -246,7 +246,9 @@ def _forecast(
     room = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
     memory_plan = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
     activation = ACTIVATION[config.training.precision]
-    machine = ClusterRun(cluster, mesh, memory_plan.sharding, speed, activation, loss_chunks=memory_plan.loss_chunks)
+    machine = ClusterRun(
+        cluster, mesh, memory_plan.sharding, speed, activation, memory_plan.loss_chunks, config.mesh.context_attention
+    )
     model = resolve_attention(config.model, speed.rates)
     microbatches = [m for plan in plans for m in plan.microbatches]
     topology = layout.topology
@@ -290,7 +292,8 @@ def visited_on_device(
             layout.topology.ranks * layout.rows[k],
             microbatch.shape.lengths[k],
         )
-        pairs[name] = float(by_row.reshape(ranks[name], -1).sum(1).max())
+        shared = layout.topology.context if k == 0 else 1  # devices that share a row attend as much each
+        pairs[name] = float(by_row.reshape(ranks[name], -1).sum(1).max()) / shared
     return pairs
 
 

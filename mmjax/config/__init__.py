@@ -88,6 +88,7 @@ from mmjax.config.training import (
     TrainingConfig,
     Unit,
     WatchConfig,
+    context_form,
 )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from mmjax.config import ContextAttention, context_form
 from mmjax.kernels.flash_attention import (
     BlockPlan,
     Scores,
@@ -134,21 +135,15 @@ def attention(
     return _per_device(partial(attend_by_heads, function) if form else function, q, k, v, tokens)
 
 
-def _context_form(length: int, heads: tuple[int, int]) -> Literal["gather", "heads"] | None:
-    """Choose how rows of this length attend over the context axis; None where each device has whole rows.
-
-    heads: of queries, and of keys, in all.
-    """
+def _context_form(length: int, heads: tuple[int, int]) -> ContextAttention | None:
+    """Choose how rows of this length attend over the context axis; None where each device has whole rows."""
     current = active()
-    if current is None or CONTEXT not in current.rules.length or length % (devices := current.mesh.shape[CONTEXT]):
+    if current is None or CONTEXT not in current.rules.length:
         return None
-    if devices == 1:
+    context, tensor = current.mesh.shape[CONTEXT], current.mesh.shape["tensor"]
+    if context == 1 or length % context:
         return None
-    # Of queries, keys, values and outputs each device sends its part; keys and values alone, it gets from all.
-    fewer_bytes = heads[0] + heads[1] < heads[1] * devices
-    divide = not any(count % (devices * current.mesh.shape["tensor"]) for count in heads)
-    wanted = current.rules.context_attention
-    return "heads" if wanted == "heads" or (wanted == "auto" and divide and fewer_bytes) else "gather"
+    return context_form(current.rules.context_attention, heads, context, tensor)
 
 
 def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, tokens: Any) -> Array:

@@ -319,7 +319,7 @@ def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, 
     def filled(value: Array | int) -> Array:
         return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (len(length), room))
 
-    # A few integers of a token, on every device that shares its row: columns that are written later lie on no one's part.
+    # A few integers of a token, on every device that shares its row: later columns are no one's part of it.
     prompt, pos, span, kind, sees = (
         constrain(x, "rows", None) for x in (prompt, text.pos, text.span, text.kind, text.sees)
     )
