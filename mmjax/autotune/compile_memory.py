@@ -232,16 +232,15 @@ def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> M
     mesh = executor.mesh
     rules = executor.rules
 
-    def tower(name: str, layout: NamedSharding) -> TextBatch | ItemBatch:
+    def tower(name: str, axes: tuple[str, ...], layout: NamedSharding, parts: int = 1) -> TextBatch | ItemBatch:
         rows, length = batch.shape[name]
-        shards, *parts = (row_ranks(mesh, axes) for axes in layout.spec)
-        structs = tower_batch(model, name, (shards * rows, math.prod(parts) * length))
+        structs = tower_batch(model, name, (row_ranks(mesh, axes) * rows, parts * length))
         return jax.tree.map(lambda x: _struct(x, layout), structs)
 
-    text = tower("llm", tokens_sharding(mesh, rules))
+    devices, context = row_ranks(mesh, rules.token_rows), mesh.shape[CONTEXT]
+    text = tower("llm", rules.rows, tokens_sharding(mesh, rules), context)
     token = text.token
     by_device = rows_sharding(mesh, rules.token_rows)
-    devices, context = row_ranks(mesh, rules.token_rows), mesh.shape[CONTEXT]
     slots: dict[str, Any] = {}
     send: dict[str, Any] = {}
     spread: dict[str, Any] = {}
@@ -256,7 +255,7 @@ def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> M
         if context > 1:
             width = tokens_on_device(encoder, *batch.shape[name], *exchange)
             spread[name] = jax.ShapeDtypeStruct((devices, context, width), np.int32, sharding=by_device)
-    items = {e: tower(e, rows_sharding(mesh, rules.item_rows)) for e in model.encoders}
+    items = {e: tower(e, rules.item_rows, rows_sharding(mesh, rules.item_rows)) for e in model.encoders}
     return Microbatch(text._replace(slots=slots, send=send, spread=spread), items)
 
 

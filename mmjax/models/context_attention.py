@@ -109,17 +109,24 @@ def attend_by_heads(
     return exchange(out, split_axis=1, concat_axis=2)
 
 
-def _arrive(x: Array, hops: range) -> Array:
-    """Receive the array of each device so many ahead, one after the other along the tokens."""
-    return (
-        jnp.concatenate([_from_device(x, hop) for hop in hops], axis=1) if len(hops) > 1 else _from_device(x, hops[0])
-    )
+def _arrive(arrays: Any, hops: range) -> Any:
+    """Receive the arrays of each device so many ahead, one after the other along the tokens."""
+
+    def received(x: Array) -> Array:
+        parts = [_from_device(x, hop) for hop in hops]
+        return jnp.concatenate(parts, axis=1) if parts[1:] else parts[0]
+
+    return jax.tree.map(received, arrays)
 
 
-def _return(x: Array, hops: range) -> Array:
+def _return(arrays: Any, hops: range) -> Any:
     """Transpose `_arrive`: sum what other devices have for this one's tokens."""
-    parts = jnp.split(x, len(hops), axis=1)
-    return reduce(jnp.add, (_from_device(part, -hop) for part, hop in zip(parts, hops, strict=True)))
+
+    def received(x: Array) -> Array:
+        parts = jnp.split(x, len(hops), axis=1)
+        return reduce(jnp.add, (_from_device(part, -hop) for part, hop in zip(parts, hops, strict=True)))
+
+    return jax.tree.map(received, arrays)
 
 
 def _from_device(x: Array, hop: int) -> Array:
@@ -128,23 +135,45 @@ def _from_device(x: Array, hop: int) -> Array:
     return lax.ppermute(x, CONTEXT, [(i, (i - hop) % devices) for i in range(devices)]) if hop else x
 
 
+def _over_pieces(work: Callable[..., tuple[Any, Any]], carry: Any, k: Array, v: Array) -> tuple[Any, list[Any]]:
+    """Fold `work(carry, number, k, v)` over the pieces; return the carry, and what it made for each piece's owners.
+
+    The next piece arrives, and what was made of the one before returns, while `work` is done. The barriers keep XLA
+    from waiting for them earlier, and from having more than two pieces in memory.
+    """
+    hops = pieces(lax.axis_size(CONTEXT))
+    held = piece = k, v
+    made: Any = None
+    returned = []
+    for number in range(len(hops)):
+        arriving = _arrive(held, hops[number + 1]) if number + 1 < len(hops) else None
+        returning = _return(made, hops[number - 1]) if number else None
+        carry, made = work(carry, number, *piece)
+        carry, made, returning, piece, held = lax.optimization_barrier((carry, made, returning, arriving, held))
+        returned.append(returning)
+    return carry, [*returned[1:], _return(made, hops[-1])]
+
+
 def _forward(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tuple[Array, Array]:
-    own, *others = plan.of_mask().pieces
-    out, lse = kernel.forward(q, k, v, own, own)
-    for hops, piece in zip(pieces(lax.axis_size(CONTEXT))[1:], others, strict=True):
-        arrived = kernel.forward(q, _arrive(k, hops), _arrive(v, hops), own, piece)
-        out, lse = _merge(kernel, out, lse, *arrived)
+    own, *_ = plans = plan.of_mask().pieces
+
+    def attend(found: tuple[Array, Array] | None, number: int, k: Array, v: Array) -> tuple[tuple[Array, Array], None]:
+        attended = kernel.forward(q, k, v, own, plans[number])
+        return attended if found is None else _merge(kernel, found, attended), None
+
+    (out, lse), _ = _over_pieces(attend, None, k, v)
     return out.astype(q.dtype), lse
 
 
-def _merge(kernel: Kernel, out: Array, lse: Array, other: Array, other_lse: Array) -> tuple[Array, Array]:
-    """Merge the outputs over two sets of keys by the sums of exponents that they were divided by."""
+def _merge(kernel: Kernel, one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Merge outputs and log-sum-exps over two sets of keys, by the sums of exponents that outputs were divided by."""
+    (out, lse), (other_out, other_lse) = one, other
     largest = jnp.maximum(lse, other_lse)
     base = jnp.where(largest == -jnp.inf, 0, largest)  # -inf - -inf would be NaN
     weight, other_weight = kernel.exp(lse - base), kernel.exp(other_lse - base)
     total = weight + other_weight
     share, other_share = (jnp.moveaxis(w / jnp.where(total == 0, 1, total), 1, 2) for w in (weight, other_weight))
-    return out * share[..., None] + other * other_share[..., None], base + kernel.log(total)
+    return out * share[..., None] + other_out * other_share[..., None], base + kernel.log(total)
 
 
 def _keep(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tuple[Array, tuple]:
@@ -158,12 +187,15 @@ def _keep(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tu
 def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    own, *others = plan.of_mask().pieces
-    totals = kernel.gradients(q, k, v, own, own, d_out, lse, delta)
-    for hops, piece in zip(pieces(lax.axis_size(CONTEXT))[1:], others, strict=True):
-        d_q, d_k, d_v = kernel.gradients(q, _arrive(k, hops), _arrive(v, hops), own, piece, d_out, lse, delta)
-        totals = jax.tree.map(jnp.add, totals, (d_q, _return(d_k, hops), _return(d_v, hops)))
-    return *(total.astype(x.dtype) for total, x in zip(totals, (q, k, v), strict=True)), None
+    own, *_ = plans = plan.of_mask().pieces
+
+    def gradients(d_q: Array | None, number: int, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+        more, *of_keys = kernel.gradients(q, k, v, own, plans[number], d_out, lse, delta)
+        return more if d_q is None else d_q + more, tuple(of_keys)
+
+    d_q, of_keys = _over_pieces(gradients, None, k, v)
+    d_k, d_v = reduce(partial(jax.tree.map, jnp.add), of_keys)
+    return *(total.astype(x.dtype) for total, x in zip((d_q, d_k, d_v), (q, k, v), strict=True)), None
 
 
 attend_in_pieces.defvjp(_keep, _backward)

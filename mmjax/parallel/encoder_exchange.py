@@ -47,10 +47,8 @@ def dispatch(
     if mesh is None or mesh.size == 1:
         return _on_one_device(tokens, tables, slots)
     if (ranks, context) != (row_ranks(mesh), mesh.shape[CONTEXT]):
-        raise ValueError(
-            f"a batch made for {ranks} ranks of {context} cannot run on a mesh of {row_ranks(mesh)} of "
-            f"{mesh.shape[CONTEXT]}"
-        )
+        of_context = f" of {context} devices" if context > 1 else ""
+        raise ValueError(f"a batch made for {ranks} ranks{of_context} cannot run on a mesh of {dict(mesh.shape)}")
     # Static: they decide the program, while tables and slots are its inputs.
     ways = (
         _Way(RANKS, peers, _groups(ranks, peers), exchange, mesh.shape[TENSOR]),
