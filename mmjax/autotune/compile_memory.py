@@ -144,16 +144,17 @@ class StepPrograms:
         """Describe the programs of a step of which each device gets `batch`; its exchange sends as its widths say."""
         encoders = {name: replace(e, callbacks=Callbacks()) for name, e in config.model.encoders.items()}
         model = Model.build(replace(config.model, encoders=encoders), jnp.dtype(config.training.precision))
+        mesh = make_mesh(config.mesh, devices)
         executor = Executor(
             model,
             make_optimizer(config.optimizer, model.axes, model.dtype),
-            make_mesh(config.mesh, devices),
+            mesh,
             ShardingRules.of(config.mesh),
             sources=1,
             exchange=config.mesh.exchange,
             loss_chunks=config.training.loss_chunks or 1,
             accumulates=batch.microbatches > 1,
-            compiler_options=compiler_options(config.compiler, devices[0]),
+            compiler_options=compiler_options(config.compiler, devices[0], mesh.shape[CONTEXT]),
         )
         zeros = jax.eval_shape(executor.zeros)
         sums = zeros or jax.eval_shape(partial(executor.zero_sums, model.dtype))

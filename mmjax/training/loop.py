@@ -139,7 +139,9 @@ class Trainer:
         self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
         check_heads(self.mesh.shape, config.mesh, config.model)
         enable_compilation_cache(folder.programs)  # before anything is compiled
-        self.compiler_options = compiler_options(config.compiler, self.mesh.local_devices[0])
+        self.compiler_options = compiler_options(
+            config.compiler, self.mesh.local_devices[0], self.mesh.shape["context"]
+        )
         self.programs = CompileCounter()
 
         with activity("opening the data"):
