@@ -197,16 +197,16 @@ def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
 def _blockwise_kernel(scoring: Scoring) -> Kernel:
     """Make the kernel of pieces from XLA operations."""
 
-    def forward(q: Array, k: Array, v: Array, own: MaskSpec, piece: MaskSpec) -> tuple[Array, Array]:
-        return _by_row(partial(blockwise_forward, scoring=scoring), q, k, v, own, piece)
+    def forward(q: Array, k: Array, v: Array, local: MaskSpec, piece: MaskSpec) -> tuple[Array, Array]:
+        return _by_row(partial(blockwise_forward, scoring=scoring), q, k, v, local, piece)
 
     def gradients(
-        q: Array, k: Array, v: Array, own: MaskSpec, piece: MaskSpec, *of_output: Array
+        q: Array, k: Array, v: Array, local: MaskSpec, piece: MaskSpec, *of_output: Array
     ) -> tuple[Array, Array, Array]:
-        of_row = lambda q, k, v, own, piece, *of_output: blockwise_gradients(  # noqa: E731
-            q, k, v, own, piece, scoring, *of_output
+        of_row = lambda q, k, v, local, piece, *of_output: blockwise_gradients(  # noqa: E731
+            q, k, v, local, piece, scoring, *of_output
         )
-        return _by_row(of_row, q, k, v, own, piece, *of_output)
+        return _by_row(of_row, q, k, v, local, piece, *of_output)
 
     return Kernel(forward, gradients, jnp.exp, jnp.log)
 
@@ -214,11 +214,11 @@ def _blockwise_kernel(scoring: Scoring) -> Kernel:
 def _flash_kernel(scores: Scores) -> Kernel:
     """Make the kernel of pieces from the GPU's."""
 
-    def forward(q: Array, k: Array, v: Array, own: BlockPlan, piece: BlockPlan) -> tuple[Array, Array]:
+    def forward(q: Array, k: Array, v: Array, local: BlockPlan, piece: BlockPlan) -> tuple[Array, Array]:
         return flash_forward(q, k, v, piece, scores)
 
     def gradients(
-        q: Array, k: Array, v: Array, own: BlockPlan, piece: BlockPlan, *of_output: Array
+        q: Array, k: Array, v: Array, local: BlockPlan, piece: BlockPlan, *of_output: Array
     ) -> tuple[Array, Array, Array]:
         return flash_gradients(q, k, v, piece, scores, *of_output)
 

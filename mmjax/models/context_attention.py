@@ -22,7 +22,7 @@ from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import MaskSpec
 from mmjax.parallel.sharding import CONTEXT
 
-MAX_PIECES = 8  # in which keys and values arrive: the first is the device's own, others may be of several devices
+MAX_PIECES = 4  # in which keys and values arrive, the own first: each more is one more pass over the output to merge
 
 
 class ContextPlan(NamedTuple):
@@ -56,7 +56,7 @@ def plan_specs(devices: int, rows: Any, flash: bool, stacked: bool = False) -> C
 class Kernel(NamedTuple):
     """Attention to a piece of the keys: output and log-sum-exp, and gradients, all float32.
 
-    `forward(q, k, v, own, piece)` and `gradients(q, k, v, own, piece, d_out, lse, delta)`, with the plans of the
+    `forward(q, k, v, local, piece)` and `gradients(q, k, v, local, piece, d_out, lse, delta)`, with the plans of the
     device's own keys, which stand for its queries, and of the piece. `exp` and `log` have the base of `lse`.
     """
 
@@ -69,7 +69,7 @@ class Kernel(NamedTuple):
 def pieces(devices: int) -> list[range]:
     """List the pieces in which keys arrive: by how many devices each of its parts is ahead.
 
-    The first is the device's own. Of 16 devices, each of the others has the tokens of 3.
+    The first is the device's own. Of 16 devices, each of the others has the tokens of 5.
     """
     together = max(1, -(-(devices - 1) // (MAX_PIECES - 1)))
     return [range(1), *(range(hop, min(hop + together, devices)) for hop in range(1, devices, together))]
@@ -142,24 +142,24 @@ def _over_pieces(work: Callable[..., tuple[Any, Any]], carry: Any, k: Array, v: 
     from waiting for them earlier, and from having more than two pieces in memory.
     """
     hops = pieces(lax.axis_size(CONTEXT))
-    held = piece = k, v
-    made: Any = None
+    sent = piece = k, v
+    leaving: Any = None
     returned = []
     for number in range(len(hops)):
-        arriving = _arrive(held, hops[number + 1]) if number + 1 < len(hops) else None
-        returning = _return(made, hops[number - 1]) if number else None
-        carry, made = work(carry, number, *piece)
-        carry, made, returning, piece, held = lax.optimization_barrier((carry, made, returning, arriving, held))
+        arriving = _arrive(sent, hops[number + 1]) if number + 1 < len(hops) else None
+        returning = _return(leaving, hops[number - 1]) if number else None
+        carry, leaving = work(carry, number, *piece)
+        carry, leaving, returning, piece, sent = lax.optimization_barrier((carry, leaving, returning, arriving, sent))
         returned.append(returning)
-    return carry, [*returned[1:], _return(made, hops[-1])]
+    return carry, [*returned[1:], _return(leaving, hops[-1])]
 
 
 def _forward(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tuple[Array, Array]:
-    own, *_ = plans = plan.of_mask().pieces
+    local, *_ = plans = plan.of_mask().pieces
 
-    def attend(found: tuple[Array, Array] | None, number: int, k: Array, v: Array) -> tuple[tuple[Array, Array], None]:
-        attended = kernel.forward(q, k, v, own, plans[number])
-        return attended if found is None else _merge(kernel, found, attended), None
+    def attend(merged: tuple[Array, Array] | None, number: int, k: Array, v: Array) -> tuple[tuple[Array, Array], None]:
+        attended = kernel.forward(q, k, v, local, plans[number])
+        return attended if merged is None else _merge(kernel, merged, attended), None
 
     (out, lse), _ = _over_pieces(attend, None, k, v)
     return out.astype(q.dtype), lse
@@ -187,11 +187,11 @@ def _keep(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tu
 def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    own, *_ = plans = plan.of_mask().pieces
+    local, *_ = plans = plan.of_mask().pieces
 
     def gradients(d_q: Array | None, number: int, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        more, *of_keys = kernel.gradients(q, k, v, own, plans[number], d_out, lse, delta)
-        return more if d_q is None else d_q + more, tuple(of_keys)
+        d_q_part, *of_keys = kernel.gradients(q, k, v, local, plans[number], d_out, lse, delta)
+        return d_q_part if d_q is None else d_q + d_q_part, tuple(of_keys)
 
     d_q, of_keys = _over_pieces(gradients, None, k, v)
     d_k, d_v = reduce(partial(jax.tree.map, jnp.add), of_keys)

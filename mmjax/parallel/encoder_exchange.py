@@ -112,14 +112,14 @@ def _return(
     *_, width = shape
     sends = [(way, send) for way, (send,) in zip(ways, tables, strict=False) if send.size]
     length = math.prod(shape[:-1]) + sum(send.size for _, send in sends)
-    here = _unpick(back.reshape(-1, width), slots.reshape(-1), length)
+    gradients = _unpick(back.reshape(-1, width), slots.reshape(-1), length)
     for way, send in reversed(sends):
         # What the peers' rows say of this device's tokens comes back over the same exchange, and adds up where a token
         # went to several.
-        arrived, here = here[: send.size].reshape(*send.shape, width), here[send.size :]
+        arrived, gradients = gradients[: send.size].reshape(*send.shape, width), gradients[send.size :]
         sizes = (send >= 0).sum(1, dtype=jnp.int32)
-        here += _unpick(_swap(way, arrived, sizes, outward=False), send, len(here))
-    return here.reshape(shape)
+        gradients += _unpick(_swap(way, arrived, sizes, outward=False), send, len(gradients))
+    return gradients.reshape(shape)
 
 
 def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:

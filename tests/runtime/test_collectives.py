@@ -163,7 +163,7 @@ def test_devices_that_share_a_row_send_keys_and_tokens_alone_and_gather_no_activ
     mesh = MeshConfig(1, fsdp=2, context=4)
     made = config(PostBalance())
     batch = first_batch(made, tmp_path, mesh_topology(make_mesh(mesh, jax.devices()), mesh))
-    executor, text, warnings = compiled_text(made, mesh, batch)
+    _, text, warnings = compiled_text(made, mesh, batch)
     assert "rematerialization" not in warnings
     found = collectives_in(text, (*MOVING, "all-reduce", "collective-permute"))
     rows, length = batch.text.token.shape

@@ -55,8 +55,8 @@ def spread_over_context(batch: Microbatch, plan: MicrobatchPlan, arrays: Arrays,
         sizes = plan.rows[k] // context, plan.shape.lengths[k], plan.topology.peers, plan.shape.widths[k - 1]
         newline = sizes[2] * sizes[3] + sizes[1] // positions_per_token(encoder) if arrays.newline(name) else PADDING
         ranks = len(text.send[name]) // context
-        found, spread[name] = _spread(indices, ranks, context, tokens_on_device(encoder, *sizes), newline)
-        slots[name] = old._replace(slot=found) if isinstance(old, WeightedSlots) else found
+        local_slots, spread[name] = _spread(indices, ranks, context, tokens_on_device(encoder, *sizes), newline)
+        slots[name] = old._replace(slot=local_slots) if isinstance(old, WeightedSlots) else local_slots
     return batch._replace(text=text._replace(slots=slots, spread=spread))
 
 
@@ -88,18 +88,18 @@ def _spread(slots: np.ndarray, ranks: int, context: int, tokens: int, newline: i
     shape = ranks, len(slots) // max(1, ranks), context, slots.shape[1] // context, *slots.shape[2:]
     parts = slots.reshape(shape)
     sent = np.full((ranks, context, context, tokens), PADDING, np.int32)
-    found = np.full(parts.shape, PADDING, np.int32)
-    for rank, here in np.ndindex(ranks, context):
-        wanted = parts[rank, :, here]
-        valid = wanted >= 0
-        device, index = np.divmod(wanted[valid], tokens)
-        device = np.where(index == newline, here, device)
-        place = context * tokens + index  # of what is here: behind all that may arrive
-        for other in range(context):
-            if other != here and (from_other := device == other).any():
+    local_slots = np.full(parts.shape, PADDING, np.int32)
+    for rank, receiver in np.ndindex(ranks, context):
+        indices = parts[rank, :, receiver]
+        valid = indices >= 0
+        device, index = np.divmod(indices[valid], tokens)
+        device = np.where(index == newline, receiver, device)
+        place = context * tokens + index  # of what is here already: behind all that may arrive
+        for sender in range(context):
+            if sender != receiver and (from_sender := device == sender).any():
                 # A token that several positions want, as interpolated images do, is sent once.
-                needed, which = np.unique(index[from_other], return_inverse=True)
-                sent[rank, other, here, : len(needed)] = needed
-                place[from_other] = other * tokens + which
-        found[rank, :, here][valid] = place
-    return found.reshape(slots.shape), sent.reshape(ranks * context, context, tokens)
+                needed, which = np.unique(index[from_sender], return_inverse=True)
+                sent[rank, sender, receiver, : len(needed)] = needed
+                place[from_sender] = sender * tokens + which
+        local_slots[rank, :, receiver][valid] = place
+    return local_slots.reshape(slots.shape), sent.reshape(ranks * context, context, tokens)
