@@ -39,7 +39,7 @@ from mmjax.errors import UserError, exit_process, run_command
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.layers import Context
 from mmjax.models.model import Model, parameter_group
-from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh, row_ranks
+from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh
 from mmjax.runtime.compiler_options import quick_compiler_options
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
 from mmjax.runtime.losses import losses_in_chunks
@@ -370,7 +370,7 @@ class Programs:
     def balanced_is_unbalanced(self, steps: int) -> tuple[Differences, str]:
         """Compare the first steps under the run's balance and under none; also describe what differs between them."""
         run, loader = self.run, self.run.loader
-        real = row_ranks(run.mesh) > 1
+        real = run.mesh.size > 1
         topology = loader.layout.topology if real else Topology(VIRTUAL_RANKS, VIRTUAL_RANKS, VIRTUAL_RANKS)
         losses, gradients, placed = [], [], []
         for balance in (run.config.batch.balance, NoBalance()):
