@@ -7,6 +7,10 @@ equally many per rank.
 Encoder tokens reach the text in two steps. Every rank sends its peers the positions of its connector output
 `[its rows * L']` that `send` names. Then `slots` indexes, for each text position, the received tokens
 `[peers * width]` followed by the rank's own output. Interpolated images need a weighted sum of tokens: `WeightedSlots`.
+
+Under context parallelism a rank is `context` devices, each with as many blocks of tokens of every row, of which row and
+slots hold one device's after the other's. Each device encodes items and exchanges as above; then `spread` says which of
+the tokens here go to each device of the rank, and slots index these `[context * width]` before the others.
 """
 
 from __future__ import annotations
@@ -44,7 +48,13 @@ class TextBatch(NamedTuple):
     offset: Array  # index in the sample
     # Per encoder: index into the received tokens and the rank's own, -1 = none; or several with weights.
     slots: dict[str, Array | WeightedSlots]
-    send: dict[str, Array]  # per encoder `[ranks, peers, width]`: own tokens that go to each peer, -1 = nothing
+    # Per encoder `[ranks * context, peers, width]`: own tokens that go to each peer, -1 = nothing.
+    send: dict[str, Array]
+    # Under context parallelism, per encoder `[ranks * context, context, width]`: tokens for each device of the rank.
+    spread: dict[str, Array] = {}  # noqa: RUF012
+
+
+TOKEN_FIELDS = tuple(field for field in TextBatch._fields if field not in ("slots", "send", "spread"))  # [R, T] each
 
 
 class ItemBatch(NamedTuple):

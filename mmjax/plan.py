@@ -191,7 +191,7 @@ def _units_plan(forecast: PipelineForecast) -> str:
     policies = memory_plan_of(config, forecast.stages, forecast.limit, config.training.loss_chunks or 1).policies
     expected = {"seconds": forecast.seconds, "mfu": forecast.mfu, "memory": max(s.bytes for s in forecast.stages)}
     # Units want the mesh as it is by default.
-    mesh = {"data": -1, "fsdp": 1, "tensor": 1}
+    mesh = {"data": -1, "fsdp": 1, "context": 1, "tensor": 1}
     return plan_text(config, str(forecast.cluster), mesh, policies, config.training.loss_chunks or 1, expected)
 
 

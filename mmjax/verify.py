@@ -28,6 +28,7 @@ from mmjax.config import Config, NoBalance
 from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
 from mmjax.config.model import Attention
 from mmjax.console import print_lines, print_note, table
+from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.plan.length_index import LengthIndex
@@ -38,7 +39,7 @@ from mmjax.errors import UserError, exit_process, run_command
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.layers import Context
 from mmjax.models.model import Model, parameter_group
-from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh, row_ranks
+from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh
 from mmjax.runtime.compiler_options import quick_compiler_options
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
 from mmjax.runtime.losses import losses_in_chunks
@@ -301,7 +302,8 @@ class Verifier:
 
     def pack(self, plan: MicrobatchPlan) -> Microbatch:
         """Read the samples of a microbatch and pack them."""
-        return pack_microbatch(plan, self.loader.arrays, self.loader.reader)
+        batch = pack_microbatch(plan, self.loader.arrays, self.loader.reader)
+        return spread_over_context(batch, plan, self.loader.arrays)
 
     def pack_alone(self, batches: Sequence[Microbatch]) -> list[list[Microbatch]]:
         """Pack the samples of each of these microbatches alone, all in one shape."""
@@ -368,7 +370,7 @@ class Programs:
     def balanced_is_unbalanced(self, steps: int) -> tuple[Differences, str]:
         """Compare the first steps under the run's balance and under none; also describe what differs between them."""
         run, loader = self.run, self.run.loader
-        real = row_ranks(run.mesh) > 1
+        real = run.mesh.size > 1
         topology = loader.layout.topology if real else Topology(VIRTUAL_RANKS, VIRTUAL_RANKS, VIRTUAL_RANKS)
         losses, gradients, placed = [], [], []
         for balance in (run.config.batch.balance, NoBalance()):

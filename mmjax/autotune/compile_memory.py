@@ -15,17 +15,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, ModelConfig
 from mmjax.config.model import Encoder
+from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.sample import CORNERS
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
+from mmjax.parallel.sharding import (
+    CONTEXT,
+    ShardingRules,
+    make_mesh,
+    replicated,
+    row_ranks,
+    rows_sharding,
+    tokens_sharding,
+)
 from mmjax.planning.hardware import DEVICES, USABLE, Cluster
 from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.runtime.compiler_options import compiler_options
@@ -136,16 +145,17 @@ class StepPrograms:
         """Describe the programs of a step of which each device gets `batch`; its exchange sends as its widths say."""
         encoders = {name: replace(e, callbacks=Callbacks()) for name, e in config.model.encoders.items()}
         model = Model.build(replace(config.model, encoders=encoders), jnp.dtype(config.training.precision))
+        mesh = make_mesh(config.mesh, devices)
         executor = Executor(
             model,
             make_optimizer(config.optimizer, model.axes, model.dtype),
-            make_mesh(config.mesh, devices),
+            mesh,
             ShardingRules.of(config.mesh),
             sources=1,
             exchange=config.mesh.exchange,
             loss_chunks=config.training.loss_chunks or 1,
             accumulates=batch.microbatches > 1,
-            compiler_options=compiler_options(config.compiler, devices[0]),
+            compiler_options=compiler_options(config.compiler, devices[0], mesh.shape[CONTEXT]),
         )
         zeros = jax.eval_shape(executor.zeros)
         sums = zeros or jax.eval_shape(partial(executor.zero_sums, model.dtype))
@@ -224,23 +234,28 @@ def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> M
     mesh = executor.mesh
     rules = executor.rules
 
-    def tower(name: str, axes: tuple[str, ...]) -> TextBatch | ItemBatch:
+    def tower(name: str, axes: tuple[str, ...], layout: NamedSharding, parts: int = 1) -> TextBatch | ItemBatch:
         rows, length = batch.shape[name]
-        shards = math.prod(mesh.shape[axis] for axis in axes)
-        structs = tower_batch(model, name, (shards * rows, length))
-        return jax.tree.map(lambda x: _struct(x, NamedSharding(mesh, PartitionSpec(axes))), structs)
+        structs = tower_batch(model, name, (row_ranks(mesh, axes) * rows, parts * length))
+        return jax.tree.map(lambda x: _struct(x, layout), structs)
 
-    text = tower("llm", rules.rows)
+    devices, context = row_ranks(mesh, rules.token_rows), mesh.shape[CONTEXT]
+    text = tower("llm", rules.rows, tokens_sharding(mesh, rules), context)
     token = text.token
-    ranks = math.prod(mesh.shape[axis] for axis in rules.rows)
+    by_device = rows_sharding(mesh, rules.token_rows)
     slots: dict[str, Any] = {}
     send: dict[str, Any] = {}
+    spread: dict[str, Any] = {}
     for name, encoder in model.encoders.items():
         slots[name] = slot_structs(encoder, token)
-        # Slots that each rank sends to each of its peers.
-        shape = ranks, batch.peers, batch.widths[name]
-        send[name] = jax.ShapeDtypeStruct(shape, np.int32, sharding=token.sharding)
-    return Microbatch(text._replace(slots=slots, send=send), {e: tower(e, rules.item_rows) for e in model.encoders})
+        # Slots that each device sends to each of its peers, and of its rank.
+        exchange = batch.peers, batch.widths[name]
+        send[name] = jax.ShapeDtypeStruct((devices, *exchange), np.int32, sharding=by_device)
+        if context > 1:
+            width = tokens_on_device(encoder, *batch.shape[name], *exchange)
+            spread[name] = jax.ShapeDtypeStruct((devices, context, width), np.int32, sharding=by_device)
+    items = {e: tower(e, rules.item_rows, rows_sharding(mesh, rules.item_rows)) for e in model.encoders}
+    return Microbatch(text._replace(slots=slots, send=send, spread=spread), items)
 
 
 def slot_structs(encoder: Encoder, token: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | WeightedSlots:

@@ -129,7 +129,7 @@ def forecast_best_mesh(
     """
     devices = cluster.devices
     tracer = ActivationTracer(replace(config, model=resolve_attention(config.model, speed.rates)))
-    topology = make_topology(MeshConfig(), devices, cluster.per_node, 1)
+    topology = make_topology(MeshConfig(), devices, cluster.per_node, {"tensor": 1, "context": 1})
     best: MeshForecast | None = None
     for doublings in range(MAX_DOUBLINGS):
         batch = replace(config.batch, microbatches=2**doublings, rows=dict.fromkeys(config.batch.rows, devices))
@@ -217,8 +217,8 @@ def forecast_run(
     """
     mesh = mesh_sizes(config.mesh, cluster.devices)
     check_heads(mesh, config.mesh, config.model)
-    ranks_on_node = max(1, cluster.per_node // mesh["tensor"])
-    topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh["tensor"])
+    ranks_on_node = max(1, cluster.per_node // (mesh["tensor"] * mesh["context"]))
+    topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh)
     rates = cluster.device.rates(config.training.precision)
     tracer = ActivationTracer(replace(config, model=resolve_attention(config.model, rates)))
     budget = make_budget(index, config, weights)
@@ -283,7 +283,9 @@ def _forecast(
     room = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
     memory_plan = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
     activation = ACTIVATION[config.training.precision]
-    machine = ClusterRun(cluster, mesh, memory_plan.sharding, speed, activation, loss_chunks=memory_plan.loss_chunks)
+    machine = ClusterRun(
+        cluster, mesh, memory_plan.sharding, speed, activation, memory_plan.loss_chunks, config.mesh.context_attention
+    )
     model = resolve_attention(config.model, speed.rates)
     microbatches = [m for plan in plans for m in plan.microbatches]
     topology = layout.topology
@@ -327,7 +329,8 @@ def visited_on_device(
             layout.topology.ranks * layout.rows[k],
             microbatch.shape.lengths[k],
         )
-        pairs[name] = float(by_row.reshape(ranks[name], -1).sum(1).max())
+        shared = layout.topology.context if k == 0 else 1  # devices that share a row attend as much each
+        pairs[name] = float(by_row.reshape(ranks[name], -1).sum(1).max()) / shared
     return pairs
 
 

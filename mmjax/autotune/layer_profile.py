@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmjax.batch import ItemBatch, TextBatch
+from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, Config, DecoderConfig, ModelConfig, Remat, VisionConfig
 from mmjax.config.model import CONV_STRIDE, Encoder
 from mmjax.console import print_note
@@ -54,7 +54,7 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
         return jax.ShapeDtypeStruct((*shape, *inner), jnp.dtype(dtype))
 
     if tower == "llm":
-        fields = dict.fromkeys(TextBatch._fields, array())
+        fields = dict.fromkeys(TOKEN_FIELDS, array())
         position = array(3) if config.llm.rope_sections else array()
         return TextBatch(**fields | {"weight": array(dtype=np.float32), "position": position, "slots": {}, "send": {}})
     encoder = config.encoders[tower]

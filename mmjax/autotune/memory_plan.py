@@ -332,21 +332,23 @@ def plan_memory_of_run(
 
 def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> DeviceBatch:
     """Return the part of a microbatch of this shape that each device gets."""
-    per_rank = layout.topology.encoders_per_rank
+    per_rank, context = layout.topology.encoders_per_rank, layout.topology.context
     rows = {"llm": layout.rows[0]}
     rows |= {name: n // per_rank for name, n in zip(config.model.encoders, layout.rows[1:], strict=True)}
+    lengths = shape.lengths[0] // context, *shape.lengths[1:]
     return DeviceBatch(
-        shape={name: (n, length) for (name, n), length in zip(rows.items(), shape.lengths, strict=True)},
+        shape={name: (n, length) for (name, n), length in zip(rows.items(), lengths, strict=True)},
         widths=dict(zip(config.model.encoders, shape.widths, strict=True)),
         peers=layout.topology.peers,
         microbatches=config.batch.microbatches,
+        context=context,
     )
 
 
 def model_sharding(config: MeshConfig, mesh: Mapping[str, int]) -> ModelSharding:
     """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
-    return ModelSharding(mesh["fsdp"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
+    return ModelSharding(mesh["fsdp"] * mesh["context"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
 
 
 def available_memory(config: MeshConfig, device: jax.Device) -> float | None:

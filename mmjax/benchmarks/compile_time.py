@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mmjax.batch import Microbatch, TextBatch
+from mmjax.batch import TOKEN_FIELDS, Microbatch, TextBatch
 from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.models.model import Model
 
@@ -35,7 +35,7 @@ def _compile(layers: int) -> float:
     llm = DecoderConfig(layers=layers, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, vocab=64)
     model = Model.build(ModelConfig(llm), jnp.float32)
     ints = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-    fields = {name: ints for name in TextBatch._fields if name not in ("weight", "slots", "send")}
+    fields = {name: ints for name in TOKEN_FIELDS if name != "weight"}
     weight = jax.ShapeDtypeStruct((2, 64), jnp.float32)
     batch = Microbatch(TextBatch(**fields, weight=weight, slots={}, send={}), {})
     jax.clear_caches()

@@ -25,7 +25,8 @@ from mmjax.errors import UserError, check_output, exit_process, run_command
 from mmjax.kernels.flash_attention import plan_blocks
 from mmjax.kernels.masks import MaskSpec, block_pairs, encoder_mask
 from mmjax.kernels.tiles import tiles_for
-from mmjax.models.attention import attention, blockwise_attention, dense_attention, plan_attention
+from mmjax.models.attention import attention, plan_attention
+from mmjax.models.blockwise_attention import blockwise_attention, dense_attention
 from mmjax.runtime.devices import INSTALL_CUDA, enable_compilation_cache, measured_bandwidth, set_gpu_memory_fraction
 
 BACKWARD = 2.5  # FLOPs of attention's backward pass over those of its forward pass, as is usual for FlashAttention
@@ -209,7 +210,7 @@ def image_attention(sizes: Sizes) -> dict[str, Any]:
         inputs = draw(sizes.patches, sizes.vision_heads, sizes.vision_heads, width)
         for name, window in (("whole", 0), ("windows", sizes.window)):
             mask, pairs = image_mask(sizes.patches, sizes.image, window)
-            plan = plan_attention(mask, "flash", width)
+            plan = plan_attention(mask, "flash", width, (sizes.vision_heads, sizes.vision_heads))
             measured = rates(flash, (*inputs, mask, plan), 4.0 * pairs * sizes.vision_heads * width, sizes.calls)
             figures |= {f"{sizes.vision_heads} x {width} {name}, {key}": value for key, value in measured.items()}
     return figures

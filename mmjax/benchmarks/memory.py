@@ -61,7 +61,7 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     shape = {name: (1, length) for name, length in lengths.items()}
     batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 64), DEVICES)
     saved_bytes = {name: saved_bytes_per_layer(model, name, shape[name], config.training.precision) for name in shape}
-    sharding = model_sharding(config.mesh, {"fsdp": DEVICES, "tensor": 1})
+    sharding = model_sharding(config.mesh, {"fsdp": DEVICES, "context": 1, "tensor": 1})
     activation = ACTIVATION[config.training.precision]
     chunks = config.training.loss_chunks
     predicted = plan_memory(

@@ -76,6 +76,7 @@ from mmjax.config.model import (
 from mmjax.config.training import (
     Adafactor,
     AdamW,
+    ContextAttention,
     Exchange,
     MeshConfig,
     Moments,
@@ -87,6 +88,7 @@ from mmjax.config.training import (
     TrainingConfig,
     Unit,
     WatchConfig,
+    context_form,
 )
 
 

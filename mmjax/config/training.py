@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Exchange = Literal["padded", "ragged"]
+ContextAttention = Literal["auto", "gather", "heads"]
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,21 @@ class MeshConfig:
     fsdp: int = 1  # shards of the parameters, each with samples of its own
     tensor: int = 1  # devices that share the heads and widths of layers
     context: int = 1  # devices that share the tokens of a row
+    # Keys and values are gathered piece by piece, or heads exchanged for tokens; auto: what sends fewer bytes.
+    context_attention: ContextAttention = "auto"
     ranks_per_node: int = 0  # ranks that exchange encoder outputs; 0: those of a host
     exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
     encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis shards their layers too, or splits their rows
     memory: float = 0.0  # GB of a device that may be used; 0: all that it has
     host_memory: float = 0.0  # GB of host memory per device for offloaded activations
+
+
+def context_form(wanted: ContextAttention, heads: tuple[int, int], context: int, tensor: int) -> ContextAttention:
+    """Choose how queries meet the keys of other devices, gather or heads. heads: of queries, and of keys, in all."""
+    # Of queries, keys, values and outputs a device sends its part; keys and values alone, it gets from all others.
+    fewer_bytes = heads[0] + heads[1] < heads[1] * context
+    divide = not any(count % (context * tensor) for count in heads)
+    return wanted if wanted != "auto" else "heads" if divide and fewer_bytes else "gather"
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,8 @@ class Generator:
         self._batch_limits = batch_limits
         self._sampling = sampling or Sampling()
         encoders_per_rank = row_ranks(mesh, rules.item_rows) // row_ranks(mesh, rules.rows)
-        self.topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank)
+        context = row_ranks(mesh, rules.length)
+        self.topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank, context=context)
         shown = (None, replicated(mesh))
         self._begin = jax.jit(self._on_mesh(self._begun), out_shardings=shown)
         self._go_on = jax.jit(self._on_mesh(self._written), out_shardings=shown, donate_argnums=1)

@@ -14,6 +14,7 @@ import numpy as np
 from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
 from mmjax.config import AnyRes, DynamicTiles, FixedSize, MediaLimits, ModelConfig, VisionConfig
+from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
@@ -279,7 +280,8 @@ class PromptRows:
         self._max_answer = max_answer
         self._batch_limits = batch_limits or BatchLimits()
         # Items are encoded where their prompt is, so nothing travels.
-        self._topology = Topology(topology.ranks, 1, 1, topology.encoders_per_rank)
+        self._topology = replace(topology, peers=1, ranks_per_node=1)
+        self._unit = math.lcm(UNIT, topology.context)  # of the columns, so that devices can have as many each
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
         if len(self._index.bad):
             raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")
@@ -308,6 +310,8 @@ class PromptRows:
         for chunk in self._chunks(chosen):
             plan = self._plan(chunk)
             packed = pack_microbatch(plan, self._arrays, self._reader, spoiled=spoiled)
+            # In their order, as the columns of a KV cache.
+            packed = spread_over_context(packed, plan, self._arrays, balanced=False)
             present = {
                 name
                 for k, name in enumerate(self._arrays.encoders, start=1)
@@ -320,7 +324,7 @@ class PromptRows:
 
     def _chunks(self, prompts: np.ndarray) -> Iterator[_Chunk]:
         """Divide prompts into batches, those of similar length together."""
-        columns = np.array([round_up_to_step(int(n), UNIT) for n in self._index.llm_tokens[prompts]], np.int64)
+        columns = np.array([round_up_to_step(int(n), self._unit) for n in self._index.llm_tokens[prompts]], np.int64)
         if self.one_shape:
             columns[:] = self.one_shape[0][LLM]
         for length in np.unique(columns).tolist():
@@ -359,7 +363,7 @@ class PromptRows:
     def _common_shape(self, groups: Sequence[np.ndarray]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the row lengths and rows of every module that hold any batch of these groups."""
         parts = self._index.parts()
-        lengths = [round_up_to_step(self.longest, UNIT)]
+        lengths = [round_up_to_step(self.longest, self._unit)]
         for k, name in enumerate(self._arrays.encoders, start=1):
             lengths.append(self._row_length(name, k, parts.length[parts.module == k]))
         self.one_shape = tuple(lengths), (0,) * len(lengths)

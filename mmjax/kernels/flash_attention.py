@@ -40,12 +40,13 @@ class Scores(NamedTuple):
 class BlockPlan(NamedTuple):
     """All that the kernels need of a mask: made once for all layers of a tower.
 
-    fields: int32 [B, 6, T]; lists of key blocks for each query block of both its kernels, and the reverse. With `index`
-    all arrays hold several masks, [B, masks, ...], and the kernels take that one: of what backward keeps for each layer
-    only the index is its own.
+    q_fields, k_fields: int32 [B, 6, T]; lists of key blocks for each query block of both its kernels, and the reverse.
+    With `index` all arrays hold several masks, [B, masks, ...], and the kernels take that one: of what backward keeps
+    for each layer only the index is its own.
     """
 
-    fields: Array
+    q_fields: Array
+    k_fields: Array
     forward: BlockLists
     d_query: BlockLists
     d_key: BlockLists
@@ -56,16 +57,22 @@ class BlockPlan(NamedTuple):
         if self.index is None:
             return self
         take = partial(lax.dynamic_index_in_dim, index=self.index, axis=1, keepdims=False)
-        return BlockPlan._make((*jax.tree.map(take, self[:4]), None))
+        return BlockPlan._make((*jax.tree.map(take, self[:-1]), None))
 
 
-def plan_blocks(mask: MaskSpec, tiles: KernelTiles) -> BlockPlan:
-    """List the pairs of blocks that the kernels visit under this mask, whose rows are padded to whole blocks."""
-    mask = pad_mask(mask, _padded(mask.pos.shape[1], tiles))
-    by_query = {(t.q, t.k): BlockLists.of(*block_pairs(mask, mask, t.q, t.k)) for t in (tiles.forward, tiles.d_query)}
-    by_key = (pairs.swapaxes(1, 2) for pairs in block_pairs(mask, mask, tiles.d_key.q, tiles.d_key.k))
+def plan_blocks(mask: MaskSpec, tiles: KernelTiles, k_mask: MaskSpec | None = None) -> BlockPlan:
+    """List the pairs of blocks that the kernels visit under this mask, padded to whole blocks.
+
+    k_mask: of the keys, where they are not the queries' own tokens.
+    """
+    q_mask = pad_mask(mask, _padded(mask.pos.shape[1], tiles))
+    k_mask = q_mask if k_mask is None else pad_mask(k_mask, _padded(k_mask.pos.shape[1], tiles))
+    by_query = {
+        (t.q, t.k): BlockLists.of(*block_pairs(q_mask, k_mask, t.q, t.k)) for t in (tiles.forward, tiles.d_query)
+    }
+    by_key = (pairs.swapaxes(1, 2) for pairs in block_pairs(q_mask, k_mask, tiles.d_key.q, tiles.d_key.k))
     forward, d_query = (by_query[t.q, t.k] for t in (tiles.forward, tiles.d_query))
-    return BlockPlan(_pack(mask), forward, d_query, BlockLists.of(*by_key))
+    return BlockPlan(_pack(q_mask), _pack(k_mask), forward, d_query, BlockLists.of(*by_key))
 
 
 def flash_attention(
@@ -80,9 +87,50 @@ def flash_attention(
     A query that may attend nothing gets 0. Softmax and sums are float32.
     """
     length = q.shape[1]
-    extra = ((0, 0), (0, plan.fields.shape[-1] - length), (0, 0), (0, 0))
-    q, k, v = (jnp.pad(x, extra) for x in (q, k, v))
+    q, k, v = (_pad(x, plan.q_fields.shape[-1]) for x in (q, k, v))
     return _flash(q, k, v, plan, scores)[:, :length]
+
+
+def flash_forward(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b s m h"],
+    v: Float[Array, "b s m h"],
+    plan: BlockPlan,
+    scores: Scores,
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b n t"]]:
+    """Compute the float32 output over these keys, and log2 of the sums of exponents (-inf: attends nothing)."""
+    length = q.shape[1]
+    q = _pad(q, plan.q_fields.shape[-1])
+    k, v = (_pad(x, plan.k_fields.shape[-1]) for x in (k, v))
+    out, lse = _forward(q, k, v, plan, scores, jnp.float32)
+    return out[:, :length], lse[..., :length]
+
+
+def flash_gradients(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b s m h"],
+    v: Float[Array, "b s m h"],
+    plan: BlockPlan,
+    scores: Scores,
+    d_out: Float[Array, "b t n h"],
+    lse: Float[Array, "b n t"],
+    delta: Float[Array, "b n t"],
+) -> tuple[Float[Array, "b t n h"], Float[Array, "b s m h"], Float[Array, "b s m h"]]:
+    """Compute what these keys contribute to the gradients of q, k and v, float32.
+
+    lse: over all keys that the queries attend, as of `flash_forward`. delta: sum over channels of output * gradient.
+    """
+    lengths = q.shape[1], k.shape[1]
+    q, d_out = (_pad(x, plan.q_fields.shape[-1]) for x in (q, d_out))
+    k, v = (_pad(x, plan.k_fields.shape[-1]) for x in (k, v))
+    extra = ((0, 0), (0, 0), (0, q.shape[1] - lengths[0]))
+    lse, delta = jnp.pad(lse, extra), jnp.pad(delta, extra)
+    d_q, d_k, d_v = _gradients(q, k, v, plan, scores, d_out, lse, delta, jnp.float32)
+    return d_q[:, : lengths[0]], d_k[:, : lengths[1]], d_v[:, : lengths[1]]
+
+
+def _pad(x: Array, length: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
 
 
 def _padded(length: int, tiles: KernelTiles) -> int:
@@ -131,12 +179,14 @@ def _visit(count: Any, body: Callable[[bool, Array, Any], Any], carry: Any) -> A
     return lax.fori_loop(count[0], count[1], partial(body, True), carry)
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, fields, order, count, out_ref, lse_ref, *, scores: Scores, width: int):
-    """Compute the output of a block of queries, and log2 of their sums of exponents; 0 where nothing is attended."""
+def _forward_kernel(
+    q_ref, k_ref, v_ref, q_fields, k_fields, order, count, out_ref, lse_ref, *, scores: Scores, width: int
+):
+    """Compute the output of a block of queries, and log2 of their sums of exponents; -inf where nothing is attended."""
     tiles = scores.tiles.forward
     load, store = _loader(width, q_ref.shape[-1])
     q = load(q_ref)
-    q_mask = _tokens(fields, pl.program_id(0) * tiles.q, tiles.q)
+    q_mask = _tokens(q_fields, pl.program_id(0) * tiles.q, tiles.q)
 
     def body(masked: bool, step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, row_max, total = carry
@@ -144,7 +194,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, fields, order, count, out_ref, lse_ref,
         keys = pl.ds(start, tiles.k)
         s, _ = _capped(_dot(q, load(k_ref.at[keys, :]).T), scores)
         if masked:
-            s = jnp.where(allowed(q_mask, _tokens(fields, start, tiles.k)), s, -jnp.inf)
+            s = jnp.where(allowed(q_mask, _tokens(k_fields, start, tiles.k)), s, -jnp.inf)
         new_max = jnp.maximum(row_max, s.max(-1))
         # Queries that have seen nothing yet have the maximum -inf, and -inf - -inf would be NaN.
         base = jnp.where(new_max == -jnp.inf, 0.0, new_max) if masked else new_max
@@ -160,15 +210,15 @@ def _forward_kernel(q_ref, k_ref, v_ref, fields, order, count, out_ref, lse_ref,
         jnp.zeros(tiles.q, jnp.float32),
     )
     out, row_max, total = _visit(count, body, start)
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
+    total = jnp.where(total > 0, total, 1.0)
     store(out_ref, out / total[:, None])
-    pltriton.store(lse_ref, jnp.where(some, row_max + jnp.log2(total), 0.0))
+    pltriton.store(lse_ref, row_max + jnp.log2(total))
 
 
 def _d_query_kernel(
-    q_ref, k_ref, v_ref, fields, order, count, d_out_ref, lse_ref, delta_ref, d_q_ref, *, scores: Scores, width: int
-):
+    q_ref, k_ref, v_ref, q_fields, k_fields, order, count, d_out_ref, lse_ref, delta_ref, d_q_ref,
+    *, scores: Scores, width: int,
+):  # fmt: skip
     """Compute the gradient of a block of queries."""
     tiles = scores.tiles.d_query
     load, store = _loader(width, q_ref.shape[-1])
@@ -176,7 +226,7 @@ def _d_query_kernel(
     d_out = load(d_out_ref)
     lse = pltriton.load(lse_ref)
     delta = pltriton.load(delta_ref)
-    q_mask = _tokens(fields, pl.program_id(0) * tiles.q, tiles.q)
+    q_mask = _tokens(q_fields, pl.program_id(0) * tiles.q, tiles.q)
 
     def body(masked: bool, step: Array, d_q: Array) -> Array:
         start = order[step] * tiles.k
@@ -184,7 +234,7 @@ def _d_query_kernel(
         s, slope = _capped(_dot(q, k.T), scores)
         weights = jnp.exp2(s - lse[:, None])
         if masked:
-            weights = jnp.where(allowed(q_mask, _tokens(fields, start, tiles.k)), weights, 0.0)
+            weights = jnp.where(allowed(q_mask, _tokens(k_fields, start, tiles.k)), weights, 0.0)
         d_weights = _dot(d_out, load(v_ref.at[pl.ds(start, tiles.k), :]).T)
         # d score = weight * (d weight - delta), delta being the sum over keys of weight * d weight = out . d_out.
         d_scores = weights * (d_weights - delta[:, None])
@@ -196,7 +246,7 @@ def _d_query_kernel(
 
 
 def _d_key_kernel(
-    q_ref, k_ref, v_ref, fields, order, count, d_out_ref, lse_ref, delta_ref, d_k_ref, d_v_ref,
+    q_ref, k_ref, v_ref, q_fields, k_fields, order, count, d_out_ref, lse_ref, delta_ref, d_k_ref, d_v_ref,
     *, scores: Scores, width: int, group: int,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values, over all query heads of their group."""
@@ -204,7 +254,7 @@ def _d_key_kernel(
     load, store = _loader(width, k_ref.shape[-1])
     k = load(k_ref)
     v = load(v_ref)
-    k_mask = _tokens(fields, pl.program_id(0) * tiles.k, tiles.k)
+    k_mask = _tokens(k_fields, pl.program_id(0) * tiles.k, tiles.k)
 
     def of_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         def body(masked: bool, step: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -217,7 +267,7 @@ def _d_key_kernel(
             s, slope = _capped(_dot(k, q.T), scores)
             weights = jnp.exp2(s - lse_ref[head, queries][None, :])
             if masked:
-                weights = jnp.where(allowed(_tokens(fields, start, tiles.q), k_mask).T, weights, 0.0)
+                weights = jnp.where(allowed(_tokens(q_fields, start, tiles.q), k_mask).T, weights, 0.0)
             d_v = d_v + _dot(weights.astype(d_out.dtype), d_out)
             d_scores = weights * (_dot(v, d_out.T) - delta_ref[head, queries][None, :])
             if slope is not None:
@@ -235,7 +285,8 @@ def _d_key_kernel(
 class _Specs(NamedTuple):
     """Block specs for a grid of (blocks of tokens, heads of keys or of queries, rows)."""
 
-    length: int
+    queries_length: int
+    keys_length: int
     padded: int  # width of a head
     group: int  # query heads of a key-value head
 
@@ -245,12 +296,14 @@ class _Specs(NamedTuple):
 
     def keys(self) -> pl.BlockSpec:
         """Return all keys of a query head's group, `[T, padded]`."""
-        shape = (None, self.length, None, self.padded)
+        shape = (None, self.keys_length, None, self.padded)
         return pl.BlockSpec(shape, lambda i, head, row: (row, 0, lax.div(head, self.group), 0))
 
     def queries(self) -> pl.BlockSpec:
         """Return all queries of a key head's group, `[T, group, padded]`."""
-        return pl.BlockSpec((None, self.length, self.group, self.padded), lambda i, head, row: (row, 0, head, 0))
+        return pl.BlockSpec(
+            (None, self.queries_length, self.group, self.padded), lambda i, head, row: (row, 0, head, 0)
+        )
 
     def per_token(self, tokens: int) -> pl.BlockSpec:
         """Return one number for each token of a block of one head."""
@@ -258,19 +311,20 @@ class _Specs(NamedTuple):
 
     def per_query(self) -> pl.BlockSpec:
         """Return one number for each query of a key head's group, `[group, T]`."""
-        return pl.BlockSpec((None, self.group, self.length), lambda i, head, row: (row, head, 0))
+        return pl.BlockSpec((None, self.group, self.queries_length), lambda i, head, row: (row, head, 0))
 
     def mask(self, lists: BlockLists) -> list[pl.BlockSpec]:
-        """Return the mask's fields of the row, and the lists of the block."""
+        """Return the mask's fields of the row's queries and keys, and the lists of the block."""
+        lengths = self.queries_length, self.keys_length
         return [
-            pl.BlockSpec((None, _FIELDS, self.length), lambda i, head, row: (row, 0, 0)),
+            *(pl.BlockSpec((None, _FIELDS, length), lambda i, head, row: (row, 0, 0)) for length in lengths),
             pl.BlockSpec((None, None, lists.order.shape[2]), lambda i, head, row: (row, i, 0)),
             pl.BlockSpec((None, None, 2), lambda i, head, row: (row, i, 0)),
         ]
 
 
 def _specs(q: Array, k: Array) -> _Specs:
-    return _Specs(q.shape[1], padded_width(q.shape[3]), q.shape[2] // k.shape[2])
+    return _Specs(q.shape[1], k.shape[1], padded_width(q.shape[3]), q.shape[2] // k.shape[2])
 
 
 def _launch(tiles: Tiles, scores: Scores, name: str) -> dict[str, Any]:
@@ -278,8 +332,8 @@ def _launch(tiles: Tiles, scores: Scores, name: str) -> dict[str, Any]:
     return {"compiler_params": params, "interpret": scores.interpret, "name": name}
 
 
-def _forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> tuple[Array, Array]:
-    """Compute the output, and float32 `[B, N, T]`, log2 of the sums of exponents."""
+def _forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Compute the output in `dtype`, and float32 `[B, N, T]`, log2 of the sums of exponents."""
     rows, length, heads, width = q.shape
     plan = plan.of_mask()
     specs = _specs(q, k)
@@ -289,17 +343,32 @@ def _forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> t
         grid=(length // tiles.q, heads, rows),
         in_specs=[specs.block(tiles.q), specs.keys(), specs.keys(), *specs.mask(plan.forward)],
         out_specs=[specs.block(tiles.q), specs.per_token(tiles.q)],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct((rows, heads, length), jnp.float32)],
         **_launch(tiles, scores, "flash_attention_forward"),
-    )(q, k, v, plan.fields, *plan.forward)
+    )(q, k, v, plan.q_fields, plan.k_fields, *plan.forward)
 
 
 def _backward(scores: Scores, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
+    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    return *_gradients(q, k, v, plan, scores, d_out, lse, delta, q.dtype), None
+
+
+def _gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    plan: BlockPlan,
+    scores: Scores,
+    d_out: Array,
+    lse: Array,
+    delta: Array,
+    dtype: jnp.dtype,
+) -> tuple[Array, Array, Array]:
+    """Compute the gradients of q, k and v in `dtype`."""
     plan = plan.of_mask()
     rows, length, heads, width = q.shape
     specs = _specs(q, k)
-    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
     tiles = scores.tiles.d_query
     per_token = specs.per_token(tiles.q)
     d_q = pl.pallas_call(
@@ -310,32 +379,32 @@ def _backward(scores: Scores, residuals: tuple, d_out: Array) -> tuple[Array, Ar
             *(specs.block(tiles.q), per_token, per_token),
         ],
         out_specs=specs.block(tiles.q),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct(q.shape, dtype),
         **_launch(tiles, scores, "flash_attention_d_query"),
-    )(q, k, v, plan.fields, *plan.d_query, d_out, lse, delta)
+    )(q, k, v, plan.q_fields, plan.k_fields, *plan.d_query, d_out, lse, delta)
     tiles = scores.tiles.d_key
     block = specs.block(tiles.k)
     d_k, d_v = pl.pallas_call(
         partial(_d_key_kernel, scores=scores, width=width, group=specs.group),
-        grid=(length // tiles.k, k.shape[2], rows),
+        grid=(k.shape[1] // tiles.k, k.shape[2], rows),
         in_specs=[
             *(specs.queries(), block, block, *specs.mask(plan.d_key)),
             *(specs.queries(), specs.per_query(), specs.per_query()),
         ],
         out_specs=[block, block],
-        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)],
         **_launch(tiles, scores, "flash_attention_d_key"),
-    )(q, k, v, plan.fields, *plan.d_key, d_out, lse, delta)
-    return d_q, d_k, d_v, None
+    )(q, k, v, plan.q_fields, plan.k_fields, *plan.d_key, d_out, lse, delta)
+    return d_q, d_k, d_v
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _flash(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> Array:
-    return _forward(q, k, v, plan, scores)[0]
+    return _forward(q, k, v, plan, scores, q.dtype)[0]
 
 
 def _flash_forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> tuple[Array, tuple]:
-    out, lse = _forward(q, k, v, plan, scores)
+    out, lse = _forward(q, k, v, plan, scores, q.dtype)
     # The names that remat policies save, so that these do not run the kernel again.
     out = checkpoint_name(out, "attention_output")
     lse = checkpoint_name(lse, "attention_logsumexp")

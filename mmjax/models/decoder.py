@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig
 from mmjax.kernels.masks import MaskSpec
-from mmjax.models.attention import Scoring
+from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, RMSNorm, TransformerLayer
@@ -136,11 +136,13 @@ class Decoder(nnx.Module):
         c = self.config
         if not c.windowed:
             # Without windows there is no `reach`, and the program has no comparison for it.
-            return Context(mask, rotation).planned(c.attention, c.head_width)
+            return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads))
         # Both masks need a window, so that a scan over layers of both kinds can select one of two equal pytrees.
         window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
-        return Context(full_mask, rotation, window_mask=window_mask).planned(c.attention, c.head_width)
+        return Context(full_mask, rotation, window_mask=window_mask).planned(
+            c.attention, c.head_width, (c.heads, c.kv_heads)
+        )
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:
         """Return every position's sample id and its index in the sample."""

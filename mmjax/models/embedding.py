@@ -26,6 +26,7 @@ def look_up(
     """
     current = active()
     rows: tuple[str, ...] = ()
+    length: tuple[str, ...] = ()
     entries: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     size = table.shape[-2]  # of a device's part
@@ -37,15 +38,15 @@ def look_up(
             named = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
             return [tuple(axis for axis in entry if mesh.shape[axis] > 1) for entry in named]
 
-        rows = mesh_axes(index.shape, ("rows", None))[0]
+        rows, length = mesh_axes(index.shape, ("rows", "length"))
         entries, columns = mesh_axes(table.shape[-2:], axes)
-        columns = tuple(axis for axis in columns if axis in rows)
+        columns = tuple(axis for axis in columns if axis in (*rows, *length))
         size //= prod(mesh.shape[axis] for axis in entries)
     copies = ("data",) * (table.ndim - 2)
     # Ranks along these have other tokens, and the same part of the table.
-    others = tuple(axis for axis in rows if axis not in (*columns, *copies))
+    others = tuple(axis for axis in (*rows, *length) if axis not in (*columns, *copies))
     table_spec = PartitionSpec(*copies, entries or None, columns or None)
-    index_spec = PartitionSpec(rows or None)
+    index_spec = PartitionSpec(rows or None, length or None)
 
     def on_devices(function: Callable[..., Array], in_specs: tuple[PartitionSpec, ...], out_spec: PartitionSpec):
         if current is None:

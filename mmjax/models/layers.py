@@ -18,10 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, UInt32
 
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
-from mmjax.kernels.flash_attention import BlockPlan
 from mmjax.kernels.masks import MaskSpec
 from mmjax.kernels.tiles import MAX_BLOCK, window_block
-from mmjax.models.attention import DEFAULT_SCORING, Backend, Scoring, attention, dense_attention, plan_attention
+from mmjax.models.attention import Backend, Plan, attention, plan_attention
+from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring, dense_attention
 from mmjax.models.embedding import look_up
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.sharding import Axes, constrain
@@ -132,12 +132,12 @@ class Context(NamedTuple):
     rotation: Rotation | None = None
     dropout: Dropout | None = None  # None: nothing is dropped
     window_mask: MaskSpec | None = None  # of the layers with sliding-window or window attention
-    plan: BlockPlan | None = None  # of the blocks that a kernel visits under `mask`
-    window_plan: BlockPlan | None = None
+    plan: Plan | None = None  # of attention under `mask`
+    window_plan: Plan | None = None
 
-    def planned(self, backend: Backend, head_width: int, max_block: int = MAX_BLOCK) -> Context:
-        """Plan attention under both masks, once for all layers."""
-        plan = partial(plan_attention, backend=backend, head_width=head_width, max_block=max_block)
+    def planned(self, backend: Backend, head_width: int, heads: tuple[int, int], max_block: int = MAX_BLOCK) -> Context:
+        """Plan attention under both masks, once for all layers. heads: of queries, and of keys."""
+        plan = partial(plan_attention, backend=backend, head_width=head_width, heads=heads, max_block=max_block)
         return self._replace(plan=plan(self.mask), window_plan=self.window_mask and plan(self.window_mask))
 
     def of_layers(self, windowed: bool) -> Context:

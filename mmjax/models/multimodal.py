@@ -169,7 +169,7 @@ class MultimodalModel(nnx.Module):
                 context = self.context(name, batch, noise)
                 *deeper, x = encoder.layers.outputs(x, context, self.connectors[name].deepstack)
                 x = self.connected(name, x, dict(enumerate(deeper)), batch)
-            features[name] = constrain(x, "rows", "length", "width")
+            features[name] = constrain(x, "token_rows", None, "width")
         return features
 
     def connected(
@@ -260,14 +260,11 @@ def _callback(functions: Functions, name: str) -> Callable[[Array, ItemBatch], A
 
 def _place_tokens(feature: Float[Array, "r m e"], text: TextBatch, encoder: str) -> Float[Array, "b t e"]:
     """Exchange an encoder's tokens and place them at the text's positions, zeros elsewhere; sum `WeightedSlots`."""
-    send = text.send[encoder]
     slots = text.slots[encoder]
     indices = slots.slot if isinstance(slots, WeightedSlots) else slots
     rules = active()
     mesh, exchange = (None, "padded") if rules is None else (rules.mesh, rules.exchange)
-    # One leading entry per rank, as `dispatch` wants: a rank's rows of tokens and of text are joined.
-    tokens = feature.reshape(len(send), -1, feature.shape[-1])
-    placed = dispatch(tokens, send, indices.reshape(len(send), -1), mesh, exchange).reshape(*indices.shape, -1)
+    placed = dispatch(feature, text.send[encoder], indices, mesh, exchange, text.spread.get(encoder))
     return jnp.sum(placed * slots.share[..., None], axis=2) if isinstance(slots, WeightedSlots) else placed
 
 
@@ -322,18 +319,22 @@ def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, 
     def filled(value: Array | int) -> Array:
         return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (len(length), room))
 
+    # A few integers of a token, on every device that shares its row: later columns are no one's part of it.
+    prompt, pos, span, kind, sees = (
+        constrain(x, "rows", None) for x in (prompt, text.pos, text.span, text.kind, text.sees)
+    )
     # All kinds that any of the prompt's tokens may see; tokens of items may see none, hence not the last one's.
-    sees = jnp.bitwise_or.reduce(jnp.where(prompt, text.sees, 0), axis=1)
+    seen = jnp.bitwise_or.reduce(jnp.where(prompt, sees, 0), axis=1)
     new = MaskSpec(
         sample=filled(0),
         pos=length[:, None] + jnp.arange(room, dtype=jnp.int32),
         span=filled(0),
         kind=filled(TEXT_KIND),
-        sees=filled(sees[:, None]),
+        sees=filled(seen[:, None]),
     )
     # A row holds one prompt, so it is sample 0 whatever its number was; what follows the prompt in its columns is
     # padding.
-    old = MaskSpec(jnp.where(prompt, 0, PADDING), text.pos, text.span, text.kind, text.sees)
+    old = MaskSpec(jnp.where(prompt, 0, PADDING), pos, span, kind, sees)
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), old, new)
 
 

@@ -4,10 +4,13 @@ The plan is data: tables of fixed shape, made on the host by `balance.rearrangem
 nothing. Tokens that stay on their rank never enter the all-to-all, and a width of 0 leaves no collective at all.
 The backward pass is the same exchange the other way. Where a rank is several devices of the tensor axis, which all hold
 the same tokens, each sends its part of their width and they gather what arrives: nothing is sent between ranks twice.
+Where a rank is several devices of the context axis, each has encoded items of its own and exchanges with its neighbours
+on other ranks; a second all-to-all inside the rank brings every token to the device that holds its position.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -18,52 +21,64 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import Exchange
-from mmjax.parallel.sharding import RANKS, TENSOR, row_ranks
+from mmjax.parallel.sharding import CONTEXT, RANKS, TENSOR, row_ranks
 
 
 def dispatch(
-    tokens: Float[Array, "ranks length width"],
-    send: Int[Array, "ranks peers chunk"],
-    gather: Int[Array, "ranks capacity"],
+    tokens: Float[Array, "rows length width"],
+    send: Int[Array, "devices peers chunk"],
+    slots: Int[Array, "text_rows positions *n"],
     mesh: Mesh | None,
     exchange: Exchange = "padded",
-) -> Float[Array, "ranks capacity width"]:
-    """Bring each rank its tokens as `gather` says, zeros where it is -1, by one all-to-all among `peers` neighbours.
+    spread: Int[Array, "devices context chunk"] | None = None,
+) -> Float[Array, "text_rows positions *n width"]:
+    """Bring each position of the text its token as `slots` says, zeros where it is -1.
 
-    send, gather: as in `balance.rearrangement.Tables`, of all ranks; `peers` divides their number. All arrays lie over
-    the ranks of the mesh; without one, all ranks are on one device. exchange: `padded` sends chunks of equal size,
-    `ragged` only what is in them (GPU, TPU). Raises ValueError where peers do not divide the ranks, or the mesh has
-    another number of ranks.
+    send, spread: of all devices that share neither their rows nor their positions, as in `TextBatch`; slots index what
+    arrives by `spread`, by `send`, and the device's own tokens. All arrays lie over the mesh; without one, they are on
+    one device. exchange: `padded` sends chunks of equal size, `ragged` only what is in them (GPU, TPU). Raises
+    ValueError where peers do not divide the ranks, or the mesh has another number of ranks.
     """
-    ranks, peers, _ = send.shape
+    context = 1 if spread is None else spread.shape[1]
+    ranks, peers = len(send) // context, send.shape[1]
     if ranks % peers:
         raise ValueError(f"{peers} ranks cannot exchange among themselves in a mesh of {ranks}")
+    tables = (send,) if spread is None else (send, spread)
     if mesh is None or mesh.size == 1:
-        return _on_one_device(tokens, send, gather)
-    if ranks != row_ranks(mesh):
-        raise ValueError(f"a batch made for {ranks} ranks cannot run on a mesh of {row_ranks(mesh)}")
-    # Static: they decide the program, while `send` and `gather` are its inputs.
-    way = _Way(_groups(ranks, peers), exchange, mesh.shape[TENSOR])
-    length = tokens.shape[1]
-    over = PartitionSpec(RANKS)
+        return _on_one_device(tokens, tables, slots)
+    if (ranks, context) != (row_ranks(mesh), mesh.shape[CONTEXT]):
+        of_context = f" of {context} devices" if context > 1 else ""
+        raise ValueError(f"a batch made for {ranks} ranks{of_context} cannot run on a mesh of {dict(mesh.shape)}")
+    # Static: they decide the program, while tables and slots are its inputs.
+    ways = (
+        _Way(RANKS, peers, _groups(ranks, peers), exchange, mesh.shape[TENSOR]),
+        _Way((CONTEXT,), context, None, exchange, mesh.shape[TENSOR]),
+    )
+    over = PartitionSpec((*RANKS, CONTEXT))
+    placed = PartitionSpec(RANKS, CONTEXT)
 
-    def of_ranks(part: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return jax.shard_map(partial(part, way), mesh=mesh, in_specs=over, out_specs=over, check_vma=False)
+    def of_devices(part: Callable[..., jax.Array], of: PartitionSpec, to: PartitionSpec) -> Callable[..., jax.Array]:
+        return jax.shard_map(partial(part, ways), mesh=mesh, in_specs=(of, over, placed), out_specs=to, check_vma=False)
 
     # By JAX's own rules the devices of a rank would add up their equal gradients in an all-reduce.
-    forward = of_ranks(_bring)
-    backward = of_ranks(partial(_return, length=length))
+    forward = of_devices(_bring, over, placed)
+    backward = of_devices(partial(_return, shape=(len(tokens) // len(send), *tokens.shape[1:])), placed, over)
     moved = jax.custom_vjp(forward)
     moved.defvjp(
-        lambda tokens, send, gather: (forward(tokens, send, gather), (send, gather)),
-        lambda tables, back: (backward(back, *tables), None, None),
+        lambda tokens, tables, slots: (forward(tokens, tables, slots), (tables, slots)),
+        lambda plan, back: (backward(back, *plan), None, None),
     )
-    return moved(tokens, send, gather)
+    return moved(tokens, tables, slots)
 
 
 class _Way(NamedTuple):
-    """A way to exchange. groups: of ranks that do, None = all together. tensor: devices that each rank is."""
+    """A way to exchange among `peers` devices along mesh axes.
 
+    groups: of devices that do, None = all together. tensor: devices that hold the same tokens.
+    """
+
+    axes: tuple[str, ...]
+    peers: int
     groups: list[list[int]] | None
     exchange: Exchange
     tensor: int
@@ -73,35 +88,42 @@ def _groups(ranks: int, peers: int) -> list[list[int]] | None:
     return None if peers == ranks else [list(range(first, first + peers)) for first in range(0, ranks, peers)]
 
 
-def _bring(way: _Way, tokens: jax.Array, send: jax.Array, gather: jax.Array) -> jax.Array:
-    """Run one rank's part of the exchange, on arrays with leading axes of 1."""
-    local, send, gather = tokens[0], send[0], gather[0]
-    if send.size:
-        sizes = (send >= 0).sum(1, dtype=jnp.int32)
-        # `send` is `[peers, chunk]`: the tokens for each peer side by side, padded with zeros.
-        received = _swap(way, _pick(local, send), sizes, outward=True)
-        # The order that `gather` counts in: what came from the peers, then the rank's own.
-        local = jnp.concatenate([received.reshape(-1, local.shape[-1]), local])
-    return _pick(local, gather)[None]
+def _bring(ways: tuple[_Way, ...], tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array) -> jax.Array:
+    """Run one device's part of the exchanges."""
+    local = tokens.reshape(-1, tokens.shape[-1])
+    for way, (send,) in zip(ways, tables, strict=False):
+        if send.size:
+            sizes = (send >= 0).sum(1, dtype=jnp.int32)
+            # `send` is `[peers, chunk]`: the tokens for each peer side by side, padded with zeros.
+            received = _swap(way, _pick(local, send), sizes, outward=True)
+            # The order that slots count in: what came from the peers, then what was here.
+            local = jnp.concatenate([received.reshape(-1, local.shape[-1]), local])
+    return _pick(local, slots)
 
 
-def _return(way: _Way, back: jax.Array, send: jax.Array, gather: jax.Array, length: int) -> jax.Array:
-    """Transpose `_bring`: return what arrives of a rank's `length` tokens' gradients, from its rows and its peers."""
-    back, send, gather = back[0], send[0], gather[0]
-    width = back.shape[-1]
-    arrived = send.size  # tokens from peers, which lie before the rank's `length` tokens as `_bring` puts them
-    placed = _unpick(back, gather, arrived + length)
-    local = placed[arrived:]
-    if arrived:
-        sizes = (send >= 0).sum(1, dtype=jnp.int32)
-        # What the peers' rows say of this rank's tokens comes back over the same exchange, and adds up where a token
+def _return(
+    ways: tuple[_Way, ...],
+    back: jax.Array,
+    tables: tuple[jax.Array, ...],
+    slots: jax.Array,
+    shape: tuple[int, ...],
+) -> jax.Array:
+    """Transpose `_bring`: return what arrives of the gradients of a device's tokens, from its rows and its peers."""
+    *_, width = shape
+    sends = [(way, send) for way, (send,) in zip(ways, tables, strict=False) if send.size]
+    length = math.prod(shape[:-1]) + sum(send.size for _, send in sends)
+    gradients = _unpick(back.reshape(-1, width), slots.reshape(-1), length)
+    for way, send in reversed(sends):
+        # What the peers' rows say of this device's tokens comes back over the same exchange, and adds up where a token
         # went to several.
-        local += _unpick(_swap(way, placed[:arrived].reshape(*send.shape, width), sizes, outward=False), send, length)
-    return local[None]
+        arrived, gradients = gradients[: send.size].reshape(*send.shape, width), gradients[send.size :]
+        sizes = (send >= 0).sum(1, dtype=jnp.int32)
+        gradients += _unpick(_swap(way, arrived, sizes, outward=False), send, len(gradients))
+    return gradients.reshape(shape)
 
 
 def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
-    """Exchange the chunks `[peers, chunk, width]` that this rank has for its peers for those they have for it.
+    """Exchange the chunks `[peers, chunk, width]` that this device has for its peers for those they have for it.
 
     sizes: how many tokens it sends to each in the forward pass, int32 `[peers]`; outward: whether this is that.
     """
@@ -112,35 +134,46 @@ def _swap(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.
         # All devices of a rank hold the same tokens: device i sends channels i * width on.
         part = jax.lax.dynamic_slice_in_dim(chunks, jax.lax.axis_index(TENSOR) * width, width, axis=-1)
     if way.exchange == "ragged":
-        received = _ragged(part, sizes, way.groups, outward)
+        received = _ragged(way, part, sizes, outward)
     else:
-        received = jax.lax.all_to_all(part, RANKS, 0, 0, axis_index_groups=way.groups)
+        received = jax.lax.all_to_all(part, way.axes, 0, 0, axis_index_groups=way.groups)
     return jax.lax.all_gather(received, TENSOR, axis=received.ndim - 1, tiled=True) if cut else received
 
 
-def _ragged(chunks: jax.Array, sizes: jax.Array, groups: list[list[int]] | None, outward: bool) -> jax.Array:
+def _ragged(way: _Way, chunks: jax.Array, sizes: jax.Array, outward: bool) -> jax.Array:
     """Exchange the filled tokens of chunks `[peers, chunk, width]`; they arrive where a padded exchange puts them."""
-    arriving = jax.lax.all_to_all(sizes, RANKS, 0, 0, axis_index_groups=groups, tiled=True)
+    arriving = jax.lax.all_to_all(sizes, way.axes, 0, 0, axis_index_groups=way.groups, tiled=True)
     # The backward pass returns to each peer as many tokens as came from it.
     sent, received = (sizes, arriving) if outward else (arriving, sizes)
     peers, chunk, width = chunks.shape
     # Every rank's chunk for peer 2 of 4 begins at 2 * chunk here; at peer 2 it lands at (this rank % 4) * chunk.
     begins = jnp.arange(peers, dtype=jnp.int32) * chunk
-    mine = jnp.full(peers, jax.lax.axis_index(RANKS) % peers * chunk, jnp.int32)
+    mine = jnp.full(peers, jax.lax.axis_index(way.axes) % peers * chunk, jnp.int32)
     flat = chunks.reshape(peers * chunk, width)
-    options = {"axis_name": RANKS, "axis_index_groups": groups}
+    options = {"axis_name": way.axes, "axis_index_groups": way.groups}
     exchanged = jax.lax.ragged_all_to_all(flat, jnp.zeros_like(flat), begins, sent, mine, received, **options)
     return exchanged.reshape(chunks.shape)
 
 
-def _on_one_device(tokens: jax.Array, send: jax.Array, gather: jax.Array) -> jax.Array:
+def _on_one_device(tokens: jax.Array, tables: tuple[jax.Array, ...], slots: jax.Array) -> jax.Array:
     """Exchange with the arrays of all ranks on one device: what rank a sends to b is what b gets from a."""
-    ranks, peers, chunk = send.shape
-    width = tokens.shape[-1]
-    # [group, sender, receiver, chunk, width]; swapping sender and receiver is the exchange.
-    chunks = jax.vmap(_pick)(tokens, send).reshape(ranks // peers, peers, peers, chunk, width)
-    received = chunks.swapaxes(1, 2).reshape(ranks, peers * chunk, width)
-    return jax.vmap(_pick)(jnp.concatenate([received, tokens], axis=1), gather)
+    devices, width = len(tables[0]), tokens.shape[-1]
+    context = tables[1].shape[1] if tables[1:] else 1
+    local = tokens.reshape(devices, len(tokens) // devices * tokens.shape[1], width)
+    for send, among in zip(tables, (context, 1), strict=False):
+        _, peers, chunk = send.shape
+        # Peers are `among` apart. [group, sender, device of a rank, receiver, chunk, width]: swapping sender and
+        # receiver is the exchange.
+        groups = devices // (peers * among)
+        chunks = jax.vmap(_pick)(local, send).reshape(groups, peers, among, peers, chunk, width)
+        received = chunks.swapaxes(1, 3).reshape(devices, peers * chunk, width)
+        local = jnp.concatenate([received, local], axis=1)
+    # [rank, row, device of a rank, its positions of the row].
+    ranks = devices // context
+    parts = slots.reshape(ranks, len(slots) // ranks, context, slots.shape[1] // context, *slots.shape[2:])
+    parts = parts.swapaxes(1, 2)
+    placed = jax.vmap(_pick)(local, parts.reshape(devices, *parts.shape[2:]))
+    return placed.reshape(*parts.shape, width).swapaxes(1, 2).reshape(*slots.shape, width)
 
 
 def _pick(tokens: jax.Array, positions: jax.Array) -> jax.Array:

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mmjax.config import Exchange, MeshConfig, ModelConfig
+from mmjax.config import ContextAttention, Exchange, MeshConfig, ModelConfig
 from mmjax.errors import UserError
 
-AXES = ("data", "fsdp", "tensor", "context")
+AXES = ("data", "fsdp", "context", "tensor")
 RANKS = ("data", "fsdp")  # axes whose product is the ranks: the rows of a batch are sharded over them
+CONTEXT = "context"  # devices that share the tokens of a rank's rows
 TENSOR = "tensor"
 
 
@@ -41,8 +42,6 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
         raise UserError(f"mesh.{free[0]} and mesh.{free[1]} are both -1; give all but one a size")
     if any(size < 1 and size != -1 for size in sizes.values()):
         raise UserError(f"mesh sizes must be at least 1, or -1 for one of them: {_spell(sizes)}")
-    if sizes["context"] != 1:
-        raise UserError("mesh.context must be 1: one sequence stays on one device")
     if free:
         if devices % known:
             raise UserError(
@@ -59,11 +58,16 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 
 def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig) -> None:
-    """Check that tensor parallelism cuts no attention head. Raises UserError where it would."""
-    tensor = sizes["tensor"]
+    """Check that parallelism cuts no attention head. Raises UserError where it would."""
+    tensor, context = sizes["tensor"], sizes["context"]
     for key in ("heads", "kv_heads"):
         if (count := getattr(model.llm, key)) % tensor:
             raise UserError(f"mesh.tensor={tensor} does not divide model.llm.{key}={count}; use a divisor of it")
+        if config.context_attention == "heads" and count % (tensor * context):
+            raise UserError(
+                f"mesh.context_attention=heads: mesh.tensor={tensor} x mesh.context={context} does not divide "
+                f"model.llm.{key}={count}; use mesh.context_attention=gather, which cuts no head"
+            )
     for name, encoder in model.encoders.items():
         if encoder.heads % tensor and config.encoders == "tensor":
             raise UserError(
@@ -106,8 +110,8 @@ def row_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> int:
 
 
 def encoder_axes(config: MeshConfig) -> tuple[str, ...]:
-    """Return the axes that the rows of encoders are sharded over."""
-    return (*RANKS, TENSOR) if config.encoders == "data" else RANKS
+    """Return the axes that the rows of encoders are sharded over: of an LLM row's devices, each has its own."""
+    return (*RANKS, CONTEXT, TENSOR) if config.encoders == "data" else (*RANKS, CONTEXT)
 
 
 def local_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> range:
@@ -147,6 +151,11 @@ def rows_sharding(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(axes))
 
 
+def tokens_sharding(mesh: Mesh, rules: ShardingRules) -> NamedSharding:
+    """Return the sharding of the LLM's rows, and of their tokens."""
+    return NamedSharding(mesh, rules.spec(("rows", "length")))
+
+
 Axes = tuple[str | None, ...]
 
 
@@ -156,29 +165,32 @@ class ShardingRules:
 
     FSDP shards parameters along `embed` and gathers them where they are used; tensor parallelism shards `heads`,
     `mlp` and `vocab`, so activations are whole along `width` between layers. While encoders run (`encoding`), `rows`
-    are `item_rows`: where these lie on `tensor` too, encoders are not cut but gathered, as under FSDP.
+    are `item_rows` and rows are whole: where these lie on `tensor` too, encoders are not cut but gathered, as under
+    FSDP. Encoder tokens leave for the LLM from `token_rows`.
     """
 
     rows: tuple[str, ...] = RANKS
-    item_rows: tuple[str, ...] = RANKS
-    length: tuple[str, ...] = ("context",)
+    item_rows: tuple[str, ...] = (*RANKS, CONTEXT)
+    token_rows: tuple[str, ...] = (*RANKS, CONTEXT)
+    length: tuple[str, ...] = (CONTEXT,)
     width: tuple[str, ...] = ()
-    embed: tuple[str, ...] = ("fsdp",)
+    embed: tuple[str, ...] = ("fsdp", CONTEXT)
     heads: tuple[str, ...] = ("tensor",)
     kv_heads: tuple[str, ...] = ("tensor",)
     mlp: tuple[str, ...] = ("tensor",)
     vocab: tuple[str, ...] = ("tensor",)
     fixed: tuple[str, ...] = ()  # of tables that are never trained
+    context_attention: ContextAttention = "auto"  # no axis: how queries meet the keys of other devices
 
     @classmethod
     def of(cls, config: MeshConfig) -> ShardingRules:
         """Make the rules that a config asks for."""
-        return cls(item_rows=encoder_axes(config))
+        return cls(item_rows=encoder_axes(config), context_attention=config.context_attention)
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """Build the partition spec of these logical axes. Raises ValueError for an unknown or a clashing axis."""
         # The rules' fields are the logical axes.
-        known = {f.name for f in fields(self)}
+        known = {f.name for f in fields(self) if f.name != "context_attention"}
         used: set[str] = set()
         entries: list[tuple[str, ...] | None] = []
         for axis in axes:
@@ -223,7 +235,8 @@ def encoding() -> Iterator[None]:
     if current is None:
         yield
     else:
-        with activations_on(current.mesh, replace(current.rules, rows=current.rules.item_rows), current.exchange):
+        rules = replace(current.rules, rows=current.rules.item_rows, length=())
+        with activations_on(current.mesh, rules, current.exchange):
             yield
 
 

@@ -107,6 +107,7 @@ class DeviceBatch:
     widths: Mapping[str, int]  # tokens exchanged with each peer, by encoder
     peers: int = 1
     microbatches: int = 1
+    context: int = 1  # devices that share a row, of which each has the length in `shape`
     # By tower, those of the blocks that attention visits on the device with most, where contents are known.
     pairs: Mapping[str, float] = field(default_factory=dict)
 

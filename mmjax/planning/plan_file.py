@@ -39,7 +39,7 @@ def plan_text(
     expected: Mapping[str, Any],
 ) -> str:
     """Format the plan file for this mesh, or the config's units, with these policies."""
-    settings: dict[str, Any] = {f"mesh.{axis}": mesh[axis] for axis in ("data", "fsdp", "tensor")}
+    settings: dict[str, Any] = {f"mesh.{axis}": mesh[axis] for axis in ("data", "fsdp", "context", "tensor")}
     if not config.units:
         settings["units"] = "{}"
     for name, unit in config.units.items():

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.config import DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat
+from mmjax.config import (
+    ContextAttention,
+    DecoderConfig,
+    ModelConfig,
+    Muon,
+    OptimizerConfig,
+    Remat,
+    context_form,
+)
 from mmjax.config.model import Encoder
 from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
 from mmjax.planning.hardware import Cluster, Rates
@@ -31,12 +40,14 @@ class StepTime:
     shards: float  # all-gather of parameters and reduce-scatter of gradients, overlapped with computing
     tensor: float  # all-reduces of tensor parallelism
     exchange: float  # of encoder tokens
+    context: float  # of context parallelism: keys and values that arrive later than the kernel asks, or heads
     update: float
 
     @property
     def total(self) -> float:
         """Return the seconds of the step: the longer of computing and sharding, plus what is not overlapped."""
-        return max(self.compute + self.recompute, self.shards) + self.tensor + self.exchange + self.update
+        apart = self.tensor + self.context + self.exchange + self.update
+        return max(self.compute + self.recompute, self.shards) + apart
 
     def mean_over(self, steps: int) -> StepTime:
         """Return the mean per step of a sum over `steps`; `update` is already per step."""
@@ -54,6 +65,12 @@ class ClusterRun:
     speed: Speed
     activation: int
     loss_chunks: int = 1
+    context_attention: ContextAttention = "auto"
+
+    @property
+    def parameter_shards(self) -> int:
+        """Return over how many devices parameters are sharded and gathered, beside tensor parallelism."""
+        return self.mesh["fsdp"] * self.mesh.get("context", 1)
 
 
 def step_time(
@@ -121,8 +138,37 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
             _tensor(c, work[name].positions, machine.sharding.parts(name), machine) for name, c in towers.items()
         ),
         exchange=2 * exchange_seconds(model, batch, machine),
+        context=_context(model.llm, batch, machine),
         update=0.0,
     )
+
+
+def _context(llm: DecoderConfig, batch: DeviceBatch, machine: ClusterRun) -> float:
+    """Estimate the seconds in which the LLM's layers wait for keys and values, or exchange heads for tokens.
+
+    Keys arrive while the kernel works on others; the first ones are the device's own.
+    """
+    if batch.context == 1:
+        return 0.0
+    layer, tensor, rates = layer_sizes(llm), machine.mesh["tensor"], machine.speed.rates
+    positions = math.prod(batch.shape["llm"])
+    again = recomputed_attention(layer_policies(llm))
+    channel = positions * machine.activation / machine.sharding.llm
+    if context_form(machine.context_attention, (llm.heads, llm.kv_heads), batch.context, tensor) == "heads":
+        exchanged = _all_to_all(2 * (layer.queries + layer.keys) * channel, batch.context, tensor, machine.cluster)
+        return (2 * llm.layers + again) * exchanged
+    arrive = collective_seconds(2 * layer.keys * channel * batch.context, batch.context, tensor, machine.cluster)
+    # Of a pair, two products in forward and five in backward; gradients of keys and values return as float32.
+    product = 2 * batch.pairs["llm"] * layer.queries / machine.sharding.llm / (rates.attention or rates.flops)
+    hidden = (batch.context - 1) / batch.context * product
+    forward = max(0.0, arrive - 2 * hidden)
+    backward = max(0.0, (1 + MASTER / machine.activation) * arrive - 5 * hidden)
+    return (llm.layers + again) * forward + llm.layers * backward
+
+
+def recomputed_attention(policies: Sequence[Remat]) -> int:
+    """Count the layers whose backward pass runs attention again."""
+    return sum(policy == "full" for policy in policies)
 
 
 def _with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
@@ -167,14 +213,15 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     mesh = machine.mesh
     trainable = sum(n for module, n in counts.items() if module not in frozen)
     parts = mesh["tensor"]
+    shards = machine.parameter_shards
     # Twice, since FSDP frees gathered parameters after the forward pass and gathers them again.
     gather_bytes = 2 * machine.activation * sum(counts.values()) / parts
-    gathered = collective_seconds(gather_bytes, mesh["fsdp"], parts, machine.cluster)
+    gathered = collective_seconds(gather_bytes, shards, parts, machine.cluster)
     # Gradients have the precision of the computation until they are added to the float32 sum.
-    scattered = collective_seconds(machine.activation * trainable / parts, mesh["fsdp"], parts, machine.cluster)
+    scattered = collective_seconds(machine.activation * trainable / parts, shards, parts, machine.cluster)
     # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
-    reduce_bytes = 2 * MASTER * trainable / (parts * mesh["fsdp"])
-    return gathered + scattered + collective_seconds(reduce_bytes, mesh["data"], parts * mesh["fsdp"], machine.cluster)
+    reduce_bytes = 2 * MASTER * trainable / (parts * shards)
+    return gathered + scattered + collective_seconds(reduce_bytes, mesh["data"], parts * shards, machine.cluster)
 
 
 def _muon(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
@@ -187,7 +234,7 @@ def muon_seconds(config: DecoderConfig | Encoder, layers: int, tower: str, machi
     """Estimate the seconds of Muon's update of so many layers of a tower."""
     layer = layer_sizes(config)
     parts = machine.sharding.parts(tower)
-    fsdp = machine.mesh["fsdp"]
+    fsdp = machine.parameter_shards
     layers = -(-layers // (fsdp * parts))  # of the device that has most
     sides = 2 * [layer.queries] + 2 * [layer.keys] + (2 + layer.gated) * [layer.mlp]
     flops = sum(newton_schulz_flops(layer.width, side) for side in sides)
@@ -210,12 +257,16 @@ def _all_to_all(size: float, group: int, stride: int, cluster: Cluster) -> float
 
 
 def exchange_seconds(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun) -> float:
-    """Estimate the seconds in which a rank sends its microbatch's tokens to its peers, padding included."""
-    device = machine.cluster.device
-    sent = sum(batch.peers * n for n in batch.widths.values()) * model.llm.width * machine.activation
-    # Ranks that exchange tokens are `tensor` devices apart.
-    in_node = batch.peers * machine.mesh["tensor"] <= machine.cluster.per_node
-    return sent / (device.link_rate if in_node else device.network_rate)
+    """Estimate the seconds in which a rank sends its microbatch's tokens to its peers, and among its own devices."""
+    device, tensor = machine.cluster.device, machine.mesh["tensor"]
+    token = model.llm.width * machine.activation
+    sent = sum(batch.peers * n for n in batch.widths.values()) * token  # padding included
+    # Ranks that exchange tokens are `context` x `tensor` devices apart.
+    in_node = batch.peers * batch.context * tensor <= machine.cluster.per_node
+    work = row_work(model, batch.shape)
+    spread = sum(work[name].tokens for name in model.encoders if name in work) * token
+    within = _all_to_all(spread, batch.context, tensor, machine.cluster)
+    return sent / (device.link_rate if in_node else device.network_rate) + within
 
 
 def collective_seconds(size: float, group: int, stride: int, cluster: Cluster) -> float:

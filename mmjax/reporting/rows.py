@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from PIL import Image
 
-from mmjax.batch import TextBatch
+from mmjax.batch import TOKEN_FIELDS, TextBatch
 from mmjax.config import AudioConfig
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
@@ -203,7 +203,7 @@ class Shower:
         unreadable: dict[int, str] = {}
         ranks = range(row.rank, row.rank + 1)
         batch = pack_microbatch(plan, loader.arrays, loader.reader, ranks, None, unreadable).text
-        fields = {f: getattr(batch, f)[row.row] for f in TextBatch._fields if f not in ("slots", "send")}
+        fields = {f: getattr(batch, f)[row.row] for f in TOKEN_FIELDS}
         return TextBatch(**fields, slots={}, send={})
 
     @property

@@ -20,6 +20,9 @@ GPU: CompilerOptions = {
     "xla_gpu_memory_limit_slop_factor": 100,
 }
 
+# Those with context parallelism beside them: keys, values and their gradients are under way at the same time.
+GPU_CONTEXT: CompilerOptions = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+
 # Those of programs that a CPU runs a few times: without LLVM's optimizations, with XLA's older code for fusions and in
 # one piece they compile in a third of the time.
 QUICK_CPU: CompilerOptions = {
@@ -30,12 +33,16 @@ QUICK_CPU: CompilerOptions = {
 }
 
 
-def compiler_options(chosen: CompilerOptions, device: jax.Device) -> dict[str, bool | int | float | str]:
+def compiler_options(
+    chosen: CompilerOptions, device: jax.Device, context: int = 1
+) -> dict[str, bool | int | float | str]:
     """Return the options that the programs of a step are compiled with for a device, absent or not.
 
-    chosen: the config's, in place of those of the same name. Raises UserError where XLA refuses one.
+    chosen: the config's, in place of those of the same name. context: devices that share a row. Raises UserError where
+    XLA refuses one.
     """
-    options = {**(GPU if device.platform in ("gpu", "cuda") else {}), **chosen}
+    wanted = {**GPU, **(GPU_CONTEXT if context > 1 else {})} if device.platform in ("gpu", "cuda") else {}
+    options = {**wanted, **chosen}
     if reason := _refusal(options, device):
         raise UserError(f"compiler: XLA of JAX {jax.__version__} says: {reason}; change or leave it out")
     return options

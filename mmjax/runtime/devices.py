@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -235,17 +235,17 @@ def mesh_topology(mesh: Mesh, config: MeshConfig) -> Topology:
 
     Raises UserError where `mesh.ranks_per_node` does not divide the ranks.
     """
-    return make_topology(
-        config, row_ranks(mesh), len(local_ranks(mesh)) * coordination.per_host(), mesh.shape["tensor"]
-    )
+    return make_topology(config, row_ranks(mesh), len(local_ranks(mesh)) * coordination.per_host(), dict(mesh.shape))
 
 
-def make_topology(config: MeshConfig, ranks: int, ranks_on_host: int, tensor: int) -> Topology:
-    """Return the topology of so many ranks. Raises UserError where `mesh.ranks_per_node` does not divide them."""
+def make_topology(config: MeshConfig, ranks: int, ranks_on_host: int, sizes: Mapping[str, int]) -> Topology:
+    """Return the topology of so many ranks. sizes: of the mesh's axes.
+
+    Raises UserError where `mesh.ranks_per_node` does not divide them."""
     peers = config.ranks_per_node
     if peers < 0 or (peers and ranks % peers):
         raise UserError(f"mesh.ranks_per_node={peers}: choose a divisor of the {ranks} ranks, or 0 for those of a host")
     # The gcd, since groups of ranks must be equal even where the ranks of a host do not divide all of them.
     per_node = math.gcd(ranks, ranks_on_host)
-    encoders_per_rank = tensor if config.encoders == "data" else 1
-    return Topology(ranks, peers or per_node, per_node, encoders_per_rank)
+    encoders_per_rank = sizes["context"] * (sizes["tensor"] if config.encoders == "data" else 1)
+    return Topology(ranks, peers or per_node, per_node, encoders_per_rank, sizes["context"])

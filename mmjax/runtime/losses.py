@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from mmjax.batch import TextBatch
 from mmjax.models.decoder import logits_of
-from mmjax.parallel.sharding import active, cut_in_shards
+from mmjax.parallel.sharding import CONTEXT, active, cut_in_shards
 
 MAX_WORST = 32  # samples of a step whose losses are reported
 
@@ -94,8 +94,14 @@ def worst_samples(losses: jax.Array, text: TextBatch) -> tuple[jax.Array, jax.Ar
     if on is None:
         return _worst_of_rows(*rows)
     over = PartitionSpec(on.rules.rows)
+    if on.mesh.shape[CONTEXT] > 1:
+        # These few numbers of a token are gathered, and samples put together again.
+        rows = (*rows, text.pos)
 
     def worst_of_rank(*rows: jax.Array) -> tuple[jax.Array, ...]:
+        if rows[4:]:
+            order = jnp.argsort(rows[4], axis=1)
+            rows = [jnp.take_along_axis(x, order, axis=1) for x in rows[:4]]
         return jax.tree.map(lambda x: x[None], _worst_of_rows(*rows))
 
     run_on_ranks = jax.shard_map(worst_of_rank, mesh=on.mesh, in_specs=over, out_specs=over, check_vma=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,12 +20,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Exchange
-from mmjax.config.model import adapted_modules, module_names
+from mmjax.config.model import Encoder, adapted_modules, module_names
+from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.plan.placement import Shape
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params, split_scanned
 from mmjax.models.model import Model, merge, modules_of, partition
-from mmjax.parallel.sharding import ShardingRules, activations_on, local_ranks, replicated, row_ranks, rows_sharding
+from mmjax.parallel.sharding import (
+    ShardingRules,
+    activations_on,
+    local_ranks,
+    replicated,
+    row_ranks,
+    rows_sharding,
+    tokens_sharding,
+)
 from mmjax.runtime.losses import MAX_WORST, highest_losses, losses_in_chunks, step_loss, worst_samples
 from mmjax.runtime.state import (
     Hyperparameters,
@@ -239,7 +249,7 @@ class Executor:
         self._isolate = jax.jit(isolate_rows)
         self._are_finite = jax.jit(are_finite, out_shardings=on_all)
         self.merge_unreadable = jax.jit(merge_unreadable, out_shardings=on_all)
-        self.weigh = jax.jit(weigh, out_shardings=(on_all, rows_sharding(mesh, rules.rows)))
+        self.weigh = jax.jit(weigh, out_shardings=(on_all, tokens_sharding(mesh, rules)))
         cleared = self.sums_shardings if accumulates else None
         donated = (0, 1) if accumulates else 0  # gradients of one microbatch take the place of no output
         self.update = jit(self._update, out_shardings=(self.shardings, cleared, on_all), donate_argnums=donated)
@@ -353,13 +363,19 @@ class Executor:
     def put(self, batch: Microbatch) -> Microbatch:
         """Bring a packed microbatch to the devices: the rows of this process's ranks, as many for each rank."""
 
-        def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
-            # 6 rows of this process's 2 ranks, of 8 ranks in all: 6 * 8 // 2 = 24 rows.
-            ranks = row_ranks(self.mesh, axes)
-            shape = (len(x) * ranks // len(local_ranks(self.mesh, axes)), *x.shape[1:])
-            return jax.make_array_from_process_local_data(rows_sharding(self.mesh, axes), x, shape)
+        def put(x: np.ndarray, axes: tuple[str, ...], layout: NamedSharding) -> jax.Array:
+            # 6 rows of this process's ranks 2 and 3, of 8 ranks in all: rows 6 to 11 of 6 * 8 // 2 = 24.
+            local = local_ranks(self.mesh, axes)
+            rows = len(x) * row_ranks(self.mesh, axes) // len(local)
+            first = local.start * len(x) // len(local)
 
-        return _put(batch, put, self.rules)
+            def piece(index: tuple[slice, ...]) -> np.ndarray:
+                begin, end, _ = index[0].indices(rows)
+                return x[begin - first : end - first, *index[1:]]
+
+            return jax.make_array_from_callback((rows, *x.shape[1:]), layout, piece)
+
+        return _put(batch, put, self.mesh, self.rules)
 
     def step(
         self,
@@ -556,7 +572,9 @@ def _on_device(x: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtype
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.with_memory_kind(None))
 
 
-def padding_microbatches(shapes: Sequence[Shape], first: Microbatch) -> list[Microbatch]:
+def padding_microbatches(
+    shapes: Sequence[Shape], first: Microbatch, encoders: Mapping[str, Encoder]
+) -> list[Microbatch]:
     """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
 
     def resize(x: np.ndarray, length: int) -> np.ndarray:
@@ -564,27 +582,42 @@ def padding_microbatches(shapes: Sequence[Shape], first: Microbatch) -> list[Mic
 
     batches = []
     for shape in shapes:
-        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}))
+        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}, spread={}))
         widths = zip(first.text.send.items(), shape.widths, strict=True)
         lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
         send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
         items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
-        batches.append(Microbatch(text._replace(send=send), items))
+        spread = {}
+        for e, x in first.text.spread.items():
+            length, new_length = first.items[e].item.shape[1], items[e].item.shape[1]
+            # Beside what peers send, a device has slots for each of its rows.
+            rows = (x.shape[2] - prod(first.text.send[e].shape[1:])) // tokens_on_device(encoders[e], 1, length, 0, 0)
+            width = tokens_on_device(encoders[e], rows, new_length, *send[e].shape[1:])
+            spread[e] = np.zeros((*x.shape[:2], width), x.dtype)
+        batches.append(Microbatch(text._replace(send=send, spread=spread), items))
     return batches
 
 
 def put_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
     """Put a microbatch, made for the ranks of `mesh` and whole on every process, on the devices."""
 
-    def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, rows_sharding(mesh, axes), x.__getitem__)
+    def put(x: np.ndarray, axes: tuple[str, ...], layout: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, layout, x.__getitem__)
 
-    return _put(batch, put, rules)
+    return _put(batch, put, mesh, rules)
 
 
 def _put(
-    batch: Microbatch, put: Callable[[np.ndarray, tuple[str, ...]], jax.Array], rules: ShardingRules
+    batch: Microbatch,
+    put: Callable[[np.ndarray, tuple[str, ...], NamedSharding], jax.Array],
+    mesh: Mesh,
+    rules: ShardingRules,
 ) -> Microbatch:
-    """Put every array on the axes that its rows are spread over."""
-    text = jax.tree.map(lambda x: put(x, rules.rows), batch.text)
-    return Microbatch(text, jax.tree.map(lambda x: put(x, rules.item_rows), batch.items))
+    """Put every array on the devices by `put(array, axes, sharding)`. axes: of the ranks whose part a process holds."""
+    tokens, by_device = tokens_sharding(mesh, rules), rows_sharding(mesh, rules.token_rows)
+    tables = {"send": batch.text.send, "spread": batch.text.spread}
+    text = jax.tree.map(lambda x: put(x, rules.rows, tokens), batch.text._replace(send={}, spread={}))
+    # A process holds the tables of all devices of its ranks.
+    tables = jax.tree.map(lambda x: put(x, rules.rows, by_device), tables)
+    items = jax.tree.map(lambda x: put(x, rules.item_rows, rows_sharding(mesh, rules.item_rows)), batch.items)
+    return Microbatch(text._replace(**tables), items)

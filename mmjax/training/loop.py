@@ -140,7 +140,9 @@ class Trainer:
         self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
         check_heads(self.mesh.shape, config.mesh, config.model)
         enable_compilation_cache(folder.programs)  # before anything is compiled
-        self.compiler_options = compiler_options(config.compiler, self.mesh.local_devices[0])
+        self.compiler_options = compiler_options(
+            config.compiler, self.mesh.local_devices[0], self.mesh.shape["context"]
+        )
         self.programs = CompileCounter()
 
         with activity("opening the data"):
@@ -304,7 +306,7 @@ class Trainer:
         with activity("compiling the programs of a step"):
             accumulated = self.executor.zeros()
             # One microbatch is enough for the programs of all shapes: they differ only in the rows' lengths.
-            shapes = padding_microbatches(self.loader.layout.shapes, example)
+            shapes = padding_microbatches(self.loader.layout.shapes, example, self.config.model.encoders)
             hyper = hyperparameters(self.config, self.executor.modules, self.first_step)
             self.executor.compile(state, accumulated, shapes, hyper)
         with activity("compiling those of saving and answering"):

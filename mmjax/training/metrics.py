@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance.parts import LLM, dist_ratio, pad_ratio
+from mmjax.balance.parts import LLM, dist_ratio, pad_ratio, sp_ratio
 from mmjax.config import Config
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
@@ -37,7 +37,8 @@ def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayo
     """Measure the fill of a step's rows and the balance of its ranks, whichever process holds them.
 
     By module: fill, pad ratio (OmniBal eq. 1), dist ratio over ranks (eq. 2) and the fullest rank over the mean one;
-    the latter two also as they would be with balance `none`. straggler_wait: the share of the step in which a rank
+    the latter two also as they would be with balance `none`. sp_ratio: over the devices that share a rank's rows, of
+    encoders (OmniBal, appendix A.8). straggler_wait: the share of the step in which a rank
     waits, on average, for the fullest one of each phase. flops: float64 `[modules]`, per position; they weigh the
     phases.
     """
@@ -64,6 +65,10 @@ def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayo
             scalars[f"max_over_mean{suffix}/{module}"] = float(maximum_over_mean)
         # Ranks wait for each other between phases, so a step takes the sum of the phases' maxima.
         scalars[f"straggler_wait{suffix}"] = float(1 - weights @ by_rank.mean(1) / (weights @ by_rank.max(1)))
+    if (context := layout.topology.context) > 1:
+        for module, totals in zip(modules[1:], loaded.balanced.sum(0)[1:], strict=True):
+            of_devices = totals.reshape(ranks, context, -1).sum(-1)
+            scalars[f"sp_ratio/{module}"] = float(sp_ratio(of_devices)) if totals.any() else 0.0
     return scalars | {"useful/budget": useful / budget}
 
 

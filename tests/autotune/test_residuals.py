@@ -13,7 +13,7 @@ from flax import nnx
 from tiny_run import tiny_config
 
 from mmjax.autotune.layer_profile import saved_bytes_per_layer
-from mmjax.batch import ItemBatch, TextBatch
+from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
 from mmjax.models.model import Model
 from mmjax.planning.memory import SavedBytes
 
@@ -111,7 +111,7 @@ def weighed(model, tower, wanted):
 def batch_of(tower):
     zeros = np.zeros(SHAPES[tower], np.int32)
     if tower == "llm":
-        fields = dict.fromkeys(TextBatch._fields, zeros)
+        fields = dict.fromkeys(TOKEN_FIELDS, zeros)
         return TextBatch(**fields | {"weight": zeros.astype(np.float32), "slots": {}, "send": {}})
     features = 16 if tower == "vision" else 20
     values = np.zeros((*zeros.shape, features), np.float32)

@@ -74,6 +74,33 @@ def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_nu
 
 
 @pytest.mark.exhaustive
+def test_rows_over_the_devices_of_two_processes_give_the_losses_of_one_device_and_go_on_over_fewer(runs, tmp_path):
+    words = ("training.steps=12", "schedule.warmup=2", "training.checkpoint_every=4", "training.keep=9")
+    words += ("training.evaluate_every=0", "mesh.data=1")
+    one, shared = runs / "whole_rows", runs / "shared_rows"
+    assert together(1, TINY_MEDIA, f"run={one}", *words, devices=1).code == 0
+    ended = together(2, TINY_MEDIA, f"run={shared}", *words, "mesh.context=8", devices=4)
+    assert ended.code == 0, ended
+    assert "; 0 programs compiled after the start" in ended.out
+    wanted = steps_of(one)
+    for context, since in ((8, 0), (2, 4), (1, 8)):
+        if since:
+            for step in range(since + 4, 13, 4):
+                shutil.rmtree(shared / "checkpoints" / str(step), ignore_errors=True)
+            (shared / "test.json").unlink()
+            ended = together(
+                1, TINY_MEDIA, f"run={shared}", "--resume", *words, f"mesh.context={context}", devices=context
+            )
+            assert ended.code == 0, ended
+            assert f"at step {since}" in ended.out
+        found = steps_of(shared)
+        assert list(found) == list(wanted) == list(range(1, 13))
+        for step, record in wanted.items():
+            assert found[step]["samples"] == record["samples"]
+            assert found[step]["loss"] == pytest.approx(record["loss"], rel=1e-4)
+
+
+@pytest.mark.exhaustive
 def test_a_process_killed_in_a_balanced_step_is_named_and_the_run_goes_on_exactly_with_others(folder):
     """Every phase balanced by itself, so that all steps wait for each other in all-to-alls."""
     words = ("training.evaluate_every=0", "training.checkpoint_every=10", "training.steps=100000")

@@ -29,6 +29,7 @@ DRAWN = Sampling(0.8, top_k=20, top_p=0.9, seed=5)
 MESHES = {
     "data x tensor": (MeshConfig(data=4, tensor=2), DRAWN),
     "data x fsdp x tensor": (MeshConfig(data=2, fsdp=2, tensor=2), Sampling()),
+    "rows over devices": (MeshConfig(data=2, context=2, tensor=2), Sampling()),
     "encoders over all": (MeshConfig(data=2, tensor=2, encoders="data"), DRAWN),
 }
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.batch import ItemBatch, Microbatch, TextBatch
+from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, LogMel, ModelConfig, VisionConfig
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.model import Model
@@ -117,7 +117,7 @@ def pack(rows, lengths, items="causal", encoders=("vision", "audio"), merge=2, o
     taken = {name: _pack_items(name, rows, owners, lengths[name], merge) for name in encoders}
     slot = {name: iter(slots) for name, (_, slots) in taken.items()}
     shape = (len(rows), lengths["llm"])
-    field = {name: np.zeros(shape, np.int32) for name in TextBatch._fields if name not in ("slots", "send", "weight")}
+    field = {name: np.zeros(shape, np.int32) for name in TOKEN_FIELDS if name != "weight"}
     field["sample"] -= 1
     field["source"] -= 1
     field["owner"] -= 1

@@ -7,14 +7,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmjax.config import MeshConfig
-from mmjax.models.attention import (
+from mmjax.models.attention import MaskSpec, allowed, attention
+from mmjax.models.blockwise_attention import (
     DEFAULT_SCORING,
-    MaskSpec,
     Scoring,
     _live_blocks,
     _mask_blocks,
-    allowed,
-    attention,
     blockwise_attention,
     dense_attention,
 )

@@ -111,7 +111,7 @@ def test_a_ragged_exchange_is_compiled_for_gpus_with_the_sizes_that_the_tables_h
 
 def test_a_mesh_of_another_number_of_ranks_is_refused():
     send, gather = np.zeros((4, 4, 1), np.int32), np.zeros((4, CAPACITY), np.int32)
-    with pytest.raises(ValueError, match="a batch made for 4 ranks cannot run on a mesh of 8"):
+    with pytest.raises(ValueError, match="a batch made for 4 ranks cannot run on a mesh of"):
         dispatch(TOKENS[:4], send, gather, MESH)
 
 

@@ -28,14 +28,14 @@ VISION = VisionConfig(layers=1, width=32, heads=4, mlp_width=48, patch=4)
     [
         (MeshConfig(), (8, 1, 1, 1)),
         (MeshConfig(2, fsdp=-1), (2, 4, 1, 1)),
-        (MeshConfig(1, fsdp=4, tensor=-1), (1, 4, 2, 1)),
-        (MeshConfig(2, fsdp=2, tensor=2), (2, 2, 2, 1)),
+        (MeshConfig(1, fsdp=4, tensor=-1), (1, 4, 1, 2)),
+        (MeshConfig(2, context=2, tensor=2), (2, 1, 2, 2)),
     ],
 )
 def test_a_mesh_takes_all_devices_and_minus_one_what_the_others_leave(config, shape):
     mesh = make_mesh(config, jax.devices())
     assert tuple(mesh.shape.values()) == shape
-    assert tuple(mesh.shape) == ("data", "fsdp", "tensor", "context")
+    assert tuple(mesh.shape) == ("data", "fsdp", "context", "tensor")
     assert mesh.devices.flatten().tolist() == jax.devices()
 
 
@@ -49,7 +49,7 @@ def test_a_mesh_takes_all_devices_and_minus_one_what_the_others_leave(config, sh
         (MeshConfig(0), "data=0", "at least 1, or -1"),
         (MeshConfig(exchange="ragged"), "mesh.exchange=ragged: a CPU has no such", "use mesh.exchange=padded"),
         (MeshConfig(-2), "data=-2", "at least 1, or -1"),
-        (MeshConfig(-1, context=2), "mesh.context must be 1", "one sequence stays on one device"),
+        (MeshConfig(-1, context=3), "3 .* does not divide the 8 devices", "use sizes whose product does"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_remedy(config, wrong, remedy):
@@ -78,6 +78,14 @@ def test_tensor_parallelism_that_cuts_a_head_is_refused_with_the_key(llm, vision
         check_heads(mesh.shape, MeshConfig(), model)
     assert key in str(raised.value)
     assert "use a divisor" in str(raised.value)
+
+
+def test_heads_that_cannot_be_exchanged_for_tokens_are_refused_with_the_key():
+    mesh = make_mesh(MeshConfig(context=2, tensor=2), jax.devices())
+    model = ModelConfig(LLM)
+    check_heads(mesh.shape, MeshConfig(context_attention="gather"), model)
+    with pytest.raises(UserError, match=r"model\.llm\.kv_heads=2; use mesh\.context_attention=gather"):
+        check_heads(mesh.shape, MeshConfig(context_attention="heads"), model)
 
 
 def test_encoders_whose_rows_lie_on_the_tensor_axis_may_have_any_number_of_heads():
@@ -121,6 +129,6 @@ def test_rows_are_spread_over_data_and_fsdp_and_whole_over_tensor():
     axes = encoder_axes(MeshConfig(encoders="data"))
     assert row_ranks(mesh, axes) == 8
     assert rows_sharding(mesh, axes).shard_shape((8, 5)) == (1, 5)
-    assert encoder_axes(MeshConfig()) == RANKS
+    assert encoder_axes(MeshConfig()) == (*RANKS, "context")
     assert replicated(mesh).spec == PartitionSpec()
     assert replicated(mesh).shard_shape((8, 5)) == (8, 5)

@@ -17,7 +17,7 @@ def mesh():
 
 
 def test_rules_translate_logical_axes_to_mesh_axes():
-    assert RULES.spec(("embed", "heads")) == PartitionSpec("fsdp", "tensor")
+    assert RULES.spec(("embed", "heads")) == PartitionSpec(("fsdp", "context"), "tensor")
     assert RULES.spec(("rows", None, "width")) == PartitionSpec(("data", "fsdp"), None, None)
     assert ShardingRules(embed=()).spec(("vocab", "embed")) == PartitionSpec("tensor", None)
 

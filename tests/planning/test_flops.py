@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.batch import ItemBatch, Microbatch, TextBatch
+from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import (
     AudioConfig,
     ConnectorConfig,
@@ -241,7 +241,7 @@ def test_padding_needs_nothing() -> None:
     batch = random_microbatch(model, np.random.default_rng(3))
     more = [(0, 1), (0, 12)]
     pad = lambda x, value: np.pad(x, more + [(0, 0)] * (x.ndim - 2), constant_values=value)  # noqa: E731
-    fields = {f: x for f, x in batch.text._asdict().items() if f not in ("slots", "send")}
+    fields = {f: x for f, x in batch.text._asdict().items() if f in TOKEN_FIELDS}
     text = TextBatch(**{f: pad(x, -1 if f == "sample" else 0) for f, x in fields.items()}, slots={}, send={})
     items = {
         e: ItemBatch(*(pad(x, -1 if f == "item" else 0) for f, x in b._asdict().items()))

@@ -159,6 +159,28 @@ def test_the_devices_of_a_rank_share_its_exchange_and_add_up_no_tokens(tensor, t
     assert not [c.line for c in found if c.kind == "all-reduce" and set(tokens).intersection(c.shapes)]
 
 
+def test_devices_that_share_a_row_send_keys_and_tokens_alone_and_gather_no_activations(tmp_path):
+    mesh = MeshConfig(1, fsdp=2, context=4)
+    made = config(PostBalance())
+    batch = first_batch(made, tmp_path, mesh_topology(make_mesh(mesh, jax.devices()), mesh))
+    _, text, warnings = compiled_text(made, mesh, batch)
+    assert "rematerialization" not in warnings
+    found = collectives_in(text, (*MOVING, "all-reduce", "collective-permute"))
+    rows, length = batch.text.token.shape
+    rows, part = rows // mesh.fsdp, length // mesh.context
+    llm = made.model.llm
+    keys = (rows, part, llm.kv_heads, llm.head_width)
+    sent = [c for c in found if c.kind == "collective-permute" and keys in c.shapes]
+    # In a scan of layers: keys and values of three devices arrive in both passes, and their gradients return.
+    assert sum(c.shapes.count(keys) for c in sent) == 3 * (2 + 2 + 2)
+    exchanged = [sum(map(prod, c.shapes)) for c in found if c.kind == "all-to-all"]
+    tables = [prod(t.shape[1:]) * WIDTH for t in (*batch.text.send.values(), *batch.text.spread.values())]
+    assert all(exchanged.count(size) >= 2 for size in tables if size)
+    tokens = {(rows, length), (rows, part)}
+    whole = [c.line for c in found if c.kind == "all-gather" for shape in c.shapes if shape[:2] in tokens and shape[2:]]
+    assert not whole
+
+
 def test_an_exchange_stays_inside_its_node(tmp_path):
     made = config(PostBalance())
     batch = first_batch(made, tmp_path, Topology(RANKS, 4, 4))

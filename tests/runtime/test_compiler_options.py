@@ -15,6 +15,7 @@ from mmjax.errors import UserError
 from mmjax.planning.memory import DeviceBatch
 from mmjax.runtime.compiler_options import (
     GPU,
+    GPU_CONTEXT,
     QUICK_CPU,
     compiler_options,
     describe_compiler_options,
@@ -34,6 +35,7 @@ def test_a_cpu_has_no_options_and_a_gpu_those_of_mmjax_under_those_of_the_config
     for platform in ("gpu", "cuda"):
         gpu = SimpleNamespace(platform=platform)
         assert compiler_options({}, gpu) == GPU
+        assert compiler_options({}, gpu, context=2) == GPU | GPU_CONTEXT
         name = next(iter(GPU))
         assert compiler_options({name: 7, "xla_x": True}, gpu) == GPU | {name: 7, "xla_x": True}
     assert describe_compiler_options({"xla_x": True, "xla_y": 7, "xla_z": "A"}) == 'xla_x=true, xla_y=7, xla_z="A"'

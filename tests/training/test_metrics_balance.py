@@ -56,6 +56,17 @@ def test_ranks_are_as_equal_as_they_are_counted_now_and_as_they_would_be_without
     assert scalars["straggler_wait_before"] == pytest.approx(1 - (15 + 2 * 6) / (20 + 2 * 12))
 
 
+def test_devices_that_share_rows_are_as_equal_in_encoders_as_they_are_counted_by_rank():
+    layout = RankLayout(Topology(2, 2, 1, 4, context=2), (2, 4, 4), LAYOUT.shapes)
+    balanced = [[15] * 8, [4, 4, 2, 2, 1, 3, 3, 1], [0] * 8]
+    one = work([[10] * 8] * 3, balanced, balanced)
+    scalars = balance_scalars(step(one), MODULES, layout, np.ones(3))
+    assert scalars["sp_ratio/vision"] == pytest.approx((4 / 16 + 0) / 2)  # 8 and 4 positions of one rank, 4 and 4
+    assert scalars["sp_ratio/audio"] == 0
+    assert "sp_ratio/llm" not in scalars
+    assert "sp_ratio/vision" not in balance_scalars(step(ONE), MODULES, LAYOUT, np.ones(3))
+
+
 def test_microbatches_of_a_step_are_counted_together():
     scalars = balance_scalars(step(ONE, TWO), MODULES, LAYOUT, np.ones(3))
     assert scalars["fill/llm"] == pytest.approx(40 / 80)

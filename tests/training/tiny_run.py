@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.batch import PADDING, Microbatch, TextBatch
+from mmjax.batch import PADDING, TOKEN_FIELDS, Microbatch, TextBatch
 from mmjax.config import (
     AdamW,
     AudioConfig,
@@ -55,6 +55,12 @@ MESHES = {
     "data=2 x fsdp=2 x tensor=2": MeshConfig(2, fsdp=2, tensor=2),
     "fsdp=4 x tensor=2, encoders=data": MeshConfig(1, fsdp=4, tensor=2, encoders="data"),
     "data=2 x fsdp=2 x tensor=2, encoders=data": MeshConfig(2, fsdp=2, tensor=2, encoders="data"),
+    "context=2": MeshConfig(1, context=2),
+    "context=4": MeshConfig(1, context=4),
+    "context=8": MeshConfig(1, context=8),
+    "data=2 x context=2 x tensor=2": MeshConfig(2, context=2, tensor=2),
+    "fsdp=4 x context=2, heads": MeshConfig(1, fsdp=4, context=2, context_attention="heads"),
+    "fsdp=2 x context=2 x tensor=2, encoders=data": MeshConfig(1, fsdp=2, context=2, tensor=2, encoders="data"),
 }
 
 
@@ -95,7 +101,7 @@ def load_steps(config: Config, folder: Path, steps: int, topology: Topology = ON
 
 def make_executor(config: Config, mesh: MeshConfig, accumulates: bool = True) -> Executor:
     """The programs of this config on as many devices as the mesh wants."""
-    count = mesh.data * mesh.fsdp * mesh.tensor
+    count = mesh.data * mesh.fsdp * mesh.tensor * mesh.context
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     optimizer = make_optimizer(config.optimizer, model.axes)
     on, rules = make_mesh(mesh, jax.devices()[:count]), ShardingRules.of(mesh)
@@ -181,7 +187,7 @@ def without(batch: Microbatch, encoders: Sequence[str]) -> Microbatch:
     fields = {
         f: np.where(held, fill.get(f, 0), x).astype(x.dtype)
         for f, x in text._asdict().items()
-        if f not in ("slots", "send", "pos")
+        if f in TOKEN_FIELDS and f != "pos"
     }
     slots = {e: np.where(held, PADDING, s).astype(s.dtype) for e, s in text.slots.items()}
     empty = {
@@ -189,7 +195,9 @@ def without(batch: Microbatch, encoders: Sequence[str]) -> Microbatch:
         for e, b in batch.items.items()
         if e in encoders
     }
-    return Microbatch(TextBatch(**fields, pos=text.pos, slots=slots, send=text.send), batch.items | empty)
+    return Microbatch(
+        TextBatch(**fields, pos=text.pos, slots=slots, send=text.send, spread=text.spread), batch.items | empty
+    )
 
 
 def paths(tree: Any) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
-from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, Microbatch, TextBatch, WeightedSlots
+from mmjax.batch import PADDING, TEXT_KIND, TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.media.patches import encoder_input, hidden_tokens, positions_per_token, token_grid
@@ -108,7 +109,7 @@ def stretch(batch: TextBatch, row: int, span: slice) -> TextBatch:
             slots[encoder] = WeightedSlots(rows.slot[row, span], rows.share[row, span])
         else:
             slots[encoder] = rows[row, span]
-    views = {f: getattr(batch, f)[row, span] for f in TextBatch._fields if f not in ("slots", "send")}
+    views = {f: getattr(batch, f)[row, span] for f in TOKEN_FIELDS}
     return TextBatch(**views, slots=slots, send={})
 
 
@@ -290,8 +291,10 @@ def _share(ranks: range, rows: int) -> range:
 class Sent(NamedTuple):
     """The exchange of an encoder's tokens: what is sent, and where in the text's input the items arrive."""
 
-    send: np.ndarray  # int32 [ranks, peers, width], as in TextBatch
-    slot: np.ndarray  # int64 [p], of the first token of each of the encoder's items that arrive or stay here
+    send: np.ndarray  # int32 [ranks * context, peers, width], as in TextBatch
+    # int64 [p], of the first token of each of the encoder's items that arrive or stay here, in the arrays of all
+    # devices of its rank, one after the other.
+    slot: np.ndarray
     newline: int  # slot of the connector's, which every row of a rank ends with: that of its own first row
 
 
@@ -301,30 +304,37 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
     width = plan.shape.widths[module - 1]
     length = plan.shape.lengths[module]
     group = positions_per_token(arrays.encoders[encoder])
+    ranks_in_all, context = plan.topology.ranks, plan.topology.context
+    rows = plan.rows[module] // context  # of each of the devices that a rank is
     items = np.flatnonzero(plan.module == module)
     tokens = plan.length[items] // group - hidden_tokens(arrays.encoders[encoder])
     rank = plan.rank()
-    encoder_rank = rank[items]
-    home_rank = rank[plan.part_start[:-1]][plan.sample_of()][items]
+    device, row = np.divmod(plan.row[items] % plan.rows[module], rows)
+    # Devices of one number exchange with each other: those of number 0 come first, by rank, then those of number 1.
+    first_of_number = device * ranks_in_all
+    encoded = first_of_number + rank[items]
+    home = first_of_number + rank[plan.part_start[:-1]][plan.sample_of()][items]
     # With 2 peers of width 3 and rows of 8 positions at 4 a token: slots 0 to 5 arrive, 6 and 7 are the rank's first
     # row, 8 is its newline (if the connector has one), and the next row begins behind it.
     newline = peers * width + length // group
     row_tokens = length // group + arrays.newline(encoder)
-    first = plan.row[items] % plan.rows[module] * np.int64(row_tokens) + plan.offset[items] // group
-    arrived = pack_places(tokens, home_rank, plan.topology.ranks)
-    moved = Rearrangement(tokens, Places(encoder_rank, first), arrived, plan.topology.ranks)
+    first = row * np.int64(row_tokens) + plan.offset[items] // group
+    arrived = pack_places(tokens, home, ranks_in_all * context)
+    moved = Rearrangement(tokens, Places(encoded, first), arrived, ranks_in_all * context)
     capacity = int((arrived.offset + tokens).max(initial=1))
     slot = np.full(len(plan.module), PADDING, np.int64)
-    send = []
-    for node in range(ranks.start // peers, -(-ranks.stop // peers)):
-        among = range(node * peers, (node + 1) * peers)
-        mine = range(max(ranks.start, among.start), min(ranks.stop, among.stop))
+    send = np.full((len(ranks), context, peers, width), PADDING, np.int32)
+    for number, node in product(range(context), range(ranks.start // peers, -(-ranks.stop // peers))):
+        first_rank = number * ranks_in_all
+        among = range(first_rank + node * peers, first_rank + (node + 1) * peers)
+        mine = range(max(first_rank + ranks.start, among.start), min(first_rank + ranks.stop, among.stop))
         exchange = tables(moved, width, capacity, mine, among)
-        local = (home_rank >= mine.start) & (home_rank < mine.stop)
-        slot[items[local]] = exchange.gather[home_rank[local] - mine.start, arrived.offset[local]]
-        send.append(exchange.send)
-    exchanged = np.concatenate(send) if send else np.zeros((0, peers, width), np.int32)
-    return Sent(exchanged, slot, newline if arrays.newline(encoder) else PADDING)
+        local = (home >= mine.start) & (home < mine.stop)
+        slots = exchange.gather[home[local] - mine.start, arrived.offset[local]]
+        slot[items[local]] = number * (peers * width + rows * row_tokens) + slots
+        begin = mine.start - first_rank - ranks.start
+        send[begin : begin + len(mine), number] = exchange.send
+    return Sent(send.reshape(len(ranks) * context, peers, width), slot, newline if arrays.newline(encoder) else PADDING)
 
 
 @contextmanager

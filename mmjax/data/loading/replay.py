@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.parts import LLM
-from mmjax.batch import TextBatch
+from mmjax.batch import TOKEN_FIELDS, TextBatch
 from mmjax.config import DecoderConfig
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
 from mmjax.data.plan.placement import MicrobatchPlan
@@ -102,7 +102,7 @@ class Replayed:
         """Return the arrays of a row, `[T]`."""
         text = self.loaded.microbatches[row.microbatch].text
         index = row.rank * self.plan.microbatches[row.microbatch].rows[LLM] + row.row
-        fields = {f: getattr(text, f)[index] for f in TextBatch._fields if f not in ("slots", "send")}
+        fields = {f: getattr(text, f)[index] for f in TOKEN_FIELDS}
         return TextBatch(**fields, slots={}, send={})
 
     def _placed(self, plan: MicrobatchPlan, k: int) -> PlacedSample:

@@ -15,6 +15,7 @@ import numpy as np
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Config, NoBalance
+from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
 from mmjax.data.plan.data_change import WHOLE_RUN, Segment
 from mmjax.data.plan.grouping import Budget, StepGrouper
@@ -134,7 +135,9 @@ class StepLoader:
         )
         useful, moved = zip(*map(self._useful_and_moved, plan.microbatches), strict=True)
         return LoadedStep(
-            microbatches=batches,
+            microbatches=tuple(
+                spread_over_context(b, m, self.arrays) for b, m in zip(batches, plan.microbatches, strict=True)
+            ),
             step=np.int64(step),
             digest=np.int64(plan.digest()),
             content=np.uint64(self._content(batches)),

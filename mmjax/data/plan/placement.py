@@ -38,13 +38,15 @@ class Topology:
     """ranks: how many the rows are spread over. peers: neighbours that send encoder outputs to each other.
 
     ranks_per_node: neighbours on one host. `peers` and `ranks_per_node` divide the ranks. encoders_per_rank: over how
-    many encoder ranks an encoder's rows on a rank are spread.
+    many encoder ranks an encoder's rows on a rank are spread. context: devices that share the tokens of a rank's rows,
+    each with as many of its encoder ranks.
     """
 
     ranks: int = 1
     peers: int = 1
     ranks_per_node: int = 1
     encoders_per_rank: int = 1
+    context: int = 1
 
 
 ONE_RANK = Topology()
@@ -207,7 +209,7 @@ class Placer:
         home_rank = sample_rank[inputs.parts.sample()]
         if inputs.row is None:
             return self._place_on_ranks(inputs, home_rank)
-        if np.array_equal(self._ranks(inputs, inputs.row), home_rank):
+        if self.topology.encoders_per_rank == 1 and np.array_equal(self._ranks(inputs, inputs.row), home_rank):
             return self._in_rows(inputs, inputs.row)
         row = np.where(inputs.parts.module == LLM, inputs.row, self._place_on_ranks(inputs, home_rank).row)
         return self._in_rows(inputs, row)
@@ -246,7 +248,12 @@ class Placer:
         width = np.zeros(modules - 1, np.int64)
         for k in np.unique(parts.module[rank != home_rank]):
             items = np.flatnonzero(parts.module == k)
-            width[k - 1] = widest(rank[items], home_rank[items], inputs.tokens[items], ranks)
+            # Devices that share a rank's rows exchange with those of their own number.
+            context = self.topology.context
+            number = row[items] % self.rows[k] // (self.rows[k] // context) * ranks
+            width[k - 1] = widest(
+                number + rank[items], number + home_rank[items], inputs.tokens[items], ranks * context
+            )
         return Placed(row, np.concatenate([used.max(1), width]))
 
     def _nearest_rows(self, inputs: _Inputs) -> np.ndarray:

@@ -113,9 +113,10 @@ def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], ste
     fixed = not isinstance(config.batch.grouping, NoGrouping)
     modules = len(placer.rows)
     lengths = np.array(grouper.budget.lengths)
-    if (fixed and placer.topology.ranks == 1) or placer.in_columns:
+    topology = placer.topology
+    if (fixed and topology.ranks == topology.encoders_per_rank == 1) or placer.in_columns:
         return (Shape(grouper.budget.lengths, (0,) * (modules - 1)),)
-    filled = np.array(placer.rows) * placer.topology.ranks == grouper.budget.rows
+    filled = np.array(placer.rows) * topology.ranks == grouper.budget.rows
     min_lengths = np.where(filled & fixed, lengths, 1)  # rows that grouping has filled are not made shorter
     groups = _dry_run(grouper, config, steps)
     choices = []
@@ -123,7 +124,7 @@ def _shapes(grouper: StepGrouper, config: Config, placers: Sequence[Placer], ste
     for limit in (lengths, None) if fixed else (None,):
         needs = _stack([p.needs(group, limit) for group in groups for p in placers])
         needs[:, :, :modules] = np.maximum(needs[:, :, :modules], min_lengths)
-        alignments = _alignments(grouper, config)
+        alignments = _alignments(grouper, config, topology.context)
         worth = WORTH if fixed else 0.0
         shapes = choose_shapes(needs, placer.price, config.batch.shapes, alignments, worth, modules - 1)
         holds = np.all(needs[:, :, None] <= shapes, axis=-1).any(1)
@@ -152,7 +153,7 @@ def _with_room_for_all(
     """Enlarge the last shape so that it holds each sample that may come, if need be spread over its node."""
     modules = len(placer.rows)
     rows = np.array(placer.rows)
-    alignment = _alignments(grouper, config)
+    alignment = _alignments(grouper, config, placer.topology.context)
     lengths = np.array(shapes[-1].lengths)
     spread = False
     for sample in _wide(grouper, rows, lengths):
@@ -188,19 +189,21 @@ def _wide(grouper: StepGrouper, rows: np.ndarray, lengths: np.ndarray) -> np.nda
     return np.setdiff1d(np.flatnonzero(~surely.all(1)), grouper.oversize)
 
 
-def _alignments(grouper: StepGrouper, config: Config) -> np.ndarray:
+def _alignments(grouper: StepGrouper, config: Config, context: int) -> np.ndarray:
     """Return the alignment of every module's rows, which end where an LLM token does, and of every encoder's width.
 
-    Rows may be multiples of a GPU's tiles; a width is sent to each peer, where that would be padding.
+    Rows may be multiples of a GPU's tiles; a width is sent to each peer, where that would be padding. Each of `context`
+    devices gets an aligned part of the LLM's rows.
     """
     per_token = grouper.index.positions_per_token
     alignment = config.batch.alignment
     row_alignment = math.lcm(alignment, *per_token.tolist())
-    return np.array([row_alignment] * (1 + len(per_token)) + [min(alignment, WIDTH_ALIGNMENT)] * len(per_token))
+    rows = [math.lcm(row_alignment, alignment * context)] + [row_alignment] * len(per_token)
+    return np.array(rows + [min(alignment, WIDTH_ALIGNMENT)] * len(per_token))
 
 
 # Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.
-PLANNER = 8
+PLANNER = 9
 
 
 @dataclass(frozen=True)

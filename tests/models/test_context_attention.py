@@ -1,0 +1,90 @@
+"""Attention over rows whose tokens lie on several devices, in any order, against one device with all scores at once."""
+
+import re
+from dataclasses import replace
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_attention import random_case
+
+from mmjax.config import MeshConfig
+from mmjax.models.attention import attention, plan_attention
+from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring
+from mmjax.models.context_attention import MAX_PIECES, pieces
+from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
+
+
+def gradients(backend, scoring):
+    def loss(q, k, v, mask, weight):
+        plan = plan_attention(mask, backend, q.shape[3], (q.shape[2], k.shape[2]))
+        out = attention(q, k, v, mask, backend, scoring, plan)
+        return (out * weight).sum(), out
+
+    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+
+
+def shuffled(case, seed, block):
+    """The same rows with their blocks of tokens in a random order."""
+    q = case[0]
+    blocks = np.random.default_rng(seed).permutation(q.shape[1] // block)
+    order = (blocks[:, None] * block + np.arange(block)).ravel()
+    return jax.tree.map(lambda x: x[:, order], case)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("backend", ["dense", "blockwise", "flash"])
+@pytest.mark.parametrize("form", ["gather", "heads"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(context=2, data=1),
+        MeshConfig(context=4, data=2),
+        MeshConfig(context=8, data=1),
+        MeshConfig(data=1, fsdp=2, context=2, tensor=2),
+    ],
+    ids=["2", "data 2 x 4", "8", "fsdp 2 x 2 x tensor 2"],
+)
+def test_rows_over_several_devices_attend_as_on_one(mesh, form, backend, window):
+    devices = prod(max(1, getattr(mesh, axis)) for axis in ("data", "fsdp", "context", "tensor"))
+    heads, kv_heads = (8, 8) if form == "heads" else (4, 2)
+    *arrays, mask = shuffled(random_case(devices + window, 64, heads, kv_heads), 7, 4)
+    if window:
+        mask = mask._replace(reach=jnp.full_like(mask.pos, window))
+    arrays.append(jnp.asarray(np.random.default_rng(3).normal(size=arrays[0].shape), jnp.float32))
+    q, k, v, weight = arrays
+    scoring = Scoring(0.4, 3.0) if window else DEFAULT_SCORING
+    wanted = gradients("dense", scoring)(q, k, v, mask, weight)
+    rules = replace(ShardingRules(), context_attention=form)
+    with activations_on(make_mesh(mesh, jax.devices()[:devices]), rules):
+        found = gradients(backend, scoring)(q, k, v, mask, weight)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 8, 9, 64])
+def test_keys_of_every_device_arrive_once_in_few_pieces(devices):
+    found = pieces(devices)
+    assert [hop for piece in found for hop in piece] == list(range(devices))
+    assert len(found) <= MAX_PIECES
+    assert found[0] == range(1)
+
+
+def test_only_keys_and_values_travel_and_their_gradients_return_in_float32():
+    rows, length, heads, kv_heads, devices = 1, 64, 4, 2, 4
+    q, k, v, mask = random_case(0, length, heads, kv_heads, jnp.bfloat16, rows=rows)
+    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), ShardingRules()):
+        lowered = gradients("blockwise", DEFAULT_SCORING).lower(q, k, v, mask, jnp.ones(q.shape))
+    text = lowered.as_text()
+    sent = re.findall(r"collective_permute.*-> tensor<([\dx]+)x(\w+)>", text)
+    assert not re.search(r"all_gather|all_to_all|reduce_scatter", text)
+    sizes = {kind: sum(prod(map(int, shape.split("x"))) for shape, of in sent if of == kind) for _, kind in sent}
+    of_others = (devices - 1) * rows * length // devices
+    channels = 2 * kv_heads * q.shape[3]
+    # Forward and backward each bring keys and values; their gradients go back once.
+    assert sizes["bf16"] == 2 * of_others * channels
+    assert sizes["f32"] == of_others * channels
+    assert sizes["i32"] == of_others * 5  # the five fields of a mask
