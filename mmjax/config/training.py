@@ -26,12 +26,12 @@ class MeshConfig:
     host_memory: float = 0.0  # GB of host memory per device for offloaded activations
 
 
-def context_form(wanted: ContextAttention, heads: tuple[int, int], context: int, tensor: int) -> ContextAttention:
+def context_form(form: ContextAttention, heads: tuple[int, int], context: int, tensor: int) -> ContextAttention:
     """Choose how queries meet the keys of other devices, gather or heads. heads: of queries, and of keys, in all."""
     # Of queries, keys, values and outputs a device sends its part; keys and values alone, it gets from all others.
     fewer_bytes = heads[0] + heads[1] < heads[1] * context
     divide = not any(count % (context * tensor) for count in heads)
-    return wanted if wanted != "auto" else "heads" if divide and fewer_bytes else "gather"
+    return form if form != "auto" else "heads" if divide and fewer_bytes else "gather"
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ def pieces(devices: int) -> list[range]:
 
     The first is the device's own. Of 16 devices, each of the others has the tokens of 5.
     """
-    together = max(1, -(-(devices - 1) // (MAX_PIECES - 1)))
-    return [range(1), *(range(hop, min(hop + together, devices)) for hop in range(1, devices, together))]
+    devices_a_piece = max(1, -(-(devices - 1) // (MAX_PIECES - 1)))
+    return [range(1), *(range(hop, min(hop + devices_a_piece, devices)) for hop in range(1, devices, devices_a_piece))]
 
 
 def plan_pieces(mask: MaskSpec, make: Callable[[MaskSpec, MaskSpec], MaskSpec | BlockPlan]) -> ContextPlan:
@@ -165,9 +165,9 @@ def _forward(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) ->
     return out.astype(q.dtype), lse
 
 
-def _merge(kernel: Kernel, one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+def _merge(kernel: Kernel, first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
     """Merge outputs and log-sum-exps over two sets of keys, by the sums of exponents that outputs were divided by."""
-    (out, lse), (other_out, other_lse) = one, other
+    (out, lse), (other_out, other_lse) = first, second
     largest = jnp.maximum(lse, other_lse)
     base = jnp.where(largest == -jnp.inf, 0, largest)  # -inf - -inf would be NaN
     weight, other_weight = kernel.exp(lse - base), kernel.exp(other_lse - base)

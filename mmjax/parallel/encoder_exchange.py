@@ -57,8 +57,12 @@ def dispatch(
     over = PartitionSpec((*RANKS, CONTEXT))
     placed = PartitionSpec(RANKS, CONTEXT)
 
-    def of_devices(part: Callable[..., jax.Array], of: PartitionSpec, to: PartitionSpec) -> Callable[..., jax.Array]:
-        return jax.shard_map(partial(part, ways), mesh=mesh, in_specs=(of, over, placed), out_specs=to, check_vma=False)
+    def of_devices(
+        part: Callable[..., jax.Array], takes: PartitionSpec, makes: PartitionSpec
+    ) -> Callable[..., jax.Array]:
+        return jax.shard_map(
+            partial(part, ways), mesh=mesh, in_specs=(takes, over, placed), out_specs=makes, check_vma=False
+        )
 
     # By JAX's own rules the devices of a rank would add up their equal gradients in an all-reduce.
     forward = of_devices(_bring, over, placed)

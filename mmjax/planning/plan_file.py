@@ -25,7 +25,7 @@ from mmjax.errors import UserError
 
 KEYS = ("config", "cluster", "settings", "expected")
 SETTINGS = (
-    r"mesh\.(data|fsdp|tensor)|model\.(llm|encoders\.\w+)\.remat|batch\.(balance|balance\.locality|microbatches)"
+    r"mesh\.(data|fsdp|context|tensor)|model\.(llm|encoders\.\w+)\.remat|batch\.(balance|balance\.locality|microbatches)"
     r"|batch\.rows\.\w+|units|units\.\w+\.(data|fsdp|tensor|pipeline|virtual|cuts|modules)|training\.loss_chunks"
 )
 
@@ -86,7 +86,7 @@ def _change(path: Path, key: str, value: Any) -> str:
     """Format a setting as a change to the config, after checking it."""
     if not re.fullmatch(SETTINGS, key):
         raise UserError(
-            f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp and .tensor, units, a tower's "
+            f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp, .context and .tensor, units, a tower's "
             "remat, batch.balance, batch.rows, batch.microbatches and training.loss_chunks"
         )
     if key.endswith(".remat") and isinstance(value, list):

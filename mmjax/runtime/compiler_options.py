@@ -41,8 +41,8 @@ def compiler_options(
     chosen: the config's, in place of those of the same name. context: devices that share a row. Raises UserError where
     XLA refuses one.
     """
-    wanted = {**GPU, **(GPU_CONTEXT if context > 1 else {})} if device.platform in ("gpu", "cuda") else {}
-    options = {**wanted, **chosen}
+    defaults = {**GPU, **(GPU_CONTEXT if context > 1 else {})} if device.platform in ("gpu", "cuda") else {}
+    options = {**defaults, **chosen}
     if reason := _refusal(options, device):
         raise UserError(f"compiler: XLA of JAX {jax.__version__} says: {reason}; change or leave it out")
     return options

@@ -155,7 +155,7 @@ def test_parameters_whose_width_the_mesh_does_not_divide_lie_whole_on_each_devic
 
 
 def test_tensor_parallelism_cuts_encoders_only_where_they_lie_on_its_axis():
-    sizes = {"data": 1, "fsdp": 4, "tensor": 2}
+    sizes = {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}
     assert model_sharding(MeshConfig(), sizes) == ModelSharding(8, 2, 2)
     assert model_sharding(MeshConfig(encoders="data"), sizes) == ModelSharding(8, 2, 1)
 

@@ -27,7 +27,7 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.data.media.patches import to_patches
-from mmjax.models import attention
+from mmjax.models import blockwise_attention
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
 from mmjax.planning.flops import (
@@ -332,7 +332,7 @@ def test_executed_adds_what_needed_leaves_out() -> None:
 
 
 def test_blockwise_attention_executes_the_blocks_it_may_visit() -> None:
-    assert work.BLOCK == attention.BLOCK
+    assert work.BLOCK == blockwise_attention.BLOCK
     dense = ModelConfig(make_model().llm, {})
     blockwise = ModelConfig(replace(dense.llm, attention="blockwise"), {})
     pairs = {m.llm.attention: work.row_work(m, {"llm": (3, 1000)})["llm"].pairs for m in (dense, blockwise)}
