@@ -86,8 +86,8 @@ def _change(path: Path, key: str, value: Any) -> str:
     """Format a setting as a change to the config, after checking it."""
     if not re.fullmatch(SETTINGS, key):
         raise UserError(
-            f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp, .context and .tensor, units, a tower's "
-            "remat, batch.balance, batch.rows, batch.microbatches and training.loss_chunks"
+            f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp, .context and .tensor, units, a "
+            "tower's remat, batch.balance, batch.rows, batch.microbatches and training.loss_chunks"
         )
     if key.endswith(".remat") and isinstance(value, list):
         return f"{key}=({','.join(_layers(path, key, value))})"
