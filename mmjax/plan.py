@@ -251,6 +251,8 @@ def report(forecast: RunForecast, price: float | None, source: str, compiled: Co
     chosen = forecast.chosen
     counts = parameters(config.model)
     axes = " x ".join(f"{axis} {n}" for axis, n in forecast.mesh.items() if n > 1) or "one device"
+    if config.mesh.sequence_parallel != "off":
+        axes += f", mesh.sequence_parallel={config.mesh.sequence_parallel}"
     lines = [
         f"plan   {config.name}: {count(sum(counts.values()))} parameters, {config.training.precision}, on "
         f"{forecast.cluster.devices} x {forecast.cluster.device.name} ({axes})",

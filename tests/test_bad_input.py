@@ -63,6 +63,11 @@ FAULTS = {
     "a mesh of more devices than there are": (["mesh.data=16"], "16 devices", "-1"),
     "a mesh that does not divide the devices": (["mesh.fsdp=3"], "mesh.data=-1", "8 devices"),
     "a mesh that cuts heads": (["mesh.tensor=4", "mesh.data=2"], "model.llm.kv_heads=2", "divisor"),
+    "rows whose tokens the mesh does not divide": (
+        ["mesh.tensor=2", "mesh.data=4", "mesh.sequence_parallel=on", "batch.alignment=3"],
+        "mesh.tensor=2 does not divide rows of batch.alignment=3",
+        "use batch.alignment=6",
+    ),
     "chunks of the loss that do not divide": (
         ["training.loss_chunks=40"],
         "training.loss_chunks=40 does not divide model.llm.vocab=43;",

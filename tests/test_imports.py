@@ -90,6 +90,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         (
             "mmjax.models",
             "mmjax.kernels",
+            "mmjax.parallel.collective_matmul",
             "mmjax.parallel.encoder_exchange",
             "mmjax.parallel.sharding",
             "mmjax.config",

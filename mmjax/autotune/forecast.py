@@ -14,6 +14,7 @@ from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import (
     ActivationTracer,
     apply_memory_plan,
+    choose_sequence_parallel,
     device_microbatch,
     plan_memory_of_run,
     profiled_shapes,
@@ -228,6 +229,9 @@ def forecast_run(
     dry_run = dry_run_steps(budget)
     steps = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
     planners = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in configs.items()}
+    layout = planners[config.batch.balance.kind][1]
+    config = choose_sequence_parallel(config, mesh, layout, cluster.device)
+    configs = {kind: replace(c, mesh=config.mesh) for kind, c in configs.items()}
     speed = Speed(rates)
     if measure_speed is not None:
         speed = measure_speed(profiled_shapes(config, [layout for _, layout in planners.values()]))

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from mmjax.autotune.compile_memory import StepPrograms
 from mmjax.autotune.layer_profile import Shapes, layer_times, saved_bytes_per_layer
-from mmjax.config import Config, MeshConfig, Remat, Samples
+from mmjax.config import Config, MeshConfig, Remat, Samples, SequenceParallel
 from mmjax.config.loading import apply_overrides
 from mmjax.console import size
 from mmjax.data.plan.placement import Shape
@@ -30,10 +30,10 @@ from mmjax.models.layer_stacks import key_names
 from mmjax.models.model import Model, parameter_group
 from mmjax.parallel.sharding import ShardingRules, loss_choices
 from mmjax.planning.flops import frozen_modules, needed_gradients
-from mmjax.planning.hardware import Rates
+from mmjax.planning.hardware import Cluster, Device, Rates
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding, SavedBytes
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choose_policies, plan_memory, with_policies
-from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.planning.step_time import ClusterRun, LayerTimes, Speed, overlap_pays
 from mmjax.planning.work import resolve_attention
 from mmjax.runtime.devices import device_description, ram_per_device
 from mmjax.runtime.state import parameter_shardings
@@ -61,6 +61,7 @@ def plan_key(config: Config, mesh: Mesh) -> dict[str, Any]:
         # Whatever the plan depends on and a resumed run may change.
         "device": mesh.devices.flat[0].device_kind,
         "mesh": dict(mesh.shape),
+        "sequence_parallel": config.mesh.sequence_parallel,
         "memory": config.mesh.memory,
         "host_memory": config.mesh.host_memory,
         "remat": {name: tower.remat for name, tower in towers.items()},
@@ -348,7 +349,31 @@ def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> Devic
 def model_sharding(config: MeshConfig, mesh: Mapping[str, int]) -> ModelSharding:
     """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
-    return ModelSharding(mesh["fsdp"] * mesh["context"] * tensor, tensor, 1 if config.encoders == "data" else tensor)
+    way = "off" if config.sequence_parallel == "auto" else config.sequence_parallel
+    return ModelSharding(
+        mesh["fsdp"] * mesh["context"] * tensor, tensor, 1 if config.encoders == "data" else tensor, way
+    )
+
+
+def choose_sequence_parallel(
+    config: Config, mesh: Mapping[str, int], layout: RankLayout, device: Device | None
+) -> Config:
+    """Decide `mesh.sequence_parallel=auto` by the device's data sheet: `overlap` where it pays, else `off`.
+
+    On CPUs, on devices without a data sheet, and where rows do not divide, it is `off`.
+    """
+    if config.mesh.sequence_parallel != "auto":
+        return config
+    way: SequenceParallel = "off"
+    known = device is not None and device.platform != "cpu"
+    if known and mesh["tensor"] > 1 and config.batch.alignment % mesh["tensor"] == 0:
+        activation = ACTIVATION[config.training.precision]
+        speed = Speed(device.rates(config.training.precision))
+        # Tensor-parallel neighbours are taken to be on one node.
+        machine = ClusterRun(Cluster(device), mesh, model_sharding(config.mesh, mesh), speed, activation)
+        if overlap_pays(config.model, device_microbatch(config, layout, layout.shapes[-1]), machine):
+            way = "overlap"
+    return replace(config, mesh=replace(config.mesh, sequence_parallel=way))
 
 
 def available_memory(config: MeshConfig, device: jax.Device) -> float | None:

@@ -85,6 +85,7 @@ from mmjax.config.training import (
     PipelineConfig,
     Rates,
     Schedule,
+    SequenceParallel,
     TrainingConfig,
     Unit,
     WatchConfig,

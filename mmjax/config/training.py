@@ -7,6 +7,7 @@ from typing import Literal
 
 Exchange = Literal["padded", "ragged"]
 ContextAttention = Literal["auto", "gather", "heads"]
+SequenceParallel = Literal["auto", "off", "on", "overlap"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class MeshConfig:
     data: int = -1  # replicas of the parameters, each with samples of its own
     fsdp: int = 1  # shards of the parameters, each with samples of its own
     tensor: int = 1  # devices that share the heads and widths of layers
+    # Whether tensor-parallel devices divide the tokens between layers; overlap: and exchange them behind products.
+    sequence_parallel: SequenceParallel = "auto"
     context: int = 1  # devices that share the tokens of a row
     # Keys and values are gathered piece by piece, or heads exchanged for tokens; auto: what sends fewer bytes.
     context_attention: ContextAttention = "auto"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -430,9 +431,20 @@ def validate(config: Config) -> None:
             check_embedded(f"data.sources.{name}", source, config)
     _check_batch(config.batch, config.model)
     at_least(0, "mesh", config.mesh, ("memory", "host_memory"))
+    _check_sequence_parallel(config.mesh, config.batch.alignment)
     _check_training(config)
     if config.units:
         _check_units(config)
+
+
+def _check_sequence_parallel(mesh: MeshConfig, alignment: int) -> None:
+    """Check that tensor-parallel devices can divide the tokens of every row where a config says so."""
+    unit = math.lcm(alignment, max(mesh.tensor, 1))
+    check(
+        mesh.sequence_parallel in ("auto", "off") or unit == alignment,
+        f"mesh.sequence_parallel={mesh.sequence_parallel}: mesh.tensor={mesh.tensor} does not divide rows of "
+        f"batch.alignment={alignment}; use batch.alignment={unit}",
+    )
 
 
 def _check_units(config: Config) -> None:

@@ -151,4 +151,5 @@ class Decoder(nnx.Module):
     def hidden_and_table(self, x: Float[Array, "r t d"]) -> tuple[Float[Array, "r t d"], Float[Array, "*p v d"]]:
         """Return the operands of `logits_of`: activations after the final norm, and the output table as stored."""
         table = self.embed if self.head.table is None else self.head.table
-        return self.head.norm(x), table.weight[...]
+        # Whole along the length: chunks of the vocabulary would each gather it again.
+        return constrain(self.head.norm(x), "rows", "length", "width"), table.weight[...]

@@ -155,7 +155,7 @@ class VisionEncoder(nnx.Module):
         self.dtype = dtype
 
     def embedded(self, items: ItemBatch) -> Float[Array, "r l d"]:
-        return constrain(self.embed(self._window_ordered(items), self.dtype), "rows", "length", "width")
+        return constrain(self.embed(self._window_ordered(items), self.dtype), "rows", "sequence", "width")
 
     def restored(self, x: Float[Array, "r l d"], items: ItemBatch) -> Float[Array, "r l d"]:
         """Put a layer's output back into merge order."""
@@ -278,7 +278,7 @@ class AudioEncoder(nnx.Module):
                 f"a row of {items.values.shape[1]} audio frames is no multiple of the stride {STRIDE * self.pool}"
             )
         x = self.embed(items.values.astype(self.dtype), items.item, items.coordinates[:, ::STRIDE, TIME] // STRIDE)
-        return constrain(x, "rows", "length", "width")
+        return constrain(x, "rows", "sequence", "width")
 
     def context(self, items: ItemBatch) -> Context:
         """Build the attention mask of a batch; the stem has added positions already."""

@@ -235,7 +235,7 @@ def _apply(
                 x, key_value = module.forward_with_kv(x, context, past and past._replace(cache=inputs.cache))
             else:
                 x = module(x, context)
-        return constrain(x, "rows", "length", "width"), key_value
+        return constrain(x, "rows", "sequence", "width"), key_value
 
     if run.remat != "none" and not with_kv:
         # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.

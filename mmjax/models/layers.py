@@ -24,6 +24,7 @@ from mmjax.models.attention import Backend, Plan, attention, plan_attention
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring, dense_attention
 from mmjax.models.embedding import look_up
 from mmjax.models.rope import Rotation, rotate
+from mmjax.parallel.collective_matmul import tensor_parallel_products
 from mmjax.parallel.sharding import Axes, constrain
 
 Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time
@@ -89,7 +90,7 @@ def tower_dropout(
     def position_key(owner: Array, offset: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
 
-    keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset), "rows", "length")
+    keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset), "rows", "sequence")
     # A random word is uniform in 0 .. 2^32 - 1, so the share `rate` of all words lies below the limit.
     return Dropout(keys, np.uint32(rate * 2**32), np.float32(1 / (1 - rate)), np.int32(0))
 
@@ -185,15 +186,26 @@ class Linear(nnx.Module):
         # A bias along the width is replicated: it is small, and activations are not sharded there.
         bias_axis = None if axes[1] == "embed" else axes[1]
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
+        self.axes = axes
         self.lora: nnx.Module | None = nnx.data(None)  # set by `models.model`
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        y = _product(x, self.weight[...])
-        if self.bias is not None:
-            y = y + self.bias[...].astype(x.dtype)
-        if self.lora is not None:
-            y = y + self.lora(x)
-        return checkpoint_name(y, "linear")
+        return apply_linears(x, self)[0]
+
+
+def apply_linears(x: Float[Array, "*b i"], *linears: Linear) -> list[Float[Array, "*b o"]]:
+    """Apply linear layers cut alike to the same activations, which tensor parallelism gathers once for all."""
+    weights = [linear.weight[...] for linear in linears]
+    axes = [linear.axes for linear in linears]
+    products = tensor_parallel_products(x, weights, axes) or [_product(x, w) for w in weights]
+    outputs = []
+    for linear, y in zip(linears, products, strict=True):
+        if linear.bias is not None:
+            y = y + linear.bias[...].astype(x.dtype)
+        if linear.lora is not None:
+            y = y + linear.lora(x)
+        outputs.append(checkpoint_name(y, "linear"))
+    return outputs
 
 
 class PositionTable(nnx.Module):
@@ -290,10 +302,11 @@ class MLP(nnx.Module):
 
         # With the last product, whose operand is made again from the outputs of up and gate.
         @keep_inputs
-        def down(up: Array, gate: Array | None) -> Array:
+        def down(up: Array, gate: Array | None = None) -> Array:
             return self.down(activation(up) if gate is None else activation(gate) * up)
 
-        return down(self.up(x), None if self.gate is None else self.gate(x))
+        linears = (self.up,) if self.gate is None else (self.up, self.gate)
+        return down(*apply_linears(x, *linears))
 
 
 @dataclass(frozen=True)
@@ -346,13 +359,12 @@ class SelfAttention(nnx.Module):
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
     ) -> tuple[Float[Array, "b t d"], KeyValue]:
         """Attend among the tokens, or the cache of `past` with them written in; return their keys and values too."""
-        q = self.query(x)
-        k = self.key(x)
+        q, k, v = apply_linears(x, self.query, self.key, self.value)
         if self.query_norm is not None and not self.norm_heads:
             q = self.query_norm(q)
             k = self.key_norm(k)
         q = q.reshape(*x.shape[:2], self.heads, self.head_width)
-        k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (k, self.value(x)))
+        k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (k, v))
         if self.query_norm is not None and self.norm_heads:
             q = self.query_norm(q)
             k = self.key_norm(k)

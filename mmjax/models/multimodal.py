@@ -217,7 +217,7 @@ class MultimodalModel(nnx.Module):
             slots = text.slots[name]
             is_item = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, WeightedSlots) else slots >= 0
             x = jnp.where(is_item[..., None], embedding, x)
-        return constrain(x, "rows", "length", "width"), _add_up([deeper for _, *deeper in placed.values()])
+        return constrain(x, "rows", "sequence", "width"), _add_up([deeper for _, *deeper in placed.values()])
 
     def additions(self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]) -> list[Float[Array, "b t d"]]:
         """Place encoder tokens that are added to the outputs of layers of the LLM, from one on; no embeddings."""

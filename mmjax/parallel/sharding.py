@@ -173,6 +173,8 @@ class ShardingRules:
     item_rows: tuple[str, ...] = (*RANKS, CONTEXT)
     token_rows: tuple[str, ...] = (*RANKS, CONTEXT)
     length: tuple[str, ...] = (CONTEXT,)
+    sequence: tuple[str, ...] = (CONTEXT,)  # of the tokens between layers; with sequence parallelism `tensor` too
+    ring: tuple[str, ...] = ()  # around which these tokens travel in chunks, behind products
     width: tuple[str, ...] = ()
     embed: tuple[str, ...] = ("fsdp", CONTEXT)
     heads: tuple[str, ...] = ("tensor",)
@@ -185,7 +187,11 @@ class ShardingRules:
     @classmethod
     def of(cls, config: MeshConfig) -> ShardingRules:
         """Make the rules that a config asks for."""
-        return cls(item_rows=encoder_axes(config), context_attention=config.context_attention)
+        rules = cls(item_rows=encoder_axes(config), context_attention=config.context_attention)
+        if config.sequence_parallel not in ("on", "overlap"):  # or nobody has decided
+            return rules
+        ring = (TENSOR,) if config.sequence_parallel == "overlap" else ()
+        return replace(rules, sequence=(*rules.length, TENSOR), ring=ring)
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """Build the partition spec of these logical axes. Raises ValueError for an unknown or a clashing axis."""
@@ -235,7 +241,10 @@ def encoding() -> Iterator[None]:
     if current is None:
         yield
     else:
-        rules = replace(current.rules, rows=current.rules.item_rows, length=())
+        rules = current.rules
+        # What divides rows does not divide their tokens.
+        sequence, ring = (tuple(a for a in axes if a not in rules.item_rows) for axes in (rules.sequence, rules.ring))
+        rules = replace(rules, rows=rules.item_rows, length=(), sequence=sequence, ring=ring)
         with activations_on(current.mesh, rules, current.exchange):
             yield
 

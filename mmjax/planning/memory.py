@@ -9,7 +9,16 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mmjax.config import Adafactor, DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat, VisionConfig
+from mmjax.config import (
+    Adafactor,
+    DecoderConfig,
+    ModelConfig,
+    Muon,
+    OptimizerConfig,
+    Remat,
+    SequenceParallel,
+    VisionConfig,
+)
 from mmjax.config.model import Encoder, adapter_parameters
 from mmjax.planning.flops import frozen_modules, parameters
 from mmjax.planning.work import connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
@@ -58,9 +67,20 @@ WIDE_ARRAYS: dict[Remat, int] = {"none": 4, "products": 2, "attention_mlp": 2}
 
 
 def divide_by_tensor_parallelism(
-    saved: SavedBytes, config: DecoderConfig | Encoder, policy: Remat, positions: int, activation: int, parts: int
+    saved: SavedBytes,
+    config: DecoderConfig | Encoder,
+    policy: Remat,
+    positions: int,
+    activation: int,
+    parts: int,
+    by_sequence: bool = False,
 ) -> SavedBytes:
-    """Divide the bytes that a policy saves at `positions` by tensor parallelism into `parts`: all but wide arrays."""
+    """Divide the bytes that a policy saves at `positions` by tensor parallelism into `parts`.
+
+    Wide arrays are divided only with sequence parallelism, `by_sequence`.
+    """
+    if by_sequence:
+        return SavedBytes(saved.device / parts, saved.host / parts)
     # What is as wide as the layer is whole on every device: tensor parallelism cuts only what lies within a layer.
     wide = WIDE_ARRAYS.get(policy, 1) * layer_sizes(config).width * activation * positions
     replicated = min(wide, saved.device)
@@ -86,6 +106,7 @@ class ModelSharding:
     shards: int = 1  # of the parameters: ZeRO-3 times tensor parallelism
     llm: int = 1  # tensor-parallel parts of the LLM's layers
     encoders: int = 1  # tensor-parallel parts of the encoders' layers
+    sequence_parallel: SequenceParallel = "off"  # as `mesh.sequence_parallel`, decided
     # By module, the fraction of its parameters on each device, where known: what a mesh axis does not divide is
     # replicated, so it may be more than 1 / shards.
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -299,5 +320,6 @@ def layer_backward_bytes(
     layer = layer_sizes(model.llm if tower == "llm" else model.encoders[tower])
     parts = sharding.parts(tower)
     largest = layer.width * max(layer.mlp, layer.queries) / parts
-    again = positions * (MLP_ARRAYS * layer.mlp * activation / parts + STREAMS * MASTER * layer.width)
+    stream_parts = 1 if sharding.sequence_parallel == "off" else parts
+    again = positions * (MLP_ARRAYS * layer.mlp * activation / parts + STREAMS * MASTER * layer.width / stream_parts)
     return ALIVE * (saved + again) + ((activation + MASTER) * largest if sharding.shards > 1 else 0)

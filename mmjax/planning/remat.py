@@ -297,6 +297,7 @@ def _tower_options(
             [speed.layer(tower, shape.shape[tower]) for shape in shapes],
             sharding.parts(tower),
             activation,
+            sharding.sequence_parallel != "off",
         )
         for tower, config in towers.items()
     }
@@ -310,11 +311,12 @@ def _options(
     measured: Sequence[Mapping[str, float] | None],
     parts: int,
     activation: int,
+    by_sequence: bool,
 ) -> dict[Remat, Option]:
     """Compute what each policy costs one layer on one device: bytes for every shape, and mean recomputation seconds."""
     on_device = [
         {
-            policy: divide_by_tensor_parallelism(full, config, policy, work.positions, activation, parts)
+            policy: divide_by_tensor_parallelism(full, config, policy, work.positions, activation, parts, by_sequence)
             for policy, full in by_policy.items()
         }
         for work, by_policy in zip(works, saved, strict=True)

@@ -16,6 +16,7 @@ from mmjax.config import (
     Muon,
     OptimizerConfig,
     Remat,
+    SequenceParallel,
     context_form,
 )
 from mmjax.config.model import Encoder
@@ -28,6 +29,9 @@ PASSES = 3  # over activations: written in forward, read in backward, and gradie
 # That a layer launches, as compiled for H100 without remat: 56 to 60 and 62 to 74.
 FORWARD_KERNELS, BACKWARD_KERNELS = 58, 72
 KERNELS = FORWARD_KERNELS + BACKWARD_KERNELS
+# That a chunk of tokens launches beside those, around a ring of tensor-parallel devices, for each of a layer's four
+# exchanges; as compiled for four.
+FORWARD_CHUNK_KERNELS, BACKWARD_CHUNK_KERNELS = 2, 4
 MUON_ITERATIONS = 5  # of Newton-Schulz
 
 
@@ -38,7 +42,7 @@ class StepTime:
     compute: float  # forward and backward
     recompute: float  # additional time of the remat policies
     shards: float  # all-gather of parameters and reduce-scatter of gradients, overlapped with computing
-    tensor: float  # all-reduces of tensor parallelism
+    tensor: float  # what tensor-parallel devices exchange with nothing computed beside it
     exchange: float  # of encoder tokens
     context: float  # of context parallelism: keys and values that arrive later than the kernel asks, or heads
     update: float
@@ -293,10 +297,49 @@ def _nodes(group: int, stride: int, cluster: Cluster) -> int:
 
 
 def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun) -> float:
-    """Estimate the all-reduces of activations: per layer two forward, two backward, and two if recomputed."""
-    policies = layer_policies(config)
-    reduces = 4 * config.layers + 2 * recomputed_reduces(policies)
-    return reduces * all_reduce_seconds(config, positions, parts, machine)
+    """Estimate the seconds that a tower's tensor-parallel exchanges take, with those of layers that are recomputed."""
+    forward, backward = tensor_seconds(config, positions, parts, machine)
+    recomputed = recomputed_reduces(layer_policies(config))
+    return (config.layers + recomputed) * forward + config.layers * backward
+
+
+def tensor_seconds(
+    config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun
+) -> tuple[float, float]:
+    """Estimate what tensor-parallel neighbours' exchanges of activations add to a layer's forward and backward pass.
+
+    Two all-reduces each. With sequence parallelism tokens are gathered for two products and scattered behind two;
+    backward gathers those tokens again. Overlapped, every chunk is sent beside a product of one, and its gradients
+    beside another or, after a scatter, beside two.
+    """
+    way = machine.sharding.sequence_parallel
+    reduce = all_reduce_seconds(config, positions, parts, machine)
+    if way == "off" or parts == 1:
+        return 2 * reduce, 2 * reduce
+    layer = layer_sizes(config)
+    rates = machine.speed.rates
+    sends = parts - 1
+    send = reduce / (2 * sends)  # of a chunk: a device's tokens between layers
+    column = 2 * positions / parts * layer.width / parts / rates.flops if way == "overlap" else 0.0
+    gathered = layer.queries + 2 * layer.keys, (1 + layer.gated) * layer.mlp
+    scattered = layer.queries, layer.mlp
+    forward = sum(max(0.0, send - column * n) for n in (*gathered, *scattered))
+    backward = sum(2 * max(0.0, send - column * n) for n in gathered)
+    backward += sum(max(0.0, send - 2 * column * n) for n in scattered)
+    launch = 4 * rates.launch if way == "overlap" else 0.0
+    return sends * (forward + FORWARD_CHUNK_KERNELS * launch), sends * (backward + BACKWARD_CHUNK_KERNELS * launch)
+
+
+def overlap_pays(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun) -> bool:
+    """Return whether a microbatch is faster with tensor-parallel exchanges behind products than with all-reduces."""
+    work = row_work(model, batch.shape)
+
+    def seconds(way: SequenceParallel) -> float:
+        on = replace(machine, sharding=replace(machine.sharding, sequence_parallel=way))
+        towers = {"llm": model.llm, **model.encoders}
+        return sum(_tensor(c, work[name].positions, on.sharding.parts(name), on) for name, c in towers.items())
+
+    return seconds("overlap") < seconds("off")
 
 
 def recomputed_reduces(policies: Sequence[Remat]) -> int:

@@ -47,6 +47,8 @@ def print_run_summary(
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
     axes = "by units" if config.units else axes  # the mesh is of all devices, for what the whole step agrees on
     print_lines(f"on     {mesh.size} x {device.device_kind} ({axes})")
+    if config.mesh.sequence_parallel in ("on", "overlap"):
+        print_lines(f"       mesh.sequence_parallel={config.mesh.sequence_parallel}")
     if options:
         print_lines(f"xla    {describe_compiler_options(options)}")
     grouper = loader.planner.grouper

@@ -18,6 +18,7 @@ import numpy as np
 from mmjax.autotune.memory_plan import (
     MemoryDecision,
     available_memory,
+    choose_sequence_parallel,
     device_speed,
     plan_key,
     plan_memory_on_mesh,
@@ -39,6 +40,7 @@ from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, simulate_stages
 from mmjax.pipeline.units import place_stages, tower_rows
+from mmjax.planning.hardware import find_device
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan
 from mmjax.planning.schedules import schedule_name, stage_cuts
@@ -147,8 +149,12 @@ class Trainer:
 
         with activity("opening the data"):
             self.data = open_data(config, folder, first_step, permitted, self.mesh)
-        self.config = config = self.data.launch.config  # in which training.epochs became training.steps
         self.loader = self.data.loader
+        config = self.data.launch.config  # in which training.epochs became training.steps
+        if not config.units:
+            device = find_device(self.mesh.devices.flat[0].device_kind)
+            config = choose_sequence_parallel(config, self.mesh.shape, self.loader.layout, device)
+        self.config = config
 
         self.profiled = False  # whether stages are planned by measured times of their layers
         with activity("predicting memory"):

@@ -91,6 +91,18 @@ def test_no_scan_over_layers_plans_masks_and_xla_computes_nothing_again():
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.parametrize(("tensor", "remat"), [(2, "attention"), (4, "full"), (8, "none")])
+def test_every_chunk_of_a_tensor_parallel_layer_is_sent_while_a_product_is_computed(tensor, remat):
+    found = told("tests/autotune/compiled_rings.py", str(tensor), remat)
+    # Forward has four exchanges; backward eight, of which six send chunks of their own, and those that are recomputed.
+    recomputed = {"attention": 3, "full": 3, "none": 0}[remat]
+    assert found["chunks"] == [4 * (tensor - 1), (6 + recomputed) * (tensor - 1)]
+    assert found["exposed"] == [0, 0]
+    assert found["all-reduces"] == found["gathers"] == found["rematerialized"] == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
 def test_with_less_memory_than_it_takes_xla_computes_again_and_it_is_seen():
     assert told("tests/autotune/compiled_step.py", "compiler.xla_gpu_memory_limit_slop_factor=5")["rematerialized"] > 0
 

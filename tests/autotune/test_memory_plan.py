@@ -17,6 +17,7 @@ from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.autotune.memory_plan import (
     ActivationTracer,
     available_memory,
+    choose_sequence_parallel,
     describe_shortage,
     model_sharding,
     plan_memory_of_run,
@@ -31,7 +32,7 @@ from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import make_mesh
-from mmjax.planning.hardware import Rates
+from mmjax.planning.hardware import Device, Rates, parse_cluster
 from mmjax.planning.memory import ModelSharding
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.planning.step_time import Speed
@@ -158,6 +159,24 @@ def test_tensor_parallelism_cuts_encoders_only_where_they_lie_on_its_axis():
     sizes = {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}
     assert model_sharding(MeshConfig(), sizes) == ModelSharding(8, 2, 2)
     assert model_sharding(MeshConfig(encoders="data"), sizes) == ModelSharding(8, 2, 1)
+
+
+def test_exchanges_are_overlapped_by_itself_where_the_data_sheet_says_that_it_pays(layouts):
+    config = tiny_config()
+    wide = replace(config.model.llm, width=8192, heads=64, kv_heads=8, head_width=128, mlp_width=28_672)
+    wide = replace(config, model=replace(config.model, llm=wide))
+
+    def choice(config: Config, device: Device | None, tensor: int = 4) -> str:
+        mesh = {"data": 1, "fsdp": 1, "tensor": tensor, "context": 1}
+        return choose_sequence_parallel(config, mesh, long, device).mesh.sequence_parallel
+
+    layout = layouts(config)
+    long = replace(layout, shapes=[layout.shapes[-1]._replace(lengths=(8192, 512, 512))])
+    a800 = parse_cluster("a800").device
+    assert choice(wide, a800) == "overlap"
+    assert choice(wide, a800, tensor=1) == choice(wide, None) == choice(wide, replace(a800, platform="cpu")) == "off"
+    assert choice(replace(wide, batch=replace(wide.batch, alignment=2)), a800) == "off"
+    assert choice(replace(wide, mesh=MeshConfig(sequence_parallel="on")), a800) == "on"
 
 
 def test_the_room_is_what_the_config_says_or_what_the_device_may_give_out():

@@ -30,6 +30,7 @@ MESHES = {
     "data x tensor": (MeshConfig(data=4, tensor=2), DRAWN),
     "data x fsdp x tensor": (MeshConfig(data=2, fsdp=2, tensor=2), Sampling()),
     "rows over devices": (MeshConfig(data=2, context=2, tensor=2), Sampling()),
+    "tokens divided between layers": (MeshConfig(data=4, tensor=2, sequence_parallel="overlap"), DRAWN),
     "encoders over all": (MeshConfig(data=2, tensor=2, encoders="data"), DRAWN),
 }
 

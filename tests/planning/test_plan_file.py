@@ -37,6 +37,15 @@ def test_a_plan_that_is_read_again_changes_a_config_into_what_was_planned(planne
     assert {tower: towers[tower].remat for tower in towers} == POLICIES
 
 
+def test_a_plan_of_tensor_parallelism_says_how_tokens_lie_between_layers(tmp_path):
+    config = load("tiny_omni")
+    config = replace(config, mesh=replace(config.mesh, sequence_parallel="overlap"))
+    path = tmp_path / "plan.json"
+    path.write_text(plan_text(config, "h100x8", MESH | {"fsdp": 2, "tensor": 2}, POLICIES, 4, {}))
+    changed = apply_overrides(load("tiny_omni"), plan_changes(path)[1])
+    assert changed.mesh.sequence_parallel == "overlap"
+
+
 def test_a_plan_is_json_with_a_line_for_each_setting_and_layers_as_runs(planned):
     text = planned[1].read_text()
     found = json.loads(text)

@@ -153,6 +153,12 @@ def test_tensor_parallelism_cuts_what_is_kept_inside_a_layer_but_not_between_lay
     assert halved.activations["llm"] == pytest.approx((between + (1 - between) / 2) * whole.activations["llm"])
 
 
+def test_sequence_parallelism_cuts_all_that_is_kept():
+    sharding = ModelSharding(64, llm=2, sequence_parallel="on")
+    whole, halved = (fitted(np.inf, SHAPES[:1], sharding=s) for s in (ONE_NODE, sharding))
+    assert halved.activations["llm"] == pytest.approx(whole.activations["llm"] / 2)
+
+
 def test_the_policies_of_a_fit_become_the_models():
     found = fitted(0.4 * fitted(np.inf).device / 1e9)
     model = found.applied(MODEL)

@@ -18,7 +18,7 @@ from mmjax.planning.hardware import (
     parse_cluster,
 )
 from mmjax.planning.memory import DeviceBatch, ModelSharding
-from mmjax.planning.step_time import KERNELS, ClusterRun, LayerTimes, Speed, StepTime, step_time
+from mmjax.planning.step_time import KERNELS, ClusterRun, LayerTimes, Speed, StepTime, overlap_pays, step_time
 from mmjax.planning.work import layer_sizes
 
 MODEL = replace(load("omni_10b").model, encoders={})
@@ -149,6 +149,31 @@ def test_tensor_parallelism_halves_the_operations_and_costs_all_reduces():
     layers, width = MODEL.llm.layers, MODEL.llm.width
     assert halved.tensor == pytest.approx(4 * layers * 4096 * width * 2 / (BANDWIDTH_EFFICIENCY * 450e9))
     assert halved.update == pytest.approx(whole.update / 2)
+
+
+def test_overlapped_exchanges_cost_launches_and_what_no_product_of_a_chunk_hides():
+    devices = 4
+    on = machine("h100x4", tensor=devices)
+    way = lambda name: replace(on, sharding=replace(on.sharding, sequence_parallel=name))  # noqa: E731
+    layer, layers = layer_sizes(MODEL.llm), MODEL.llm.layers
+    send = 4096 / devices * layer.width * 2 / (BANDWIDTH_EFFICIENCY * 450e9)
+    product = 2 * 4096 / devices * layer.width / devices / (COMPUTE_EFFICIENCY * 989.4e12)
+    qkv, up, out = layer.queries + 2 * layer.keys, 2 * layer.mlp, layer.queries
+    # MLPs hide all that they send; attention's products are shorter than a send, and its output's backward is two.
+    assert product * up > product * layer.mlp > send > product * qkv
+    exposed = 3 * (send - product * qkv) + (send - product * out) + max(0, send - 2 * product * out)
+    launches = 4 * (2 + 4) * LAUNCH_SECONDS
+    assert seconds(way("overlap")).tensor == pytest.approx((devices - 1) * layers * (exposed + launches))
+    # Gathered and scattered: once in forward for each of four products, and six times in backward.
+    assert seconds(way("on")).tensor == pytest.approx((devices - 1) * layers * 10 * send)
+    assert seconds(way("off")).tensor == pytest.approx((devices - 1) * layers * 8 * send)
+
+
+def test_overlap_pays_where_rows_are_long_and_not_where_launches_take_longer():
+    on = machine("h100x4", tensor=4)
+    assert overlap_pays(MODEL, BATCH, on)
+    assert not overlap_pays(MODEL, DeviceBatch({"llm": (1, 128)}, {}), on)
+    assert not overlap_pays(MODEL, BATCH, machine("h100"))
 
 
 def test_microbatches_add_up_and_the_update_comes_once():
