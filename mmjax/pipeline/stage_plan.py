@@ -82,7 +82,7 @@ def shard_stages(config: Config) -> list[ShardedStage]:
     for in_unit, stage in zip(list_stages(config), placed, strict=True):
         unit = config.units[in_unit.unit]
         count = unit_devices(unit) // unit.pipeline
-        mesh = AbstractMesh((unit.data, unit.fsdp, unit.tensor, 1), AXES)
+        mesh = AbstractMesh((unit.data, unit.fsdp, 1, unit.tensor), AXES)
         first = firsts[in_unit.unit] + in_unit.part * count
         sharded.append(_shard_stage(config, in_unit.name, stage, mesh, range(first, first + count), trained))
     return sharded

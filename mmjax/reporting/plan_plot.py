@@ -56,6 +56,7 @@ PARTS = {
     "shards": "#d9a441",
     "tensor": "#c4704f",
     "exchange": "#7a5c99",
+    "context": "#5f9e8f",
     "update": "#a3a8a0",
 }
 LABEL_ROOM = 1.2  # an axis is so many times its longest bar, which leaves room for the label behind that

@@ -43,7 +43,7 @@ def unit_meshes(config: Config, devices: Sequence[jax.Device]) -> dict[str, list
         size = unit_devices(unit) // unit.pipeline
         meshes[name] = []
         for _ in range(unit.pipeline):
-            grid = np.asarray(devices[first : first + size]).reshape(unit.data, unit.fsdp, unit.tensor, 1)
+            grid = np.asarray(devices[first : first + size]).reshape(unit.data, unit.fsdp, 1, unit.tensor)
             meshes[name].append(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
             first += size
     return meshes
