@@ -67,35 +67,7 @@ COMMAND_KEYS = ("cluster", "price")  # words that are the command's, not the con
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.plan", description=__doc__, allow_abbrev=False)
-    words = (
-        "a config's file or name (default: tiny_omni); cluster=DEVICExNODESxCOUNT, or here: this machine; price=N, of "
-        "a device for an hour"
-    )
-    parser.add_argument("words", nargs="*", metavar="CONFIG | cluster=h100x8x8 | price=2.5 | a.b=value", help=words)
-    parser.add_argument(
-        "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="of samples, in place of the config's data"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="plan.json", help="write a plan that mmjax.train takes as plan=plan.json"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="time layers on this machine (cluster=here); kept for the next time"
-    )
-    parser.add_argument(
-        "--measured", type=Path, metavar="FILE.json", help="rates measured on such a cluster, in place of assumed ones"
-    )
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="F.png|svg",
-        help="draw memory, time and each rank's work; of units, a step's passes",
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the step for the cluster's GPUs, none of which need be here"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    args = _parser().parse_intermixed_args(sys.argv[1:] if argv is None else argv)
     if args.out is not None:
         check_output("--out", args.out)
     if args.picture is not None:
@@ -120,22 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     index, weights, source = _open_lengths(config, path, args.lengths)
     measure_speed = _speed_by(config, cluster, layers, on_this_machine, args.profile)
     if config.units or chooses:
-        pipeline = (choose_units if chooses else forecast_pipeline)(config, cluster, index, weights, measure_speed)
-        speed = measure_speed({}) if pipeline is None else pipeline.speed
-        mesh = forecast_best_mesh(config, cluster, index, weights, speed)
-        if pipeline is None and mesh is None:
-            raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
-        programs = None if devices is None or pipeline is None else compile_pipeline(pipeline, devices)
-        if args.json:
-            print_lines(json.dumps(pipeline_numbers(pipeline, mesh, programs)))
-        else:
-            print_lines(*report_pipeline(config, cluster, pipeline, mesh, source, programs))
-        if args.picture is not None and pipeline is not None:
-            _plot_step(args.picture, pipeline)
-        if args.out is not None:
-            # Units that a person wrote are wanted; units=auto takes what is faster.
-            units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
-            args.out.write_text(_units_plan(pipeline) if units else _mesh_plan(mesh, cluster))
+        lengths = index, weights, source
+        _plan_units(args, config, cluster, lengths, chooses=chooses, measure_speed=measure_speed, devices=devices)
         return
     forecast = forecast_run(config, cluster, index, weights, measure_speed)
     compiled = None if devices is None else compile_forecast(forecast, devices)
@@ -200,6 +158,69 @@ def _mesh_plan(forecast: MeshForecast, cluster: Cluster) -> str:
     mesh = mesh_sizes(config.mesh, cluster.devices)
     expected = {"seconds": forecast.time.total, "mfu": forecast.mfu, "memory": memory.device}
     return plan_text(config, str(cluster), mesh, memory.policies, memory.loss_chunks, expected)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m mmjax.plan", description=__doc__, allow_abbrev=False)
+    words = (
+        "a config's file or name (default: tiny_omni); cluster=DEVICExNODESxCOUNT, or here: this machine; price=N, of "
+        "a device for an hour"
+    )
+    parser.add_argument("words", nargs="*", metavar="CONFIG | cluster=h100x8x8 | price=2.5 | a.b=value", help=words)
+    parser.add_argument(
+        "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="of samples, in place of the config's data"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="plan.json", help="write a plan that mmjax.train takes as plan=plan.json"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="time layers on this machine (cluster=here); kept for the next time"
+    )
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE.json", help="rates measured on such a cluster, in place of assumed ones"
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="F.png|svg",
+        help="draw memory, time and each rank's work; of units, a step's passes",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the step for the cluster's GPUs, none of which need be here"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def _plan_units(
+    args: argparse.Namespace,
+    config: Config,
+    cluster: Cluster,
+    lengths: tuple[LengthIndex, list[float], str],
+    *,
+    chooses: bool,
+    measure_speed: MeasureSpeed,
+    devices: Sequence[jax.Device] | None,
+) -> None:
+    """Forecast units, those of the config or chosen, beside one mesh, and write what the command line asks for."""
+    index, weights, source = lengths
+    pipeline = (choose_units if chooses else forecast_pipeline)(config, cluster, index, weights, measure_speed)
+    speed = measure_speed({}) if pipeline is None else pipeline.speed
+    mesh = forecast_best_mesh(config, cluster, index, weights, speed)
+    if pipeline is None and mesh is None:
+        raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
+    programs = None if devices is None or pipeline is None else compile_pipeline(pipeline, devices)
+    if args.json:
+        print_lines(json.dumps(pipeline_numbers(pipeline, mesh, programs)))
+    else:
+        print_lines(*report_pipeline(config, cluster, pipeline, mesh, source, programs))
+    if args.picture is not None and pipeline is not None:
+        _plot_step(args.picture, pipeline)
+    if args.out is not None:
+        # Units that a person wrote are wanted; units=auto takes what is faster.
+        units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
+        args.out.write_text(_units_plan(pipeline) if units else _mesh_plan(mesh, cluster))
 
 
 def _parse_price(text: str | None) -> float | None:
