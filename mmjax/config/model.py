@@ -108,6 +108,7 @@ class DecoderConfig:
     logit_cap: float = 0.0  # soft cap of the logits; 0: none
     window: int = 0  # tokens of the sliding window of the layers in `windowed`, the query's included
     windowed: tuple[int, ...] = ()  # layers with sliding-window attention
+    window_rope_theta: float = 0.0  # base of the rotary frequencies of those layers, unscaled; 0: as the others
     tied: bool = True  # the embedding is the output table too
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
     attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks

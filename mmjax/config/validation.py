@@ -248,7 +248,7 @@ def _check_decoder(llm: DecoderConfig) -> None:
     divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
     check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
     _check_rope(where, llm)
-    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window"))
+    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
 

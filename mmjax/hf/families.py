@@ -37,7 +37,7 @@ def _decoder(folder: HfFolder, fields: Fields) -> ModelConfig:
 def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     inner, output = find_decoder(folder)
     unused = (f"{output}.weight",) if model.llm.tied else ()
-    return Layout({"llm": decoder_parts(model.llm, inner, output)}, {"llm": (inner, output)}, unused)
+    return Layout({"llm": decoder_parts(model.llm, folder)}, {"llm": (inner, output)}, unused)
 
 
 CHECKPOINTS = {

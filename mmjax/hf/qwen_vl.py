@@ -11,7 +11,7 @@ from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, RotaryGrid
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, TensorNames, convolution, linear, norm, qkv_slice, table
+from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
 from mmjax.hf.vision import with_images
 
@@ -218,7 +218,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
     if first is None:
         raise UserError(f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight")
-    parts = {"llm": decoder_parts(model.llm, inner, output)}
+    parts = {"llm": decoder_parts(model.llm, folder)}
     prefixes = {"llm": (inner, output)}
     unused = (f"{output}.weight",) if model.llm.tied else ()
     mergers = f"{first}merger.", f"{first}deepstack_merger_list."
@@ -248,8 +248,8 @@ def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
         "layers.*.attention.output": linear(f"{layer}.attn.proj"),
         "layers.*.mlp_norm": norm(f"{layer}.norm2"),
     }
-    for which, name in enumerate(QKV):
-        parts[f"layers.*.attention.{name}"] = qkv_slice(third_of, which, config.width)
+    for name, third in fused_parts(third_of, **dict.fromkeys(QKV, config.width)).items():
+        parts[f"layers.*.attention.{name}"] = third
     for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
         parts[f"layers.*.mlp.{ours}"] = linear(f"{layer}.mlp.{theirs}")
     return TensorNames(parts)

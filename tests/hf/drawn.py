@@ -17,7 +17,10 @@ DECODERS = {
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
     "mistral": transformers.MistralConfig,
+    "phi3": transformers.Phi3Config,
+    "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
 }
 
 
@@ -69,8 +72,8 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
     """The config of a text decoder of a family. own: fields that win over what is drawn."""
     sizes, head_width = text_sizes(rng, vocab)
     given = sizes | rope(rng, head_width // 2)
-    given["hidden_activation" if family == "gemma2" else "hidden_act"] = pick(rng, *ACTIVATIONS)
-    if family in ("llama", "qwen3", "gemma2"):
+    given["hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act"] = pick(rng, *ACTIVATIONS)
+    if family in ("llama", "qwen3", "gemma", "gemma2", "gemma3"):
         given["attention_bias"] = pick(rng, False, True)
     if family == "llama":
         given["mlp_bias"] = pick(rng, False, True)
@@ -80,7 +83,13 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         given["hidden_size"] = given["num_attention_heads"] * given.pop("head_dim")
     if family in ("qwen2", "qwen3"):
         given |= late_windows(rng, given["num_hidden_layers"])
-    if family == "gemma2":
+    if family == "phi3":
+        given |= phi3_fields(rng, given)
+    if family == "gemma3":
+        near = {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)}
+        given["rope_parameters"] = {"full_attention": given["rope_parameters"], "sliding_attention": near}
+        given["hidden_size"] = given["num_attention_heads"] * between(rng, 3, 12)
+    if family in ("gemma2", "gemma3"):
         given |= {
             "query_pre_attn_scalar": pick(rng, 7, 13, 256),
             "attn_logit_softcapping": pick(rng, None, 2.0, 20.0),
@@ -90,6 +99,19 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         if rng.integers(2):
             given["layer_types"] = layer_types(rng, given["num_hidden_layers"])
     return DECODERS[family](**given | own)
+
+
+def phi3_fields(rng: np.random.Generator, given: Fields) -> Fields:
+    """Phi-3's heads of even width, its RoPE, default or LongRoPE, and its window."""
+    heads = given["num_attention_heads"]
+    head_width = 2 * between(rng, 2, 6)
+    turned: Fields = {"rope_type": "default", "rope_theta": 1e4}
+    own = {"hidden_size": heads * head_width, "head_dim": head_width, "sliding_window": pick(rng, None, 4, 6)}
+    if rng.integers(2):
+        factors = {f"{name}_factor": (1 + 3 * rng.random(head_width // 2)).tolist() for name in ("short", "long")}
+        turned |= {"rope_type": "longrope", **factors}
+        own["original_max_position_embeddings"] = 16
+    return own | {"rope_parameters": turned, "pad_token_id": 0, "eos_token_id": None}
 
 
 def late_windows(rng: np.random.Generator, layers: int) -> Fields:
