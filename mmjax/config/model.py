@@ -123,9 +123,11 @@ class ConnectorConfig:
     """An MLP from an encoder's width to the LLM's, over `merge` neighbours (per axis for images)."""
 
     merge: int = 2  # neighbours that become one token, per axis for images
+    merging: Literal["concatenate", "mean"] = "concatenate"  # of the features of those neighbours
     mlp_width: int = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
-    norm: Literal["none", "layer", "rms", "merged_layer"] = "layer"  # before neighbours are merged, or after
+    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms"] = "layer"  # before they are merged, or after
     norm_eps: float = 0.0  # 0: the encoder's
+    norm_offset: float = 0.0  # added to an RMSNorm's scales
     activation: Activation = "gelu_tanh"  # of the MLP
     biases: tuple[Biased, ...] = ("up", "down")  # the matrices that have one
     position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0: none
@@ -407,13 +409,19 @@ def linear_layers(model: ModelConfig) -> Sizes:
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
         sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
-        # A connector merges `merge` neighbours along both axes of an image, or along a clip's one.
-        merged = encoder.connector.merge ** (2 if vision else 1) * width
+        merged = merged_width(encoder)
         if hidden := encoder.connector.mlp_width:
             sizes |= {f"{name}.connector.mlp.up": (merged, hidden), f"{name}.connector.mlp.down": (hidden, llm.width)}
         else:
             sizes[f"{name}.connector.linear"] = (merged, llm.width)
     return sizes
+
+
+def merged_width(encoder: Encoder) -> int:
+    """Return the features of a token that a connector has merged, before its MLP."""
+    # Neighbours are merged along both axes of an image, or along a clip's one.
+    group = encoder.connector.merge ** (2 if isinstance(encoder, VisionConfig) else 1)
+    return encoder.width * (group if encoder.connector.merging == "concatenate" else 1)
 
 
 def _layer_sizes(module: str, width: int, query_width: int, key_width: int, mlp_width: int, gated: bool) -> Sizes:

@@ -1,4 +1,7 @@
-"""Text decoders: Qwen2 and 2.5, Llama 3, Qwen3, Mistral, Phi-3, Gemma 1 to 3. What their configs say, where their tensors lie."""
+"""Text decoders: Qwen2 and 2.5, Llama 3, Qwen3, Mistral, Phi-3, Gemma 1 to 3.
+
+What their configs say, where their tensors lie.
+"""
 
 from __future__ import annotations
 

@@ -43,6 +43,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": _ONEVISION_PINPOINTS},
     "Qwen2VLImageProcessor": _COMMON
     | {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "patch_size": 14, "merge_size": 2},
+    "Gemma3ImageProcessor": _COMMON
+    | _HALF
+    | {"resample": 2, "size": {"height": 224, "width": 224}, "default_to_square": True},
     "GotOcr2ImageProcessor": _COMMON
     | {"size": {"height": 384, "width": 384}, "default_to_square": True, "min_patches": 1, "max_patches": 12},
 }
@@ -127,6 +130,8 @@ def _fixed_size(fields: _ProcessorFields, pads: bool) -> FixedSize:
         raise fields.refused("do_pad", "only LlavaImageProcessor pads; set it to false")
     if fields.flag("use_square_size"):
         raise fields.refused("use_square_size", "give height and width in size instead")
+    if fields.flag("do_pan_and_scan"):
+        raise fields.refused("do_pan_and_scan", "crops beside the whole image are not supported; set it to false")
     return FixedSize(
         square=_background(fields) if fields.flag("do_pad") else (),
         resize=fields.extent("size") if fields.flag("do_resize") else (),

@@ -169,6 +169,22 @@ def two_norm_tower(rng: np.random.Generator, most: int = 5) -> tuple[transformer
     return tower, own | {"vision_feature_select_strategy": "full"}
 
 
+def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Gemma 3: a SigLIP whose squares of patches become one token each, windows longer than an image."""
+    vision = tower_sizes(rng, 5)
+    pooled = pick(rng, 1, 2, 3)
+    side = between(rng, 1, 3)
+    vision["image_size"] = vision["patch_size"] * pooled * side
+    text = decoder(rng, "gemma3", vocab, sliding_window=side**2 + between(rng, 0, 3))
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config=transformers.SiglipVisionConfig(**vision, vision_use_head=False),
+        mm_tokens_per_image=side**2,
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
+
+
 def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfig, Fields]:
     """InternViT, and what an InternVL around it says of the features that it takes."""
     sizes = tower_sizes(rng, 5)
