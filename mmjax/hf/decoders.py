@@ -284,7 +284,8 @@ def _scaling(kind: str, rope: Fields, fields: Fields, family: Family) -> RopeSca
             factor = rope.get("factor", float, max_positions / trained_positions)
             attention = rope.get("attention_factor", float, _yarn_attention(rope, factor))
             # As in the paper's code, 0 stands for its default too.
-            fast, slow = rope.get("beta_fast", float, 32.0) or 32.0, rope.get("beta_slow", float, 1.0) or 1.0
+            fast = rope.get("beta_fast", float, 32.0) or 32.0
+            slow = rope.get("beta_slow", float, 1.0) or 1.0
             truncate = rope.get("truncate", bool, True)
             return YarnRope(factor, trained_positions, attention, fast, slow, whole=truncate)
         case "longrope":
@@ -300,7 +301,8 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
     def grown(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    over, under = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
+    over = rope.get("mscale", float, 0.0)
+    under = rope.get("mscale_all_dim", float, 0.0)
     return grown(over) / grown(under) if over and under else grown(1.0)
 
 

@@ -68,7 +68,8 @@ def convolution(key: str, order: tuple[int, ...]) -> LeafTensors:
 
 def fused_parts(leaves: LeafTensors, **widths: int) -> dict[str, LeafTensors]:
     """Locate layers that are stored as one matrix: their names and rows, in its order."""
-    parts, start = {}, 0
+    parts = {}
+    start = 0
     for part, width in widths.items():
         rows = start, start + width
         parts[part] = {name: replace(tensor, rows=rows) for name, tensor in leaves.items()}

@@ -226,7 +226,8 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
                 numbers.append(number)
             lengths.append(_tokens_of(segment, places, arrays))
             continue
-        tokens, weights = segment.tokens, segment.weights
+        tokens = segment.tokens
+        weights = segment.weights
         lengths.append(len(tokens))
         if not 0 <= segment.branch <= MAX_BRANCHES:
             raise ValueError(f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}")
