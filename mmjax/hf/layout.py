@@ -56,11 +56,6 @@ def table(key: str) -> LeafTensors:
     return {"weight": TensorSlice(f"{key}.weight")}
 
 
-def vector(key: str) -> LeafTensors:
-    """Locate a parameter that is a tensor by itself."""
-    return {"weight": TensorSlice(key)}
-
-
 def convolution(key: str, order: tuple[int, ...]) -> LeafTensors:
     """Locate a convolution that is computed as a matrix product; `order` as in `TensorSlice`."""
     return {"weight": TensorSlice(f"{key}.weight", order), "bias": TensorSlice(f"{key}.bias")}
