@@ -255,9 +255,10 @@ def open_layout(folder):
 @pytest.mark.parametrize("tied", [True, False])
 def test_opengvlabs_own_layout_is_the_same_model(tied, tmp_path):
     own = {} if tied else {"use_qk_norm": True, "attention_bias": True, "norm_type": "rms_norm"}
+    text = transformers.Qwen2Config if tied else transformers.Qwen3Config  # InternVL3, and 3.5
     config = InternVLConfig(
         vision_config=InternVLVisionConfig(**TOWER | own),
-        text_config=transformers.Qwen2Config(**TEXT, tie_word_embeddings=tied),
+        text_config=text(**TEXT, tie_word_embeddings=tied),
         image_token_id=IMAGE,
         tie_word_embeddings=tied,
     )
