@@ -450,12 +450,13 @@ def _check_sequence_parallel(mesh: MeshConfig, alignment: int) -> None:
 def _check_units(config: Config) -> None:
     """Check that every module has devices, and that layers, heads and microbatches divide as the units ask."""
     towers = {"llm": config.model.llm, **config.model.encoders}
-    mesh = replace(MeshConfig(), memory=config.mesh.memory, host_memory=config.mesh.host_memory)
+    kept = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
+    mesh = replace(MeshConfig(), **kept)
     changed = [f.name for f in fields(MeshConfig) if getattr(config.mesh, f.name) != getattr(mesh, f.name)]
     check(
         not changed,
         f"mesh.{(changed or [''])[0]}: modules with units have their devices from these; leave mesh as it is, or units "
-        "empty",
+        "empty" + (f", or set units.llm.context={config.mesh.context}" if changed == ["context"] else ""),
     )
     check(
         config.pipeline.schedule != "interleaved" or any(unit.virtual > 1 for unit in config.units.values()),
@@ -464,7 +465,7 @@ def _check_units(config: Config) -> None:
     owners: dict[str, str] = {}
     for name, unit in config.units.items():
         where = f"units.{name}"
-        at_least(1, where, unit, ("data", "fsdp", "tensor", "pipeline", "virtual"))
+        at_least(1, where, unit, ("data", "fsdp", "context", "tensor", "pipeline", "virtual"))
         for tower in unit_modules(name, unit):
             hint = did_you_mean(tower, towers)
             key = f"{where}.modules has {tower!r}" if unit.modules else where
@@ -481,6 +482,17 @@ def _check_units(config: Config) -> None:
                     count % unit.tensor == 0,
                     f"{where}.tensor={unit.tensor} does not divide model.{path}.{heads}={count}; use a divisor of it",
                 )
+                parts = unit.context * unit.tensor
+                check(
+                    tower != "llm" or config.mesh.context_attention != "heads" or count % parts == 0,
+                    f"mesh.context_attention=heads: {where}.context={unit.context} x tensor={unit.tensor} does not "
+                    f"divide model.{path}.{heads}={count}; use mesh.context_attention=gather, which cuts no head",
+                )
+        check(
+            unit.context == 1 or "llm" in unit_modules(name, unit),
+            f"{where}.context={unit.context}: items of encoders are not cut, only rows of the LLM; use "
+            f"{where}.data={unit.data * unit.context}",
+        )
         # After the modules are known to be there.
         _check_stages(config, where, unit, unit_modules(name, unit))
     missing = [tower for tower in towers if tower not in owners]

@@ -88,14 +88,20 @@ def connector_mlps(encoder: Encoder) -> int:
     return 1 + (len(encoder.deepstack) if isinstance(encoder, VisionConfig) else 0)
 
 
-def resolve_attention(model: ModelConfig, rates: Rates) -> ModelConfig:
-    """Return the model with what `attention=auto` is on a device: the kernel where that has a rate, else blocks."""
+def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> ModelConfig:
+    """Return the model with what `attention=auto` is on a device: the kernel where that has a rate, else blocks.
+
+    context: devices that share a row of the LLM, on which `dense` is blocks as well.
+    """
     backend = "blockwise" if rates.attention is None else "flash"
 
     def resolved(tower: Any) -> Any:
         return replace(tower, attention=backend) if tower.attention == "auto" else tower
 
-    return replace(model, llm=resolved(model.llm), encoders={name: resolved(e) for name, e in model.encoders.items()})
+    llm = resolved(model.llm)
+    if context > 1 and llm.attention == "dense":
+        llm = replace(llm, attention="blockwise")
+    return replace(model, llm=llm, encoders={name: resolved(e) for name, e in model.encoders.items()})
 
 
 def _mean_pairs(config: DecoderConfig | Encoder, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
