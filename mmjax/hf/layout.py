@@ -69,7 +69,11 @@ def convolution(key: str, order: tuple[int, ...]) -> LeafTensors:
 def qkv_slice(leaves: LeafTensors, which: int, width: int) -> LeafTensors:
     """Locate one of queries, keys and values that are stored as one matrix, each of `width` rows."""
     # Queries are rows 0 .. width, keys the next, values the last.
-    rows = which * width, (which + 1) * width
+    return rows_of(leaves, (which * width, (which + 1) * width))
+
+
+def rows_of(leaves: LeafTensors, rows: tuple[int, int]) -> LeafTensors:
+    """Locate parameters that are these rows of tensors."""
     return {name: replace(tensor, rows=rows) for name, tensor in leaves.items()}
 
 
