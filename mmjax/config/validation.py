@@ -247,19 +247,44 @@ def _check_decoder(llm: DecoderConfig) -> None:
     above_zero(where, llm, ("rope_theta",))
     divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
     check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
+    turned = llm.rotary_width
+    check(
+        turned % 2 == 0 and 0 <= turned <= llm.head_width,
+        f"{where}.rotary_width={turned}: RoPE turns pairs of channels; use an even number up to "
+        f"head_width={llm.head_width}",
+    )
     _check_rope(where, llm)
+    _check_delta_net(llm)
     at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
 
 
+def _check_delta_net(llm: DecoderConfig) -> None:
+    if (delta_net := llm.delta_net) is None:
+        return
+    where = "model.llm.delta_net"
+    outside = [i for i in delta_net.layers if not 0 <= i < llm.layers]
+    check(not outside, f"{where}.layers names layer {outside[:1]}, there are 0 to {llm.layers - 1}")
+    check(
+        bool(delta_net.layers),
+        f"{where}.layers is empty; name the layers that have it, or use model.llm.delta_net=none",
+    )
+    at_least(1, where, delta_net, ("key_heads", "value_heads", "key_width", "value_width", "taps"))
+    divides(where, delta_net.value_heads, "value_heads", delta_net.key_heads, "key_heads")
+    check(
+        llm.items == "causal",
+        f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use model.llm.items=causal",
+    )
+
+
 def _check_rope(where: str, llm: DecoderConfig) -> None:
-    pairs = llm.head_width // 2
+    pairs = llm.rotary_pairs
     scaling = llm.rope_scaling
     sections = sum(llm.rope_sections)
     check(
         not sections or sections == pairs,
-        f"{where}.rope_sections has {sections} channel pairs, a head of head_width={llm.head_width} has {pairs}",
+        f"{where}.rope_sections has {sections} channel pairs, RoPE turns {pairs}",
     )
     check(
         not sections or len(llm.rope_sections) == 3,
@@ -493,6 +518,8 @@ def _check_units(config: Config) -> None:
             f"{where}.context={unit.context}: items of encoders are not cut, only rows of the LLM; use "
             f"{where}.data={unit.data * unit.context}",
         )
+            if tower == "llm" and (delta_net := config.model.llm.delta_net):
+                divides(where, delta_net.key_heads, "model.llm.delta_net.key_heads", unit.tensor, "tensor")
         # After the modules are known to be there.
         _check_stages(config, where, unit, unit_modules(name, unit))
     missing = [tower for tower in towers if tower not in owners]

@@ -1,7 +1,4 @@
-"""Text decoders: Qwen2 and 2.5, Llama 3, Qwen3, Mistral, Phi-3, Gemma 1 to 3.
-
-What their configs say, where their tensors lie.
-"""
+"""Text decoders: Qwen2 to 3.5, Llama 3, Mistral, Phi-3, Gemma 1 to 3. What their configs say, their tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from mmjax.config import (
     Activation,
     Biased,
     DecoderConfig,
+    DeltaNetConfig,
     DynamicRope,
     LinearRope,
     Llama3Rope,
@@ -24,7 +22,7 @@ from mmjax.config import (
 )
 from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder, note
-from mmjax.hf.layout import TensorNames, fused_parts, linear, norm, table
+from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, fused_parts, linear, norm, table
 
 # By HF's names. The three approximations of GELU by tanh differ in how they are computed, not in what.
 ACTIVATIONS: dict[str, Activation] = {
@@ -79,6 +77,7 @@ class Family:
     default_activation: str = "silu"
     head_width: int | None = None  # None: width / heads
     kv_heads: int | None = 32  # None: as many as heads
+    rotary_share: float | None = None  # of a head's channels, where configs may say another; None: RoPE turns all
 
 
 def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
@@ -109,6 +108,7 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         head_width=head_width,
         mlp_width=fields.get("intermediate_size", int, family.mlp_width),
         vocab=fields.get("vocab_size", int, family.vocab),
+        rotary_width=0 if rope.share == 1 else int(head_width * rope.share),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         rope_sections=rope.sections,
@@ -129,6 +129,32 @@ def _qwen2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 def _qwen3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
     return _late_windows(fields, replace(plain, biases=biases, qk_norm="head"))
+
+
+def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
+    # What published configs say beside the fields that transformers reads.
+    fields.refuse("attn_output_gate", True)
+    fields.refuse("output_gate_type", "swish", "silu")
+    fields.refuse("mamba_ssm_dtype", "float32")
+    interval = fields.get("full_attention_interval", int, 4)
+    default = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(plain.layers)]
+    types = _layer_types(fields, default, {"linear_attention", "full_attention"})
+    delta_net = DeltaNetConfig(
+        layers=tuple(i for i, kind in enumerate(types) if kind == "linear_attention"),
+        key_heads=fields.get("linear_num_key_heads", int, 16),
+        value_heads=fields.get("linear_num_value_heads", int, 32),
+        key_width=fields.get("linear_key_head_dim", int, 128),
+        value_width=fields.get("linear_value_head_dim", int, 128),
+        taps=fields.get("linear_conv_kernel_dim", int, 4),
+    )
+    if delta_net.value_heads % delta_net.key_heads:
+        raise UserError(
+            f"{fields.where}: linear_num_value_heads={delta_net.value_heads} is no multiple of "
+            f"linear_num_key_heads={delta_net.key_heads}"
+        )
+    delta_net = delta_net if delta_net.layers else None
+    return replace(plain, biases=biases, qk_norm="head", norm_offset=1.0, attention_gate=True, delta_net=delta_net)
 
 
 def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -179,7 +205,7 @@ def _local_gemma(fields: Fields, plain: DecoderConfig, period: int) -> DecoderCo
         # In place of 1 / sqrt(head width).
         attention_scale=fields.get("query_pre_attn_scalar", (int, float), 256) ** -0.5,
         window=fields.get("sliding_window", int, 4096),
-        windowed=_windowed(fields, plain.layers, kinds),
+        windowed=_windowed(fields, kinds),
     )
 
 
@@ -196,17 +222,23 @@ def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.values else 4096)
     first = fields.get("max_window_layers", int, 28)
     late = ["sliding_attention" if window and i >= first else "full_attention" for i in range(plain.layers)]
-    windowed = _windowed(fields, plain.layers, late)
+    windowed = _windowed(fields, late)
     return replace(plain, window=window if windowed else 0, windowed=windowed)
 
 
-def _windowed(fields: Fields, layers: int, default: list[str]) -> tuple[int, ...]:
-    types = fields.get("layer_types", list, default)
-    if len(types) != layers or set(types) - LAYER_TYPES:
-        raise UserError(
-            f"{fields.where}: layer_types must give each of {layers} layers one of {', '.join(sorted(LAYER_TYPES))}"
-        )
+def _windowed(fields: Fields, default: list[str]) -> tuple[int, ...]:
+    types = _layer_types(fields, default, LAYER_TYPES)
     return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+
+
+def _layer_types(fields: Fields, default: list[str], known: set[str]) -> list[str]:
+    """Read the kind of every layer. Raises UserError for another number of them than `default` has, or other kinds."""
+    types = fields.get("layer_types", list, default)
+    if len(types) != len(default) or set(types) - known:
+        raise UserError(
+            f"{fields.where}: layer_types must give each of {len(default)} layers one of {', '.join(sorted(known))}"
+        )
+    return types
 
 
 class Rope(NamedTuple):
@@ -214,6 +246,7 @@ class Rope(NamedTuple):
 
     theta: float
     scaling: RopeScaling
+    share: float  # partial_rotary_factor
     sections: tuple[int, ...]  # mrope_section
     interleaved: bool  # whether the sections take turns
     window_theta: float  # base of the layers with windows, unscaled; 0: as the others
@@ -249,10 +282,13 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     # Not an error: transformers ignores them, and published checkpoints have some.
     if unread := sorted(set(values) - set(ROPE[kind]) - ROPE_ALWAYS):
         note(f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers")
-    for where in (rope, fields):
-        where.refuse("partial_rotary_factor", 1, 1.0)
+    if family.rotary_share is None:
+        for where in (rope, fields):
+            where.refuse("partial_rotary_factor", 1, 1.0)
+    share = fields.get("partial_rotary_factor", float, family.rotary_share or 1.0)
     return Rope(
         theta=rope.get("rope_theta", float, family.theta),
+        share=rope.get("partial_rotary_factor", float, share),
         scaling=_scaling(kind, rope, fields, family),
         sections=tuple(rope.get("mrope_section", list, [])),
         interleaved=rope.get("mrope_interleaved", bool, False),
@@ -323,6 +359,9 @@ GEMMA2 = Family(
 FAMILIES = {
     "qwen2": Family(_qwen2),
     "qwen3": Family(_qwen3, head_width=128),
+    "qwen3_5_text": Family(
+        _qwen3_5, heads=16, kv_heads=4, head_width=256, mlp_width=12_288, vocab=248_320, rotary_share=0.25
+    ),
     "llama": Family(_llama, mlp_width=11_008, vocab=32_000, positions=2048, kv_heads=None),
     "mistral": Family(_mistral, mlp_width=14_336, vocab=32_000, positions=4096 * 32, kv_heads=8),
     "phi3": Family(_phi3, width=3072, mlp_width=8192, vocab=32_064, positions=4096, norm_eps=1e-5, kv_heads=None),
@@ -348,6 +387,7 @@ FAMILIES = {
 
 BODIES = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
 OUTPUTS = ("lm_head", "language_model.lm_head")
+PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 
 
 def find_decoder(folder: HfFolder) -> tuple[str, str]:
@@ -359,6 +399,15 @@ def find_decoder(folder: HfFolder) -> tuple[str, str]:
     if inner is None:
         raise UserError(f"{folder.path} has no decoder: no tensor is called [...]embed_tokens.weight")
     return inner, next((p for p in OUTPUTS if f"{p}.weight" in folder.tensors), OUTPUTS[0])
+
+
+def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
+    """List patterns of the tensors of prediction several tokens ahead, which is not computed; say so where any are."""
+    if any(key.startswith(PREDICTION) for key in folder.tensors):
+        note(
+            f"{folder.path}: {PREDICTION}* (prediction several tokens ahead) is not read; an export copies it as it is"
+        )
+    return (f"{PREDICTION}*",)
 
 
 def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
@@ -389,4 +438,25 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         gates = fused_parts(linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width)
         parts |= {f"layers.*.attention.{name}": part for name, part in qkv.items()}
         parts |= {f"layers.*.mlp.{name}": part for name, part in gates.items()}
-    return TensorNames(parts)
+    return TensorNames(parts | _delta_parts(config.delta_net, layer) if config.delta_net else parts)
+
+
+def _delta_parts(config: DeltaNetConfig, layer: str) -> dict[str, LeafTensors]:
+    """Locate the parameters of the gated delta nets. Queries, keys and values are rows of one matrix and one filter."""
+    delta_net = "layers.*.delta_net"
+    hf_layer = f"{layer}linear_attn"
+    keys = config.key_heads * config.key_width
+    values = config.value_heads * config.value_width
+    matrix = linear(f"{hf_layer}.in_proj_qkv")
+    # Stored [channel, 1, tap]; ours: [tap, channel].
+    channel_filter = {"weight": TensorSlice(f"{hf_layer}.conv1d.weight", (2, 1, 0))}
+    parts: dict[str, LeafTensors] = {
+        delta_net: {"a_log": TensorSlice(f"{hf_layer}.A_log"), "dt_bias": TensorSlice(f"{hf_layer}.dt_bias")},
+        f"{delta_net}.norm": norm(f"{hf_layer}.norm"),
+    }
+    for name, hf_name in {"gate": "in_proj_z", "beta": "in_proj_b", "decay": "in_proj_a", "output": "out_proj"}.items():
+        parts[f"{delta_net}.{name}"] = linear(f"{hf_layer}.{hf_name}")
+    widths = {"query": keys, "key": keys, "value": values}
+    parts |= {f"{delta_net}.{name}": part for name, part in fused_parts(matrix, **widths).items()}
+    parts |= {f"{delta_net}.{name}_filter": part for name, part in fused_parts(channel_filter, **widths).items()}
+    return parts

@@ -13,7 +13,7 @@ from mmjax.config.codec import did_you_mean
 from mmjax.config.model import Encoder, module_names
 from mmjax.errors import UserError
 from mmjax.hf import audio, decoders, gemma3, internvl, llava, qwen_vl, vision
-from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
+from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.hub import checkpoint_folder
@@ -31,12 +31,13 @@ class Checkpoints:
 
 
 def _decoder(folder: HfFolder, fields: Fields) -> ModelConfig:
-    return ModelConfig(decoder_of(fields))
+    # Of text alone all three coordinates of a position are one number, so that sections change nothing.
+    return ModelConfig(replace(decoder_of(fields), rope_sections=(), rope_interleaved=False))
 
 
 def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     inner, output = find_decoder(folder)
-    unused = (f"{output}.weight",) if model.llm.tied else ()
+    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
     return Layout({"llm": decoder_parts(model.llm, folder)}, {"llm": (inner, output)}, unused)
 
 

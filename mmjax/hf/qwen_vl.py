@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL (dense), whole: what their configs say, where their tensors lie."""
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense), whole: what their configs say, where their tensors lie."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, RotaryGrid, StretchedGrid, VisionConfig
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder
+from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
@@ -28,7 +28,7 @@ class Family:
     text: Mapping[str, Any]  # defaults
     sections: tuple[int, ...]
     interleaved: bool
-    windows: bool  # whether the text's windows are used
+    layer_types: bool  # whether the text's windows and kinds of layers are used
     vision: Mapping[str, Any]  # defaults
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
@@ -76,13 +76,13 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
     values = dict(text.values)
     if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
-    if not family.windows:
+    if not family.layer_types:
         # Null counts as missing, so the fields have no effect.
         values |= {"use_sliding_window": None, "layer_types": None}
     text = Fields({**values, "model_type": family.decoder}, text.where).over(family.text)
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
     llm = decoder_of(text, tied)
-    pairs = llm.head_width // 2
+    pairs = llm.rotary_pairs
     sections = llm.rope_sections or family.sections
     if len(sections) != 3:
         raise UserError(f"{text.where}: mrope_section={list(sections)} must have three numbers: of t, y and x")
@@ -92,7 +92,9 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
         y, x = (len(range(axis, min(3 * sections[axis], pairs), 3)) for axis in (1, 2))
         sections = pairs - y - x, y, x
     if sum(sections) != pairs:
-        raise UserError(f"{text.where}: mrope_section={list(sections)} must add up to {pairs}, a head's channel pairs")
+        raise UserError(
+            f"{text.where}: mrope_section={list(sections)} must add up to {pairs}, the channel pairs that RoPE turns"
+        )
     return replace(llm, rope_sections=sections, rope_interleaved=family.interleaved)
 
 
@@ -125,7 +127,7 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
 
 def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     places = vision.get("num_position_embeddings", int)
-    deep = vision.get("deepstack_visual_indexes", list)
+    deep = vision.get("deepstack_visual_indexes", list, [])
     side = round(places**0.5)
     if side**2 != places:
         raise UserError(f"{vision.where}: num_position_embeddings={places} is no square of a number")
@@ -136,6 +138,11 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
         positions=StretchedGrid(side, _rope_theta(vision)),
         deepstack=tuple(i for i in deep if i < plain.layers),
     )
+
+
+def _qwen3_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    vision.refuse("deepstack_visual_indexes", [])
+    return _qwen3(vision, plain)
 
 
 FAMILIES = {
@@ -155,7 +162,7 @@ FAMILIES = {
         },
         sections=(16, 24, 24),
         interleaved=False,
-        windows=True,
+        layer_types=True,
         vision={
             "depth": 32,
             "hidden_size": 3584,
@@ -188,7 +195,7 @@ FAMILIES = {
         },
         sections=(24, 20, 20),
         interleaved=True,
-        windows=False,
+        layer_types=False,
         vision={
             "depth": 27,
             "hidden_size": 1152,
@@ -207,6 +214,17 @@ FAMILIES = {
         std=(0.5, 0.5, 0.5),
     ),
 }
+_QWEN3_VISION = dict(FAMILIES["qwen3_vl"].vision)
+_QWEN3_VISION.pop("deepstack_visual_indexes")
+FAMILIES["qwen3_5"] = replace(
+    FAMILIES["qwen3_vl"],
+    decoder="qwen3_5_text",
+    text={},
+    sections=(11, 11, 10),
+    layer_types=True,
+    vision=_QWEN3_VISION,
+    tower=_qwen3_5,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------- tensors
@@ -220,7 +238,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         raise UserError(f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight")
     parts = {"llm": decoder_parts(model.llm, folder)}
     prefixes = {"llm": (inner, output)}
-    unused = (f"{output}.weight",) if model.llm.tied else ()
+    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
     mergers = f"{first}merger.", f"{first}deepstack_merger_list."
     for name, config in model.encoders.items():
         taken = {Path(weights).expanduser() for weights in (config.weights, config.connector.weights) if weights}

@@ -274,7 +274,7 @@ def _place_tokens(feature: Float[Array, "r m e"], text: TextBatch, encoder: str)
 class Cache(NamedTuple):
     """Decoding state of `B` rows in `C` columns: the prompts', then one for each token to be generated."""
 
-    layers: KVCache  # of the LLM, in the activations' dtype
+    layers: KVCache  # of the LLM, in the activations' dtype; states of delta nets in float32
     mask: MaskSpec  # [B, C], of the columns still to be written as well
     position: Array  # int32 [B]: RoPE position of the next token
     column: Array  # int32 []: of the next token
@@ -293,8 +293,7 @@ def prefill(
     x, layers = model.llm.layers.forward_with_kv(x, model.context("llm", text, None), add)
     # Each row's last token; a row without a prompt takes its first column, and nobody reads the result.
     last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
-    # Of a layer [B, S, heads, width], of a stack [layers, B, S, heads, width]: room goes behind the third last axis.
-    grown = jax.tree.map(lambda kv: jnp.pad(kv, [(0, 0)] * (kv.ndim - 3) + [(0, room), (0, 0), (0, 0)]), layers)
+    grown = {name: layer.grown(room) for name, layer in layers.items()}
     # With (t, y, x) positions, the next token follows the largest of all three, as in HF's Qwen-VL.
     rope_position = text.position if text.position.ndim == 2 else text.position.max(-1)
     next_position = 1 + jnp.max(jnp.where(prompt, rope_position, -1), axis=1)

@@ -21,7 +21,9 @@ DECODERS = {
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
 }
+IN_LLAVA = [name for name in DECODERS if name != "qwen3_5_text"]  # as the text of any vision tower
 
 
 def pick(rng: np.random.Generator, *options: Any) -> Any:
@@ -70,6 +72,8 @@ def text_sizes(rng: np.random.Generator, vocab: int = 97) -> tuple[Fields, int]:
 
 def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) -> transformers.PreTrainedConfig:
     """The config of a text decoder of a family. own: fields that win over what is drawn."""
+    if family == "qwen3_5_text":
+        return transformers.Qwen3_5TextConfig(**qwen3_5_text(rng) | own)
     sizes, head_width = text_sizes(rng, vocab)
     given = sizes | rope(rng, head_width // 2)
     given["hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act"] = pick(rng, *ACTIVATIONS)
@@ -133,7 +137,37 @@ def layer_types(rng: np.random.Generator, layers: int) -> list[str]:
 
 def any_decoder(rng: np.random.Generator, vocab: int = 97, **own: Any) -> transformers.PreTrainedConfig:
     """The config of a text decoder of any family."""
-    return decoder(rng, pick(rng, *DECODERS), vocab, **own)
+    return decoder(rng, pick(rng, *IN_LLAVA), vocab, **own)
+
+
+def qwen3_5_text(rng: np.random.Generator, sections: bool = False) -> Fields:
+    """The text of Qwen3.5: gated delta nets and gated attention, and RoPE that turns a part of each head."""
+    sizes, _ = text_sizes(rng)
+    key_heads, layers = pick(rng, 1, 2, 3), between(rng, 1, 6)
+    share, head_width = pick(rng, (0.25, 16), (0.5, 12), (0.25, 24), (1.0, 10))
+    pairs = int(head_width * share) // 2
+    given = rope(rng, pairs)
+    given["rope_parameters"]["partial_rotary_factor"] = share
+    if sections:
+        y = between(rng, 0, pairs // 2)
+        x = between(rng, 0, pairs // 2)
+        own = {"mrope_section": [pairs - y - x, y, x], "mrope_interleaved": True}
+        given = {"rope_parameters": {"rope_type": "default", "rope_theta": pick(rng, 1e4, 5e6)} | own}
+        given["rope_parameters"]["partial_rotary_factor"] = share
+    sizes |= {
+        "head_dim": head_width,
+        "num_hidden_layers": layers,
+        "hidden_act": pick(rng, "silu", "silu", *ACTIVATIONS),
+        "attention_bias": pick(rng, False, True),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * pick(rng, 1, 2, 3),
+        "linear_key_head_dim": between(rng, 8, 16),
+        "linear_value_head_dim": between(rng, 8, 16),
+        "linear_conv_kernel_dim": pick(rng, 2, 3, 4, 4),
+    }
+    if rng.integers(2):
+        sizes["layer_types"] = [pick(rng, "linear_attention", "full_attention") for _ in range(layers)]
+    return sizes | given
 
 
 def tower_sizes(rng: np.random.Generator, most: int) -> Fields:
@@ -268,6 +302,17 @@ def qwen3_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrained
         "deepstack_visual_indexes": [i for i in range(vision["depth"] + 2) if rng.integers(2)],
     }
     return transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
+    )
+
+
+def qwen3_5(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen3.5: gated delta nets in the text, and Qwen3-VL's tower without its deepstack."""
+    text = qwen3_5_text(rng, sections=True)
+    del text["tie_word_embeddings"]
+    vision = qwen_tower(rng, text["hidden_size"])
+    vision["num_position_embeddings"] = between(rng, 2, 7) ** 2
+    return transformers.Qwen3_5Config(
         text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
     )
 

@@ -16,7 +16,7 @@ from parity_samples import Given, Part, given, is_text
 from test_any_res import NEXT, ONEVISION, inputs, processor_of, saved
 from test_audio_towers import AUDIO_TOKEN, HOP, clip, features_there, qwen2_audio, words
 from test_decoders import COMMON
-from test_qwen_vl import GRIDS, inputs_of, qwen2_5, qwen3, samples_of
+from test_qwen_vl import GRIDS, inputs_of, qwen2_5, qwen3, qwen3_5, samples_of
 from test_vision_language import IMAGE, LLAMA, MEAN, QWEN2, SIDE, STD, TOWER, samples, save
 
 from mmjax.config import MeshConfig
@@ -128,8 +128,8 @@ def test_llava_next_and_onevision_write_what_they_write_there_of_images_in_tiles
     check(model, tmp_path, test_any_res.samples(), of)
 
 
-@pytest.mark.default_cases("qwen3")
-@pytest.mark.parametrize("make", [qwen2_5, qwen3])
+@pytest.mark.default_cases("qwen3", "qwen3_5")
+@pytest.mark.parametrize("make", [qwen2_5, qwen3, qwen3_5])
 def test_qwen_vl_writes_what_it_writes_there_after_images_of_several_sizes(make, tmp_path):
     model = make()
     model.save_pretrained(tmp_path)
