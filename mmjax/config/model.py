@@ -230,6 +230,56 @@ ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes
 
 
 @dataclass(frozen=True)
+class NoVideo:
+    """The encoder takes no videos."""
+
+    kind: Literal["none"] = "none"
+
+
+@dataclass(frozen=True)
+class Qwen2Video:
+    """Frames at a rate, with bounds on the pixels of each, as for Qwen2.5-VL; their time is a rotary position."""
+
+    fps: float = 2.0  # frames taken per second of the video
+    min_frames: int = 4  # taken of a video that has them
+    max_frames: int = 768  # taken of any video
+    min_pixels: int = 128 * 28 * 28  # of a resized frame
+    max_pixels: int = 768 * 28 * 28  # of a resized frame
+    total_pixels: int = 0  # of all temporal patches, which get equal shares, but no less than min_pixels; 0: no limit
+    tokens_per_second: float = 4.0  # rotary positions along t for each second; 0: one for each temporal patch
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["qwen2_video"] = "qwen2_video"
+
+
+@dataclass(frozen=True)
+class Qwen3Video:
+    """Frames at a rate, with bounds on the pixels of all together, as for Qwen3-VL; their time is written as text."""
+
+    fps: float = 2.0  # frames taken per second of the video
+    min_frames: int = 4  # taken of a video that has them
+    max_frames: int = 768  # taken of any video
+    min_pixels: int = 128 * 32 * 32  # of all resized frames
+    max_pixels: int = 768 * 32 * 32  # of all resized frames
+    frame_pixels: int = 0  # of a resized frame; 0: no limit of its own
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["qwen3_video"] = "qwen3_video"
+
+
+@dataclass(frozen=True)
+class UniformVideo:
+    """The same number of frames of every video, all of one size, as for InternVL."""
+
+    frames: int = 8  # taken of a video, at equal distances
+    size: tuple[int, ...] = (448, 448)  # height and width of a resized frame; (): the video's own
+    label: str = ""  # text before each frame, with {} for its number from 1 on
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["uniform_video"] = "uniform_video"
+
+
+VideoPreparation = NoVideo | Qwen2Video | Qwen3Video | UniformVideo
+
+
+@dataclass(frozen=True)
 class LogMel:
     """Log-mel frames of a clip of any length, normalised by its loudest bin."""
 
@@ -313,6 +363,7 @@ class VisionConfig:
     mean: tuple[float, ...] = (0.5,)  # per channel, or one for all; pixels become (x / 255 - mean) / std
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
+    videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
     positions: RotaryGrid | LearnedGrid | StretchedGrid = RotaryGrid()
     # side, in patches, of the square windows that the layers in `windowed` attend within; a multiple of connector.merge
     window: int = 0
@@ -339,6 +390,11 @@ class VisionConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many pixel values a patch has in a batch: of one frame, or of all where videos are taken."""
+        return self.patch**2 * self.channels * (1 if isinstance(self.videos, NoVideo) else self.frames)
 
     @property
     def head_norm_kind(self) -> Literal["layer", "rms"]:

@@ -32,11 +32,15 @@ from mmjax.config import (
     MeshConfig,
     ModelConfig,
     Muon,
+    NoVideo,
     ParquetSource,
+    Qwen2Video,
     SmartResize,
     StoredTable,
     StretchedGrid,
+    UniformVideo,
     Unit,
+    VideoPreparation,
     VisionConfig,
     WhisperMel,
 )
@@ -134,6 +138,22 @@ def check_images(where: str, how: ImagePreparation) -> None:
             sides = [int(side) for side in pinpoint.split("x") if re.fullmatch("[0-9]+", side)]
             fits = is_size(sides) and not any(side % how.tile for side in sides) and pinpoint.count("x") == 1
             check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={how.tile}")
+
+
+def check_videos(where: str, how: VideoPreparation) -> None:
+    """Raises UserError, naming the key under `where`, for settings that no video can be sampled or resized with."""
+    if isinstance(how, NoVideo):
+        return
+    if isinstance(how, UniformVideo):
+        at_least(1, where, how, ("frames",))
+        check(not how.size or is_size(how.size), f"{where}.size={listed(how.size)}: give height and width, or nothing")
+        return
+    above_zero(where, how, ("fps",))
+    at_least(1, where, how, ("min_frames", "min_pixels"))
+    ordered(where, how, "min_frames", "max_frames")
+    ordered(where, how, "min_pixels", "max_pixels")
+    more = ("total_pixels", "tokens_per_second") if isinstance(how, Qwen2Video) else ("frame_pixels",)
+    at_least(0, where, how, more)
 
 
 def check_audio(where: str, how: AudioPreparation) -> None:
@@ -316,6 +336,7 @@ def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) 
 def _check_vision(where: str, encoder: VisionConfig) -> None:
     at_least(1, where, encoder, ("patch", "channels", "frames"))
     check_images(f"{where}.images", encoder.images)
+    check_videos(f"{where}.videos", encoder.videos)
     at_least(0, where, encoder, ("window",))
     _check_windows(where, encoder)
     check(
@@ -513,13 +534,13 @@ def _check_units(config: Config) -> None:
                     f"mesh.context_attention=heads: {where}.context={unit.context} x tensor={unit.tensor} does not "
                     f"divide model.{path}.{heads}={count}; use mesh.context_attention=gather, which cuts no head",
                 )
+            if tower == "llm" and (delta_net := config.model.llm.delta_net):
+                divides(where, delta_net.key_heads, "model.llm.delta_net.key_heads", unit.tensor, "tensor")
         check(
             unit.context == 1 or "llm" in unit_modules(name, unit),
             f"{where}.context={unit.context}: items of encoders are not cut, only rows of the LLM; use "
             f"{where}.data={unit.data * unit.context}",
         )
-            if tower == "llm" and (delta_net := config.model.llm.delta_net):
-                divides(where, delta_net.key_heads, "model.llm.delta_net.key_heads", unit.tensor, "tensor")
         # After the modules are known to be there.
         _check_stages(config, where, unit, unit_modules(name, unit))
     missing = [tower for tower in towers if tower not in owners]

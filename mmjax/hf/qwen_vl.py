@@ -7,12 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, RotaryGrid, StretchedGrid, VisionConfig
+from mmjax.config import (
+    ConnectorConfig,
+    DecoderConfig,
+    ModelConfig,
+    Qwen2Video,
+    RotaryGrid,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_video_processing
 from mmjax.hf.vision import with_images
 
 NAME = "vision"  # of the encoder
@@ -33,6 +41,7 @@ class Family:
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
     std: tuple[float, ...]
+    videos: str  # what transformers calls its video processor
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -66,7 +75,11 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         biases=(*QKV, "output", "up", "down"),
         connector=connector,
     )
-    return ModelConfig(llm, {NAME: with_images(folder, family.tower(vision, tower))})
+    prepared = with_images(folder, family.tower(vision, tower))
+    videos = read_video_processing(folder.path, family.videos, prepared)
+    if isinstance(videos, Qwen2Video):
+        videos = replace(videos, tokens_per_second=vision.get("tokens_per_second", float))
+    return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
 
 
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
@@ -172,6 +185,7 @@ FAMILIES = {
             "patch_size": 14,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
+            "tokens_per_second": 4.0,
             "window_size": 112,
             "out_hidden_size": 3584,
             "fullatt_block_indexes": [7, 15, 23, 31],
@@ -179,6 +193,7 @@ FAMILIES = {
         tower=_qwen2_5,
         mean=CLIP_MEAN,
         std=CLIP_STD,
+        videos="Qwen2VL",
     ),
     "qwen3_vl": Family(
         decoder="qwen3",
@@ -212,6 +227,7 @@ FAMILIES = {
         tower=_qwen3,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
+        videos="Qwen3VL",
     ),
 }
 _QWEN3_VISION = dict(FAMILIES["qwen3_vl"].vision)

@@ -280,7 +280,7 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
         return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
     encoder = model.encoders[tower]
     # Pixels are bytes, log-mel bins float32.
-    values = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else 4 * encoder.mels
+    values = encoder.patch_values if isinstance(encoder, VisionConfig) else 4 * encoder.mels
     return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
 
 

@@ -693,8 +693,8 @@ def test_a_placeholder_that_is_no_token_is_refused(tmp_path: Path) -> None:
         UserError, match=r"tokenizer.json has no special token '<picture>'.*chat.placeholders.image.token"
     ):
         qwen(tmp_path, placeholders={"image": Placeholder("<picture>")})
-    with pytest.raises(UserError, match="a medium is image or audio"):
-        qwen(tmp_path, placeholders={"video": Placeholder("<|video_pad|>")})
+    with pytest.raises(UserError, match="a medium is image, audio or video"):
+        qwen(tmp_path, placeholders={"smell": Placeholder("<|video_pad|>")})
     alike = Placeholder("<|image_pad|>")
     with pytest.raises(UserError, match="are written alike"):
         qwen(tmp_path, placeholders={"image": alike, "audio": alike})
