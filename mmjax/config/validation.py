@@ -536,6 +536,11 @@ def _check_units(config: Config) -> None:
                 )
             if tower == "llm" and (delta_net := config.model.llm.delta_net):
                 divides(where, delta_net.key_heads, "model.llm.delta_net.key_heads", unit.tensor, "tensor")
+                check(
+                    unit.context == 1,
+                    f"{where}.context={unit.context}: a gated delta net (model.llm.delta_net) reads the tokens of a "
+                    f"row in order, and context parallelism permutes them; use {where}.context=1",
+                )
         check(
             unit.context == 1 or "llm" in unit_modules(name, unit),
             f"{where}.context={unit.context}: items of encoders are not cut, only rows of the LLM; use "

@@ -364,7 +364,16 @@ FAMILIES = {
     ),
     "llama": Family(_llama, mlp_width=11_008, vocab=32_000, positions=2048, kv_heads=None),
     "mistral": Family(_mistral, mlp_width=14_336, vocab=32_000, positions=4096 * 32, kv_heads=8),
-    "phi3": Family(_phi3, width=3072, mlp_width=8192, vocab=32_064, positions=4096, norm_eps=1e-5, kv_heads=None),
+    "phi3": Family(
+        _phi3,
+        width=3072,
+        mlp_width=8192,
+        vocab=32_064,
+        positions=4096,
+        norm_eps=1e-5,
+        kv_heads=None,
+        rotary_share=1.0,
+    ),
     "gemma": Family(
         _gemma,
         width=3072,

@@ -108,11 +108,14 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
 def phi3_fields(rng: np.random.Generator, given: Fields) -> Fields:
     """Phi-3's heads of even width, its RoPE, default or LongRoPE, and its window."""
     heads = given["num_attention_heads"]
-    head_width = 2 * between(rng, 2, 6)
-    turned: Fields = {"rope_type": "default", "rope_theta": 1e4}
+    head_width = 2 * between(rng, 2, 8)
+    share = pick(rng, 1.0, 0.75, 0.5) if head_width % 8 == 0 else 1.0
+    turned: Fields = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
     own = {"hidden_size": heads * head_width, "head_dim": head_width, "sliding_window": pick(rng, None, 4, 6)}
     if rng.integers(2):
-        factors = {f"{name}_factor": (1 + 3 * rng.random(head_width // 2)).tolist() for name in ("short", "long")}
+        factors = {
+            f"{name}_factor": (1 + 3 * rng.random(round(share * head_width / 2))).tolist() for name in ("short", "long")
+        }
         turned |= {"rope_type": "longrope", **factors}
         own["original_max_position_embeddings"] = 16
     return own | {"rope_parameters": turned, "pad_token_id": 0, "eos_token_id": None}
