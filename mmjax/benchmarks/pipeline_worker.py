@@ -25,7 +25,7 @@ from mmjax.config.loading import find_config, load
 from mmjax.distributed import coordination
 from mmjax.errors import exit_process, run_command
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import make_mesh
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.pipeline.executor import PipelineExecutor, PipelineState
 from mmjax.pipeline.passes import Gradients, StagedBatch
 from mmjax.pipeline.transfer import links
@@ -89,6 +89,7 @@ def make_pipeline(words: Sequence[str], devices: Sequence[jax.Device], folder: P
         model,
         make_optimizer(config.optimizer, model.axes, model.dtype),
         place_stages(config, model, devices),
+        ShardingRules(),
         sources=data.sources,
         schedule=schedule_name(config),
         rows=tower_rows(config, data.loader.layout, unit_ranks(config, devices)),

@@ -142,9 +142,8 @@ class Trainer:
         self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
         check_heads(self.mesh.shape, config.mesh, config.model)
         enable_compilation_cache(folder.programs)  # before anything is compiled
-        self.compiler_options = compiler_options(
-            config.compiler, self.mesh.local_devices[0], self.mesh.shape["context"]
-        )
+        context = max(self.mesh.shape["context"], *(unit.context for unit in config.units.values()), 1)
+        self.compiler_options = compiler_options(config.compiler, self.mesh.local_devices[0], context)
         self.programs = CompileCounter()
 
         with activity("opening the data"):
@@ -203,6 +202,7 @@ class Trainer:
                 model,
                 make_optimizer(config.optimizer, model.axes, model.dtype),
                 place_stages(config, model, list(self.mesh.devices.flat)),
+                ShardingRules.of(config.mesh),
                 sources=self.data.sources,
                 schedule=schedule_name(config),
                 carrier=config.pipeline.carrier,
