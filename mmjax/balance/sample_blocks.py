@@ -12,7 +12,8 @@ from numba import njit
 
 from mmjax.balance.mask_work import Mask, check_ranks, distribute, excess, exchange_while_better
 
-MAX_EXCESS = 1e-3  # of the largest rank's work over the mean, for which samples are cut after all
+MAX_EXCESS = 1e-3  # of the largest rank's work over the mean; beyond, samples are cut without regard
+_ENOUGH = 9e-5  # excess that ends the exchange of blocks
 _EVEN = 2e-4  # part of a half's work that it may differ by
 _CUTS = 12  # samples that are tried as the one to cut; of many blocks fewer, so that it takes milliseconds
 _BLOCKS_TRIED = 20_000
@@ -45,29 +46,35 @@ def visible_keys(mask: Mask, rank: np.ndarray, ranks: int) -> np.ndarray:
     """Find the keys that queries of each rank may attend, bool `[ranks, T]`. rank: int `[T]`, of each token."""
     visible = np.zeros((ranks, len(rank)), np.bool_)
     in_sample = mask.sample >= 0
+    sample = np.where(in_sample, mask.sample, 0)
     # A number for each span of each sample.
-    span = mask.sample * (mask.span.max(initial=0) + np.int64(1)) + mask.span
+    pairs = sample * (mask.span.max(initial=0) + np.int64(1)) + mask.span
+    spans, span = np.unique(pairs, return_inverse=True)
+    kinds = {kind: in_sample & (mask.kind == kind) for kind in np.unique(mask.kind)}
+    in_span = in_sample & (mask.span != 0)
     for number, keys in enumerate(visible):
-        queries = in_sample & (rank == number)
-        for kind in np.unique(mask.kind):
-            seeing = queries & (mask.sees & kind != 0)
+        queries = np.flatnonzero(in_sample & (rank == number))
+        for kind, of_kind in kinds.items():
+            seeing = queries[mask.sees[queries] & kind != 0]
             # Of a kind, a rank's last query that sees it may attend all that any of its queries may.
-            last = np.full(mask.sample.max(initial=0) + 1, -1, np.int64)
-            np.maximum.at(last, mask.sample[seeing], mask.pos[seeing])
-            keys |= in_sample & (mask.kind == kind) & (mask.pos <= last[mask.sample])
-        keys |= in_sample & (mask.span != 0) & np.isin(span, span[queries])
+            last = np.full(sample.max(initial=0) + 1, -1, np.int64)
+            np.maximum.at(last, sample[seeing], mask.pos[seeing])
+            keys |= of_kind & (mask.pos <= last[sample])
+        with_queries = np.zeros(len(spans), np.bool_)
+        with_queries[span[queries]] = True
+        keys |= in_span & with_queries[span]
     return visible
 
 
 def _exchanged(work: np.ndarray, rank: np.ndarray, ranks: int) -> np.ndarray:
-    """Exchange blocks of the ranks with most work until they have at most `MAX_EXCESS` over the mean."""
+    """Exchange blocks of the ranks with most work until they have little more than the mean, or none helps."""
     count = np.bincount(rank, minlength=ranks)
     load = np.zeros(ranks, np.int64)
     np.add.at(load, rank, work)
     blocks = np.zeros((ranks, count.max(initial=0)), np.int64)
     # Those of a rank one after the other, heaviest first.
     blocks[np.arange(blocks.shape[1]) < count[:, None]] = np.lexsort((-work, rank))
-    exchange_while_better(work, blocks, count, load, work.sum() / ranks * (1 + MAX_EXCESS))
+    exchange_while_better(work, blocks, count, load, work.sum() / ranks * (1 + _ENOUGH))
     exchanged = np.empty(len(work), np.int32)
     filled = np.arange(blocks.shape[1]) < count[:, None]
     exchanged[blocks[filled]] = np.repeat(np.arange(ranks), count)

@@ -59,6 +59,7 @@ MESHES = {
     "context=4": MeshConfig(1, context=4),
     "context=8": MeshConfig(1, context=8),
     "data=2 x context=2 x tensor=2": MeshConfig(2, context=2, tensor=2),
+    "data=2 x context=2 x tensor=2, overlap": MeshConfig(2, context=2, tensor=2, sequence_parallel="overlap"),
     "fsdp=4 x context=2, heads": MeshConfig(1, fsdp=4, context=2, context_attention="heads"),
     "fsdp=2 x context=2 x tensor=2, encoders=data": MeshConfig(1, fsdp=2, context=2, tensor=2, encoders="data"),
 }
