@@ -1,4 +1,4 @@
-"""Ask a model: ``python -m mmjax.generate RUN|HF_FOLDER [--image x.jpg] [--audio y.wav] "question"``."""
+"""Ask a model: ``python -m mmjax.generate RUN|HF_FOLDER [--image x.jpg|--audio y.wav|--video z.mp4] "question"``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
 
 from mmjax.config import Config, MediaLimits, MeshConfig
+from mmjax.config.model import head_counts
 from mmjax.console import print_lines, print_note
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
@@ -104,19 +105,18 @@ def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
         check_heads(mesh_sizes(config.mesh, len(devices)), config.mesh, config.model)
         return config.mesh, devices
     # One question is one row, so more devices than share its layers would have nothing to do.
-    heads = [config.model.llm.heads, config.model.llm.kv_heads, *(e.heads for e in config.model.encoders.values())]
-    tensor = math.gcd(len(devices), *heads)
+    towers = [config.model.llm, *config.model.encoders.values()]
+    tensor = math.gcd(len(devices), *(count for tower in towers for count in head_counts(tower)))
     return MeshConfig(data=1, tensor=tensor), devices[:tensor]
 
 
 def read_media(
-    images: Sequence[Path], clips: Sequence[Path], encoders: Encoders, limits: MediaLimits = MediaLimits()
+    files: Mapping[Medium, Sequence[Path]], encoders: Encoders, limits: MediaLimits = MediaLimits()
 ) -> dict[Medium, list[bytes]]:
     """Read media files and probe their headers.
 
-    Raises UserError for what is no image or clip, is beyond the limits, or has no encoder.
+    Raises UserError for what is no image, clip or video, is beyond the limits, or has no encoder.
     """
-    files: dict[Medium, Sequence[Path]] = {"image": images, "audio": clips}
     return {
         kind: [_read_medium(kind, path, encoders, limits) for path in paths] for kind, paths in files.items() if paths
     }
@@ -143,10 +143,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
-    parser.add_argument("question", help="what to ask; <image> and <audio> in it are where media stand, else before it")
+    parser.add_argument("question", help="what to ask; <image>, <audio> and <video> in it are where media stand")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
     parser.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
+    parser.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
     parser.add_argument("--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message before the question")
     parser.add_argument(
@@ -162,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     served = CheckpointModel.open(args.model, args.overrides, args.step)
-    media = read_media(args.image, args.audio, served.config.model.encoders, served.config.data.limits)
+    files: dict[Medium, list[Path]] = {"image": args.image, "audio": args.audio, "video": args.video}
+    media = read_media(files, served.config.model.encoders, served.config.data.limits)
     prompt = make_prompt(args.question, media, args.system)
     show = sys.stdout.isatty() and not args.json
     answer, seconds = generate(served, prompt, sampling, args.max_tokens, show)

@@ -160,7 +160,8 @@ def forecast_best_mesh(
 
 def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
     """Describe what times rest on: layer times and rates that were measured, and the shares of the peak assumed."""
-    device, rates = cluster.device, speed.rates
+    device = cluster.device
+    rates = speed.rates
     towers: dict[str, list[str]] = {}  # by where their layers were timed
     for tower in ("llm", *config.model.encoders):
         if tower in speed.measured:

@@ -32,11 +32,15 @@ from mmjax.config import (
     MeshConfig,
     ModelConfig,
     Muon,
+    NoVideo,
     ParquetSource,
+    Qwen2Video,
     SmartResize,
     StoredTable,
     StretchedGrid,
+    UniformVideo,
     Unit,
+    VideoPreparation,
     VisionConfig,
     WhisperMel,
 )
@@ -134,6 +138,22 @@ def check_images(where: str, how: ImagePreparation) -> None:
             sides = [int(side) for side in pinpoint.split("x") if re.fullmatch("[0-9]+", side)]
             fits = is_size(sides) and not any(side % how.tile for side in sides) and pinpoint.count("x") == 1
             check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={how.tile}")
+
+
+def check_videos(where: str, how: VideoPreparation) -> None:
+    """Raises UserError, naming the key under `where`, for settings that no video can be sampled or resized with."""
+    if isinstance(how, NoVideo):
+        return
+    if isinstance(how, UniformVideo):
+        at_least(1, where, how, ("frames",))
+        check(not how.size or is_size(how.size), f"{where}.size={listed(how.size)}: give height and width, or nothing")
+        return
+    above_zero(where, how, ("fps",))
+    at_least(1, where, how, ("min_frames", "min_pixels"))
+    ordered(where, how, "min_frames", "max_frames")
+    ordered(where, how, "min_pixels", "max_pixels")
+    more = ("total_pixels", "tokens_per_second") if isinstance(how, Qwen2Video) else ("frame_pixels",)
+    at_least(0, where, how, more)
 
 
 def check_audio(where: str, how: AudioPreparation) -> None:
@@ -247,19 +267,44 @@ def _check_decoder(llm: DecoderConfig) -> None:
     above_zero(where, llm, ("rope_theta",))
     divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
     check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
+    turned = llm.rotary_width
+    check(
+        turned % 2 == 0 and 0 <= turned <= llm.head_width,
+        f"{where}.rotary_width={turned}: RoPE turns pairs of channels; use an even number up to "
+        f"head_width={llm.head_width}",
+    )
     _check_rope(where, llm)
-    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window"))
+    _check_delta_net(llm)
+    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
 
 
+def _check_delta_net(llm: DecoderConfig) -> None:
+    if (delta_net := llm.delta_net) is None:
+        return
+    where = "model.llm.delta_net"
+    outside = [i for i in delta_net.layers if not 0 <= i < llm.layers]
+    check(not outside, f"{where}.layers names layer {outside[:1]}, there are 0 to {llm.layers - 1}")
+    check(
+        bool(delta_net.layers),
+        f"{where}.layers is empty; name the layers that have it, or use model.llm.delta_net=none",
+    )
+    at_least(1, where, delta_net, ("key_heads", "value_heads", "key_width", "value_width", "taps"))
+    divides(where, delta_net.value_heads, "value_heads", delta_net.key_heads, "key_heads")
+    check(
+        llm.items == "causal",
+        f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use model.llm.items=causal",
+    )
+
+
 def _check_rope(where: str, llm: DecoderConfig) -> None:
-    pairs = llm.head_width // 2
+    pairs = llm.rotary_pairs
     scaling = llm.rope_scaling
     sections = sum(llm.rope_sections)
     check(
         not sections or sections == pairs,
-        f"{where}.rope_sections has {sections} channel pairs, a head of head_width={llm.head_width} has {pairs}",
+        f"{where}.rope_sections has {sections} channel pairs, RoPE turns {pairs}",
     )
     check(
         not sections or len(llm.rope_sections) == 3,
@@ -291,6 +336,7 @@ def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) 
 def _check_vision(where: str, encoder: VisionConfig) -> None:
     at_least(1, where, encoder, ("patch", "channels", "frames"))
     check_images(f"{where}.images", encoder.images)
+    check_videos(f"{where}.videos", encoder.videos)
     at_least(0, where, encoder, ("window",))
     _check_windows(where, encoder)
     check(
@@ -487,6 +533,13 @@ def _check_units(config: Config) -> None:
                     tower != "llm" or config.mesh.context_attention != "heads" or count % parts == 0,
                     f"mesh.context_attention=heads: {where}.context={unit.context} x tensor={unit.tensor} does not "
                     f"divide model.{path}.{heads}={count}; use mesh.context_attention=gather, which cuts no head",
+                )
+            if tower == "llm" and (delta_net := config.model.llm.delta_net):
+                divides(where, delta_net.key_heads, "model.llm.delta_net.key_heads", unit.tensor, "tensor")
+                check(
+                    unit.context == 1,
+                    f"{where}.context={unit.context}: a gated delta net (model.llm.delta_net) reads the tokens of a "
+                    f"row in order, and context parallelism permutes them; use {where}.context=1",
                 )
         check(
             unit.context == 1 or "llm" in unit_modules(name, unit),

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL (dense), whole: what their configs say, where their tensors lie."""
+"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense), whole: what their configs say, where their tensors lie."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, RotaryGrid, StretchedGrid, VisionConfig
+from mmjax.config import (
+    ConnectorConfig,
+    DecoderConfig,
+    ModelConfig,
+    Qwen2Video,
+    RotaryGrid,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder
+from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, TensorNames, convolution, linear, norm, qkv_slice, table
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
+from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_video_processing
 from mmjax.hf.vision import with_images
 
 NAME = "vision"  # of the encoder
@@ -28,11 +36,12 @@ class Family:
     text: Mapping[str, Any]  # defaults
     sections: tuple[int, ...]
     interleaved: bool
-    windows: bool  # whether the text's windows are used
+    layer_types: bool  # whether the text's windows and kinds of layers are used
     vision: Mapping[str, Any]  # defaults
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
     std: tuple[float, ...]
+    videos: str  # what transformers calls its video processor
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -66,7 +75,11 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         biases=(*QKV, "output", "up", "down"),
         connector=connector,
     )
-    return ModelConfig(llm, {NAME: with_images(folder, family.tower(vision, tower))})
+    prepared = with_images(folder, family.tower(vision, tower))
+    videos = read_video_processing(folder.path, family.videos, prepared)
+    if isinstance(videos, Qwen2Video):
+        videos = replace(videos, tokens_per_second=vision.get("tokens_per_second", float))
+    return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
 
 
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
@@ -76,13 +89,13 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
     values = dict(text.values)
     if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
-    if not family.windows:
+    if not family.layer_types:
         # Null counts as missing, so the fields have no effect.
         values |= {"use_sliding_window": None, "layer_types": None}
     text = Fields({**values, "model_type": family.decoder}, text.where).over(family.text)
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
     llm = decoder_of(text, tied)
-    pairs = llm.head_width // 2
+    pairs = llm.rotary_pairs
     sections = llm.rope_sections or family.sections
     if len(sections) != 3:
         raise UserError(f"{text.where}: mrope_section={list(sections)} must have three numbers: of t, y and x")
@@ -92,7 +105,9 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
         y, x = (len(range(axis, min(3 * sections[axis], pairs), 3)) for axis in (1, 2))
         sections = pairs - y - x, y, x
     if sum(sections) != pairs:
-        raise UserError(f"{text.where}: mrope_section={list(sections)} must add up to {pairs}, a head's channel pairs")
+        raise UserError(
+            f"{text.where}: mrope_section={list(sections)} must add up to {pairs}, the channel pairs that RoPE turns"
+        )
     return replace(llm, rope_sections=sections, rope_interleaved=family.interleaved)
 
 
@@ -125,7 +140,7 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
 
 def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     places = vision.get("num_position_embeddings", int)
-    deep = vision.get("deepstack_visual_indexes", list)
+    deep = vision.get("deepstack_visual_indexes", list, [])
     side = round(places**0.5)
     if side**2 != places:
         raise UserError(f"{vision.where}: num_position_embeddings={places} is no square of a number")
@@ -136,6 +151,11 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
         positions=StretchedGrid(side, _rope_theta(vision)),
         deepstack=tuple(i for i in deep if i < plain.layers),
     )
+
+
+def _qwen3_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    vision.refuse("deepstack_visual_indexes", [])
+    return _qwen3(vision, plain)
 
 
 FAMILIES = {
@@ -155,7 +175,7 @@ FAMILIES = {
         },
         sections=(16, 24, 24),
         interleaved=False,
-        windows=True,
+        layer_types=True,
         vision={
             "depth": 32,
             "hidden_size": 3584,
@@ -165,6 +185,7 @@ FAMILIES = {
             "patch_size": 14,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
+            "tokens_per_second": 4.0,
             "window_size": 112,
             "out_hidden_size": 3584,
             "fullatt_block_indexes": [7, 15, 23, 31],
@@ -172,6 +193,7 @@ FAMILIES = {
         tower=_qwen2_5,
         mean=CLIP_MEAN,
         std=CLIP_STD,
+        videos="Qwen2VL",
     ),
     "qwen3_vl": Family(
         decoder="qwen3",
@@ -188,7 +210,7 @@ FAMILIES = {
         },
         sections=(24, 20, 20),
         interleaved=True,
-        windows=False,
+        layer_types=False,
         vision={
             "depth": 27,
             "hidden_size": 1152,
@@ -205,8 +227,20 @@ FAMILIES = {
         tower=_qwen3,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
+        videos="Qwen3VL",
     ),
 }
+_QWEN3_VISION = dict(FAMILIES["qwen3_vl"].vision)
+_QWEN3_VISION.pop("deepstack_visual_indexes")
+FAMILIES["qwen3_5"] = replace(
+    FAMILIES["qwen3_vl"],
+    decoder="qwen3_5_text",
+    text={},
+    sections=(11, 11, 10),
+    layer_types=True,
+    vision=_QWEN3_VISION,
+    tower=_qwen3_5,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------- tensors
@@ -218,9 +252,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
     if first is None:
         raise UserError(f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight")
-    parts = {"llm": decoder_parts(model.llm, inner, output)}
+    parts = {"llm": decoder_parts(model.llm, folder)}
     prefixes = {"llm": (inner, output)}
-    unused = (f"{output}.weight",) if model.llm.tied else ()
+    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
     mergers = f"{first}merger.", f"{first}deepstack_merger_list."
     for name, config in model.encoders.items():
         taken = {Path(weights).expanduser() for weights in (config.weights, config.connector.weights) if weights}
@@ -248,8 +282,8 @@ def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
         "layers.*.attention.output": linear(f"{layer}.attn.proj"),
         "layers.*.mlp_norm": norm(f"{layer}.norm2"),
     }
-    for which, name in enumerate(QKV):
-        parts[f"layers.*.attention.{name}"] = qkv_slice(third_of, which, config.width)
+    for name, third in fused_parts(third_of, **dict.fromkeys(QKV, config.width)).items():
+        parts[f"layers.*.attention.{name}"] = third
     for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
         parts[f"layers.*.mlp.{ours}"] = linear(f"{layer}.mlp.{theirs}")
     return TensorNames(parts)

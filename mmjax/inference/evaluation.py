@@ -215,7 +215,8 @@ class Evaluator:
         self._unusable = defaultdict[str, dict[int, str]](dict)
         self._groups = defaultdict[str, set[str]](set)  # families and tasks of each split's questions
         self._fatal = config.data.on_bad_sample == "raise"
-        self._mesh, self._rules = mesh, rules
+        self._mesh = mesh
+        self._rules = rules
         self._progress = progress
         self._done = 0
         questions = list[tuple[str, int]]()  # source and sample

@@ -124,7 +124,8 @@ class Generator:
         batch_limits: BatchLimits | None = None,
     ) -> None:
         self._model = model
-        self._mesh, self._rules = mesh, rules
+        self._mesh = mesh
+        self._rules = rules
         self._ends = tuple(ends)
         self._decode = decode
         self._max_tokens = max_tokens

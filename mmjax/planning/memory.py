@@ -44,14 +44,14 @@ def saved_bytes_of_policy(
     """
     layer = layer_sizes(config)
     stream = layer.width * activation
-    output = layer.queries * activation
+    output = layer.attended * activation
     blockwise = config.attention != "dense"
     logsumexp = LOGSUMEXP * layer.heads * blockwise
     # With frozen weights and dense attention nobody reads the output in backward.
     attention = logsumexp + (trainable or blockwise) * output
-    # Outputs of the linear layers: query, key and value, attention's output, and up (and gate) of the MLP.
+    # Outputs of the linear layers: query, key and value, gates, attention's output, and up (and gate) of the MLP.
     mlp = (1 + layer.gated) * layer.mlp
-    products = attention + (layer.queries + 2 * layer.keys + layer.width + mlp) * activation
+    products = attention + (layer.queries + 2 * layer.keys + layer.extra + layer.width + mlp) * activation
     return {
         "full": SavedBytes(stream),
         "attention": SavedBytes(stream + logsumexp + output),
@@ -266,8 +266,8 @@ def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, 
 
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:
-    """Bytes on one device that each position of a generated row takes: keys and values of all layers."""
-    return 2 * llm.layers * llm.kv_heads * llm.head_width * activation / sharding.llm
+    """Bytes on one device that each position of a generated row takes: keys and values of the layers with attention."""
+    return 2 * (llm.layers - sum(llm.delta_layers)) * llm.kv_heads * llm.head_width * activation / sharding.llm
 
 
 def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
@@ -280,7 +280,7 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
         return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
     encoder = model.encoders[tower]
     # Pixels are bytes, log-mel bins float32.
-    values = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else 4 * encoder.mels
+    values = encoder.patch_values if isinstance(encoder, VisionConfig) else 4 * encoder.mels
     return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
 
 

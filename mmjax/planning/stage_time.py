@@ -59,7 +59,8 @@ class StageRun:
 
 def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tuple[float, float]:
     """Estimate the seconds of a microbatch's forward and backward pass. batch: on each device."""
-    machine, config = stage.machine, stage.config(model)
+    machine = stage.machine
+    config = stage.config(model)
     rates, parts, fsdp = machine.speed.rates, machine.mesh["tensor"], machine.parameter_shards
     work = row_work(model, batch.shape, batch.pairs)[stage.tower]
     measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import jax
@@ -61,6 +62,43 @@ def test_rows_over_several_devices_attend_as_on_one(mesh, form, backend, window)
     rules = replace(ShardingRules(), context_attention=form)
     with activations_on(make_mesh(mesh, jax.devices()[:devices]), rules):
         found = gradients(backend, scoring)(q, k, v, mask, weight)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """Do on CPUs, which have no such collective, what JAX documents of it; NaN where the sizes of two do not agree."""
+    per_device = len(send_sizes) // jax.lax.axis_size(axis_name)
+    of_me = partial(jax.lax.dynamic_slice_in_dim, start_index=jax.lax.axis_index(axis_name) * per_device)
+    agreed = (jax.lax.all_to_all(recv_sizes, axis_name, 0, 0, tiled=True) == send_sizes).all()
+    place = jnp.arange(len(output))
+    sent = jax.lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
+    for of_device, *slices in zip(*sent, strict=True):
+        begin, size, to = (of_me(x, slice_size=per_device)[:, None] for x in slices)
+        arrives = (place >= to) & (place < to + size)  # [slice, token]
+        origin = jnp.where(arrives, place - to + begin, 0).sum(0)
+        output = jnp.where(arrives.any(0)[:, None], of_device[origin], output)
+    return jnp.where(agreed, output, jnp.nan)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("backend", ["blockwise", "flash"])
+@pytest.mark.parametrize(
+    "mesh", [MeshConfig(context=2, data=1), MeshConfig(context=4, data=2)], ids=["2", "data 2 x 4"]
+)
+def test_keys_that_no_query_of_a_device_may_attend_are_not_needed_there(monkeypatch, mesh, backend, window):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    devices = mesh.context * max(1, mesh.data)
+    *arrays, mask = shuffled(random_case(devices + window, 128, 4, 2), 5, 16)
+    if window:
+        mask = mask._replace(reach=jnp.full_like(mask.pos, window))
+    arrays.append(jnp.asarray(np.random.default_rng(3).normal(size=arrays[0].shape), jnp.float32))
+    q, k, v, weight = arrays
+    wanted = gradients("dense", DEFAULT_SCORING)(q, k, v, mask, weight)
+    rules = replace(ShardingRules(), context_attention="gather")
+    with activations_on(make_mesh(mesh, jax.devices()[:devices]), rules, "ragged"):
+        found = gradients(backend, DEFAULT_SCORING)(q, k, v, mask, weight)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
