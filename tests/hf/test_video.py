@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,9 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
 from transformers.video_utils import VideoMetadata, load_video
 
+from mmjax import train
 from mmjax.config import ChatFormat, MessagesSource, ModelConfig, Qwen2Video, Qwen3Video, VisionConfig
+from mmjax.config.loading import find_config, load
 from mmjax.data.media.decode import VideoHeader
 from mmjax.data.media.video import decode_video, read_video_header, sample_video
 from mmjax.data.sources.chat_source import ChatSource
@@ -350,3 +353,32 @@ def test_a_folder_says_how_videos_are_sampled(tmp_path: Path) -> None:
             from_hf(tmp_path)
     path.write_text(json.dumps({"image_processor": said["image_processor"]}))
     assert from_hf(tmp_path).encoders["vision"].videos.total_pixels == 24_576 * 28 * 28
+
+
+@pytest.mark.exhaustive
+def test_a_run_trains_on_videos_and_names_those_that_cannot_be_decoded(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    folder_of("qwen2_5_vl", rng, tmp_path)
+    for number in range(4):
+        write_video(tmp_path / f"{number}.mkv", frames_of(rng, 9, 32, 40), 10)
+    content = write_video(tmp_path / "bad.mkv", frames_of(rng, 60, 32, 40), 10).read_bytes()
+    (tmp_path / "bad.mkv").write_bytes(content[: len(content) // 2])
+    turns = [{"from": "human", "value": "<video>What?"}, {"from": "gpt", "value": "A cat."}]
+    names = ["bad.mkv" if number == 5 else f"{number % 4}.mkv" for number in range(24)]
+    records = [{"video": name, "conversations": turns} for name in names]
+    (tmp_path / "data.json").write_text(json.dumps(records))
+    words = {
+        "checkpoint": tmp_path, "data": tmp_path / "data.json", "training.steps": 4, "training.precision": "float32",
+        "training.evaluate_every": 0, "training.checkpoint_every": 0, "schedule.warmup": 1, "batch.size.count": 8,
+        "batch.rows.llm": 1, "batch.rows.vision": 1, "mesh.fsdp": 1, "device": "cpu", "data.workers": 0,
+        "data.max_bad_share": 0.5, "data.cache": tmp_path / "cache", "run": tmp_path / "run",
+    }  # fmt: skip
+    config = load("llava_style", [f"{name}={value}" for name, value in words.items()])
+    train.train(config, find_config("llava_style"), devices=jax.devices()[:1])
+    (line,) = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(line)["sample"] == "chat[5]"
+    assert "truncated video" in json.loads(line)["reason"]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in metrics if "loss" in entry]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
