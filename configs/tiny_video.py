@@ -1,11 +1,11 @@
-"""Videos of handwritten digits that move: which one, and where to? A Qwen2.5-VL of two layers beside an encoder of two.
+"""Videos of handwritten digits that move: which one, and where to? A small LLM with Qwen-VL's (t, y, x) positions.
 
     python -m mmjax.train configs/tiny_video.py
     python -m mmjax.evaluate runs/tiny_video
     python -m mmjax.evaluate runs/tiny_video data.sources.clips.arguments.shuffled=true   # can only guess the direction
 
-Clips are made from a seed: eight frames in which one digit moves left, right, up or down over noise. Their frames in
-random order still show the digit and its path, so that the direction is one of two.
+Clips are made from a seed: four frames in which one digit crosses the picture to the left, right, top or bottom, over
+noise. Their frames in random order still show the digit and its path, so that the direction is one of two.
 """
 
 import hashlib
@@ -30,11 +30,12 @@ from mmjax.data.sample import Item, Question, Sample, SampleLengths, Text
 from mmjax.data.toy.dataset import ALPHABET, END, encode_characters
 from mmjax.data.toy.digits import digit_table, digits_by_label
 
-SIDE = 24  # pixels of a frame
-FRAMES = 8
+CELL = 8  # pixels of a digit, and of its step from frame to frame
+FRAMES = 4
+SIDE = FRAMES * CELL  # pixels of a frame
 PATCH_FRAMES = 2  # frames of a temporal patch: an item of the encoder
 PATCHES = FRAMES // PATCH_FRAMES
-MOVES = {"left": (0, -2), "right": (0, 2), "up": (-2, 0), "down": (2, 0)}  # pixels per frame
+MOVES = ("left", "right", "up", "down")
 SPLITS = ("train", "validation", "test")
 QUESTION = "where?"
 
@@ -77,14 +78,12 @@ class Clips:
     def item(self, index: int, number: int) -> np.ndarray:
         """Draw a temporal patch of a clip, uint8 `[PATCH_FRAMES, SIDE, SIDE, 1]`."""
         _, move, image, rng = self._draw(index)
-        height, width = image.shape
-        dy, dx = MOVES[move]
-        # Starts where the whole path is inside: after 7 steps of 2 pixels it has gone 14.
-        y = rng.integers(max(0, -7 * dy), SIDE - height - max(0, 7 * dy) + 1)
-        x = rng.integers(max(0, -7 * dx), SIDE - width - max(0, 7 * dx) + 1)
+        lane = CELL * rng.integers(FRAMES)
         frames = rng.integers(0, 40, (FRAMES, SIDE, SIDE, 1), dtype=np.uint8)
         for k, frame in enumerate(frames):
-            shown = frame[y + dy * k : y + dy * k + height, x + dx * k : x + dx * k + width, 0]
+            along = CELL * (k if move in ("right", "down") else FRAMES - 1 - k)
+            y, x = (lane, along) if move in ("left", "right") else (along, lane)
+            shown = frame[y : y + CELL, x : x + CELL, 0]
             np.maximum(shown, image, out=shown)
         if self.shuffled:
             frames = frames[rng.permutation(FRAMES)]
@@ -98,7 +97,7 @@ class Clips:
         rng = np.random.default_rng([SPLITS.index(self.split), index])
         digit = int(rng.integers(10))
         images = self.by_label[digit]
-        move = list(MOVES)[rng.integers(len(MOVES))]
+        move = MOVES[rng.integers(len(MOVES))]
         return digit, move, self.images[images[rng.integers(len(images))]], rng
 
 
@@ -115,29 +114,29 @@ def config() -> Config:
         model=ModelConfig(
             llm=DecoderConfig(
                 layers=2,
-                width=96,
+                width=64,
                 heads=4,
                 kv_heads=2,
-                head_width=24,
-                mlp_width=256,
+                head_width=16,
+                mlp_width=160,
                 vocab=len(ALPHABET) + 2,
                 rope_theta=1e3,
-                rope_sections=(4, 4, 4),
+                rope_sections=(2, 3, 3),
             ),
             encoders={
                 "vision": VisionConfig(
-                    layers=2,
-                    width=96,
+                    layers=1,
+                    width=64,
                     heads=4,
-                    mlp_width=256,
+                    mlp_width=160,
                     patch=4,
                     channels=1,
                     frames=PATCH_FRAMES,
                     videos=UniformVideo(frames=FRAMES, size=(SIDE, SIDE)),
-                    connector=ConnectorConfig(merge=2),
+                    connector=ConnectorConfig(merge=2, mlp_width=128, position_grid=4),
                 )
             },
         ),
-        training=TrainingConfig(steps=1200, evaluate_every=400, checkpoint_every=400),
+        training=TrainingConfig(steps=600, evaluate_every=200, checkpoint_every=200),
         optimizer=Muon(),
     )
