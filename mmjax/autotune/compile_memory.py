@@ -38,8 +38,9 @@ from mmjax.parallel.sharding import (
 from mmjax.planning.hardware import DEVICES, USABLE, Cluster
 from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.runtime.compiler_options import compiler_options
+from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport
 from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import MAX_UNREADABLE, Accumulated, Executor, ProcessReport
+from mmjax.runtime.step import Accumulated, Executor
 
 WHEELS = "jax_cuda13_plugin"
 INSTALL = 'pip install -e ".[aot]"'

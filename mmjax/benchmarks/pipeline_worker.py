@@ -32,9 +32,9 @@ from mmjax.pipeline.transfer import links
 from mmjax.pipeline.units import place_stages, tower_rows
 from mmjax.planning.schedules import ScheduleName, make_schedule, schedule_name, stage_cuts
 from mmjax.planning.simulate import total_order
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import make_optimizer
-from mmjax.runtime.step import ProcessReport
 from mmjax.runtime.units import unit_ranks
 from mmjax.training.run_data import open_data
 

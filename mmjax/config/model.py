@@ -269,9 +269,10 @@ class Qwen3Video:
 class UniformVideo:
     """The same number of frames of every video, all of one size, as for InternVL."""
 
-    frames: int = 8  # taken of a video, at equal distances
+    frames: int = 8  # taken of a video: the middle ones of so many equal parts
     size: tuple[int, ...] = (448, 448)  # height and width of a resized frame; (): the video's own
-    label: str = ""  # text before each frame, with {} for its number from 1 on
+    # text before each temporal patch, with {} for its number from 1 on; the first's is without line breaks at its start
+    label: str = ""
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["uniform_video"] = "uniform_video"
 

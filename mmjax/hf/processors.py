@@ -21,6 +21,7 @@ from mmjax.config import (
     Qwen2Video,
     Qwen3Video,
     SmartResize,
+    UniformVideo,
     VisionConfig,
     WhisperMel,
 )
@@ -75,6 +76,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _HALF
     | {"size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}, "max_video_tokens": 768}
     | {"patch_size": 16},
+    "InternVLVideoProcessor": _COMMON | {"size": {"height": 384, "width": 384}, "default_to_square": True},
     "GotOcr2ImageProcessor": _COMMON
     | {"size": {"height": 384, "width": 384}, "default_to_square": True, "min_patches": 1, "max_patches": 12},
 }
@@ -131,17 +133,9 @@ def read_video_processing(folder: Path, family: str, vision: VisionConfig) -> Qw
     family: "Qwen2VL" or "Qwen3VL", whose processor's defaults hold; without a video processor in the folder those of
     Qwen's own tools. Raises UserError, naming file and field, for what is unknown or not the tower's.
     """
-    video_file = folder / "video_preprocessor_config.json"
-    around = read_json(folder / "processor_config.json", {})
-    if isinstance(around.get("video_processor"), dict):
-        fields = _ProcessorFields(around["video_processor"], f"{folder / 'processor_config.json'}: video_processor")
-    elif video_file.exists():
-        fields = _ProcessorFields(read_json(video_file, {}), str(video_file))
-    else:
+    fields = _video_fields(folder, family)
+    if fields is None:
         return Qwen2Video(total_pixels=24_576 * 28 * 28) if family == "Qwen2VL" else Qwen3Video()
-    if fields.value("video_processor_type") not in (None, f"{family}VideoProcessor"):
-        raise fields.refused("video_processor_type", f"known is {family}VideoProcessor")
-    fields = fields.over(DEFAULTS[f"{family}VideoProcessor"])
     tower = {"patch_size": vision.patch, "merge_size": vision.connector.merge, "temporal_patch_size": vision.frames}
     for name, expected in tower.items():
         if fields.count(name) != expected:
@@ -168,6 +162,43 @@ def read_video_processing(folder: Path, family: str, vision: VisionConfig) -> Qw
     if family == "Qwen3VL":
         return Qwen3Video(**sampling, frame_pixels=tokens * unit if capped else 0)
     return Qwen2Video(**sampling, total_pixels=int(tokens * unit * 0.9) if capped else 0)
+
+
+def read_internvl_videos(folder: Path, vision: VisionConfig, tile: tuple[int, int]) -> UniformVideo:
+    """Read how the videos of an InternVL checkpoint are prepared: one tile for each frame, numbered in the text.
+
+    Raises UserError, naming file and field, for what is unknown or not the tower's.
+    """
+    fields = _video_fields(folder, "InternVL")
+    label = "\nFrame{}: "
+    if fields is None:
+        return UniformVideo(size=tile, label=label)
+    _check_normalization(fields, vision)
+    if fields.flag("do_center_crop") or not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "frames must be resized, and not cropped; set do_center_crop to false")
+    if (size := fields.height_and_width("size")) != tile:
+        raise fields.refused("size", f"the tower has tiles of {tile[0]} x {tile[1]} pixels; make them the same")
+    if fields.value("fps") is not None:
+        raise fields.refused("fps", "a fixed number of frames is taken, num_frames; set it to null")
+    if fields.value("initial_shift") not in (None, True):
+        raise fields.refused("initial_shift", "only true is known")
+    frames = fields.count("num_frames", UniformVideo().frames)
+    return UniformVideo(frames=frames, size=size, label=label, filter=_filter(fields))
+
+
+def _video_fields(folder: Path, family: str) -> _ProcessorFields | None:
+    """The fields of a folder's video processor over its family's defaults; None where the folder has none."""
+    file = folder / "video_preprocessor_config.json"
+    around = read_json(folder / "processor_config.json", {}).get("video_processor")
+    if isinstance(around, dict):
+        fields = _ProcessorFields(around, f"{folder / 'processor_config.json'}: video_processor")
+    elif file.exists():
+        fields = _ProcessorFields(read_json(file, {}), str(file))
+    else:
+        return None
+    if fields.value("video_processor_type") not in (None, f"{family}VideoProcessor"):
+        raise fields.refused("video_processor_type", f"known is {family}VideoProcessor")
+    return fields.over(DEFAULTS[f"{family}VideoProcessor"])
 
 
 def _check_normalization(fields: _ProcessorFields, vision: VisionConfig) -> None:

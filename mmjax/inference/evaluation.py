@@ -39,8 +39,8 @@ from mmjax.inference.prompts import (
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated
+from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.losses import losses_in_chunks
-from mmjax.runtime.step import put_rows
 from mmjax.startup import activity
 
 AGREEING = 3  # people whose answer it must be to be wholly right (VQA)

@@ -22,7 +22,7 @@ from mmjax.models.layers import IMPL
 from mmjax.models.model import Model
 from mmjax.models.multimodal import Cache
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain, replicated, row_ranks
-from mmjax.runtime.step import put_rows
+from mmjax.runtime.device_batch import put_rows
 
 
 @dataclass(frozen=True)

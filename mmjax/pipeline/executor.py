@@ -30,6 +30,7 @@ from mmjax.pipeline.stages import LossSums, zeros_like
 from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
 from mmjax.pipeline.units import TowerRows, put_batch
 from mmjax.planning.schedules import ScheduleName
+from mmjax.runtime.device_batch import ProcessReport, isolate_rows, merge_unreadable, put_report, weigh
 from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import (
     Hyperparameters,
@@ -39,17 +40,7 @@ from mmjax.runtime.state import (
     parameter_shardings,
     shardings_with_moments,
 )
-from mmjax.runtime.step import (
-    Accumulated,
-    ProcessReport,
-    StepReport,
-    is_valid,
-    isolate_rows,
-    merge_unreadable,
-    put_report,
-    report_step,
-    weigh,
-)
+from mmjax.runtime.step import Accumulated, StepReport, is_valid, report_step
 
 
 class PipelineState(NamedTuple):

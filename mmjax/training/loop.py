@@ -45,6 +45,7 @@ from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan
 from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.compiler_options import compiler_options
+from mmjax.runtime.device_batch import ProcessReport, padding_microbatches
 from mmjax.runtime.devices import (
     CompileCounter,
     choose_devices,
@@ -54,15 +55,7 @@ from mmjax.runtime.devices import (
 )
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import (
-    Accumulated,
-    Executor,
-    ProcessReport,
-    Runner,
-    StepReport,
-    check_updated,
-    padding_microbatches,
-)
+from mmjax.runtime.step import Accumulated, Executor, Runner, StepReport, check_updated
 from mmjax.runtime.units import unit_ranks
 from mmjax.startup import activity
 from mmjax.startup import seconds as startup_seconds

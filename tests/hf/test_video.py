@@ -10,22 +10,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import QWEN2_VL, QWEN_VL, byte_level, save
+from checkpoints import INTERNVL, INTERNVL_HF, QWEN2_VL, QWEN_VL, byte_level, save
 from clips_made import frames_of, write_video
-from drawn import qwen2_5_vl, qwen3_vl
+from drawn import decoder, intern_tower, qwen2_5_vl, qwen3_vl
 from parity import loaded, random_model
 from parity_samples import check_packed, packed_source
-from transformers import Qwen3VLProcessor
+from transformers import InternVLProcessor, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as qwen2_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
 from transformers.video_utils import VideoMetadata, load_video
 
+from mmjax import train
 from mmjax.config import ChatFormat, MessagesSource, ModelConfig, Qwen2Video, Qwen3Video, VisionConfig
+from mmjax.config.loading import find_config, load
 from mmjax.data.media.decode import VideoHeader
 from mmjax.data.media.video import decode_video, read_video_header, sample_video
 from mmjax.data.sources.chat_source import ChatSource
@@ -331,6 +334,58 @@ def test_packed_videos_are_what_transformers_makes_of_each(kind: str, seed: int,
     check_packed(there, ours, params, batch, made, lambda model, given: model(**given, use_cache=False).logits[0])
 
 
+@pytest.mark.default_cases("0")
+@pytest.mark.parametrize("seed", range(6))
+def test_internvl_has_a_numbered_tile_for_each_frame(seed: int, tmp_path: Path) -> None:
+    """Tokens equal, logits and gradients to 1e-4, of two videos and a text in one row."""
+    rng = np.random.default_rng(seed)
+    vision, own = intern_tower(rng)
+    backend = byte_level(INTERNVL)
+    words, image = backend.get_vocab_size(), backend.token_to_id("<IMG_CONTEXT>")
+    text = decoder(rng, "qwen2", words)
+    config = transformers.InternVLConfig(vision_config=vision, text_config=text, image_token_id=image, **own)
+    there = random_model(config, transformers.InternVLForConditionalGeneration)
+    there.save_pretrained(tmp_path)
+    save(tmp_path, backend, INTERNVL_HF, eos_token="<|im_end|>")
+    side = vision.image_size[0]
+    same = {"size": {"height": side, "width": side}, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    images = {"image_processor_type": "GotOcr2ImageProcessor", "min_patches": 1, "max_patches": 1}
+    videos = {"video_processor_type": "InternVLVideoProcessor", "num_frames": 3}
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"image_processor": images | same, "video_processor": videos | same})
+    )
+    paths = [write_video(tmp_path / f"{k}.mp4", frames_of(rng, 10 + 7 * k, 32, 40), 10) for k in range(2)]
+    parts = lambda path: [{"type": "video", "video": path.name}, {"type": "text", "text": "What?"}]  # noqa: E731
+    answer = {"role": "assistant", "content": "A cat."}
+    talks = [[{"role": "user", "content": parts(path)}, answer] for path in paths]
+    talks.insert(1, [{"role": "user", "content": "How many?"}, answer])
+    ours, params, model = loaded(tmp_path)
+    source = source_of(tmp_path, model, talks)
+    batch = packed_source(model, source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    tokens = model.encoders["vision"].patch * model.encoders["vision"].connector.merge
+    processor = SimpleNamespace(
+        start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>",
+        image_seq_length=(side // tokens) ** 2,
+    )  # fmt: skip
+    made = []
+    for index, talk in enumerate(talks):
+        frames = [source.item(index, k)[0] for k in range(3 * (index != 1))]
+        pixels = torch.from_numpy(np.array(frames)).float().permute(0, 3, 1, 2) / 255 if frames else None
+        line = tokenizer.apply_chat_template(talk, tokenize=False)
+        if frames:
+            written = InternVLProcessor.replace_video_token(processor, {"pixel_values_videos": [pixels]}, 0)
+            line = line.replace("<video>", written)
+        given = {"input_ids": torch.tensor([tokenizer(line)["input_ids"]])}
+        ids, here = given["input_ids"][0].numpy(), batch.text.owner[0] == index
+        np.testing.assert_array_equal(batch.text.token[0, here], np.where(ids == image, 0, ids))
+        made.append(given | ({"pixel_values": (pixels - 0.5) / 0.25} if frames else {}))
+    assert [
+        sample_video(model.encoders["vision"], VideoHeader(n, 32, 40, Fraction(10))).indices.tolist() for n in (10, 17)
+    ] == [torch.arange(n / 3 / 2, n, n / 3).int().tolist() for n in (10, 17)]
+    check_packed(there, ours, params, batch, made, lambda model, given: model(**given, use_cache=False).logits[0])
+
+
 def test_a_folder_says_how_videos_are_sampled(tmp_path: Path) -> None:
     folder_of("qwen2_5_vl", np.random.default_rng(0), tmp_path)
     how = from_hf(tmp_path).encoders["vision"].videos
@@ -350,3 +405,32 @@ def test_a_folder_says_how_videos_are_sampled(tmp_path: Path) -> None:
             from_hf(tmp_path)
     path.write_text(json.dumps({"image_processor": said["image_processor"]}))
     assert from_hf(tmp_path).encoders["vision"].videos.total_pixels == 24_576 * 28 * 28
+
+
+@pytest.mark.exhaustive
+def test_a_run_trains_on_videos_and_names_those_that_cannot_be_decoded(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    folder_of("qwen2_5_vl", rng, tmp_path)
+    for number in range(4):
+        write_video(tmp_path / f"{number}.mkv", frames_of(rng, 9, 32, 40), 10)
+    content = write_video(tmp_path / "bad.mkv", frames_of(rng, 60, 32, 40), 10).read_bytes()
+    (tmp_path / "bad.mkv").write_bytes(content[: len(content) // 2])
+    turns = [{"from": "human", "value": "<video>What?"}, {"from": "gpt", "value": "A cat."}]
+    names = ["bad.mkv" if number == 5 else f"{number % 4}.mkv" for number in range(24)]
+    records = [{"video": name, "conversations": turns} for name in names]
+    (tmp_path / "data.json").write_text(json.dumps(records))
+    words = {
+        "checkpoint": tmp_path, "data": tmp_path / "data.json", "training.steps": 4, "training.precision": "float32",
+        "training.evaluate_every": 0, "training.checkpoint_every": 0, "schedule.warmup": 1, "batch.size.count": 8,
+        "batch.rows.llm": 1, "batch.rows.vision": 1, "mesh.fsdp": 1, "device": "cpu", "data.workers": 0,
+        "data.max_bad_share": 0.5, "data.cache": tmp_path / "cache", "run": tmp_path / "run",
+    }  # fmt: skip
+    config = load("llava_style", [f"{name}={value}" for name, value in words.items()])
+    train.train(config, find_config("llava_style"), devices=jax.devices()[:1])
+    (line,) = (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(line)["sample"] == "chat[5]"
+    assert "truncated video" in json.loads(line)["reason"]
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in metrics if "loss" in entry]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]

@@ -32,8 +32,8 @@ from mmjax.pipeline.transfer import Links
 from mmjax.pipeline.units import place_stages, tower_rows
 from mmjax.planning.schedules import make_schedule, stage_cuts
 from mmjax.planning.simulate import total_order
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import ProcessReport
 from mmjax.runtime.units import unit_ranks, units_topology
 
 UNITS = {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2)}

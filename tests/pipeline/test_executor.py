@@ -26,9 +26,9 @@ from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.transfer import Transfer
 from mmjax.pipeline.units import place_stages
 from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.runtime.device_batch import ProcessReport, put_rows
 from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import ProcessReport, put_rows
 from mmjax.runtime.units import units_topology
 
 BY_MODULE = {"vision": Unit(data=2), "audio": Unit(fsdp=2), "llm": Unit(pipeline=2, tensor=2)}

@@ -70,9 +70,12 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
         # The mean of a temporal patch's first and last frame.
         texts = tuple(f"<{(first + last) / 2:.1f} seconds>" for first, last in seconds[:, [0, -1]].tolist())
         return SampledVideo(indices, size, texts=texts)
-    indices = _filled(np.arange(how.frames, dtype=np.int64) * header.frames // how.frames, unit)
-    labels = tuple(how.label.replace("{}", str(k + 1)) for k in range(len(indices) // unit)) if how.label else ()
-    return SampledVideo(indices, (how.size[0], how.size[1]) if how.size else size, texts=labels)
+    # The middle frame of each of so many equal parts, rounded to float32 as torch.arange does.
+    middles = (np.arange(how.frames) + 0.5) * (header.frames / how.frames)
+    indices = _filled(np.minimum(middles.astype(np.float32).astype(np.int64), header.frames - 1), unit)
+    labels = [how.label.replace("{}", str(k + 1)) for k in range(len(indices) // unit)] if how.label else []
+    texts = (*(label.lstrip("\n") for label in labels[:1]), *labels[1:])
+    return SampledVideo(indices, (how.size[0], how.size[1]) if how.size else size, texts=texts)
 
 
 def _every_nth(how: Qwen2Video, header: VideoHeader, unit: int) -> np.ndarray:

@@ -60,13 +60,14 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
             case "qwen2audio":
                 return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
             case "internvl":
-                return {
-                    "image": Placeholder(
-                        named.get("context_image_token", "<IMG_CONTEXT>"),
-                        before=named.get("start_image_token", "<img>"),
-                        after=named.get("end_image_token", "</img>"),
-                    )
-                }
+                image = Placeholder(
+                    named.get("context_image_token", "<IMG_CONTEXT>"),
+                    before=named.get("start_image_token", "<img>"),
+                    after=named.get("end_image_token", "</img>"),
+                )
+                # Each frame is written as an image is.
+                video = replace(image, written=named.get("video_token", "<video>"), token=image.written)
+                return {"image": image, "video": video}
             case "gemma3":
                 begin = named.get("boi_token", "<start_of_image>")
                 end = named.get("eoi_token", "<end_of_image>")
