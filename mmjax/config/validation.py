@@ -507,7 +507,11 @@ def _check_units(config: Config) -> None:
                     f"{where}.tensor={unit.tensor} does not divide model.{path}.{heads}={count}; use a divisor of it",
                 )
             if tower == "llm" and (delta_net := config.model.llm.delta_net):
-                divides(where, delta_net.key_heads, "model.llm.delta_net.key_heads", unit.tensor, "tensor")
+                check(
+                    delta_net.key_heads % unit.tensor == 0,
+                    f"{where}.tensor={unit.tensor} does not divide model.llm.delta_net.key_heads="
+                    f"{delta_net.key_heads}; use a divisor of it",
+                )
         # After the modules are known to be there.
         _check_stages(config, where, unit, unit_modules(name, unit))
     missing = [tower for tower in towers if tower not in owners]
