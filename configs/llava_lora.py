@@ -13,8 +13,10 @@ from mmjax.config.loading import sibling
 full = sibling(__file__, "llava_style")
 
 
-def config(checkpoint: str, data: str, images: str = "", validation: str = "", audio: str = "") -> Config:
-    base = full.config(checkpoint, data, images, validation, audio)
+def config(
+    checkpoint: str, data: str, images: str = "", validation: str = "", audio: str = "", videos: str = ""
+) -> Config:
+    base = full.config(checkpoint, data, images, validation, audio, videos)
     lora = {"llm": LoraConfig(("llm.layers.*",), rank=128, alpha=256.0)}
     connectors = {f"{name}.connector": Rates(learning_rate=2e-5) for name in base.model.encoders}
     return replace(

@@ -1,10 +1,10 @@
-"""Full instruction tuning of a checkpoint on a LLaVA-style file and a folder of images or clips.
+"""Full instruction tuning of a checkpoint on a LLaVA-style file and a folder of images, clips or videos.
 
     python -m mmjax.train llava_style checkpoint=llava-1.5-7b-hf data=llava_v1_5_mix665k.json images=images
 
 checkpoint: a Hugging Face folder (docs/models.md says which), with eyes or ears. data: a .json or .jsonl; validation:
-one to ask while training; audio: the folder of its clips. The recipe is LLaVA-1.5's second stage: all but the encoders
-train, batch 128, learning rate 2e-5.
+one to ask while training; audio, videos: the folders of its clips and videos. The recipe is LLaVA-1.5's second stage:
+all but the encoders train, batch 128, learning rate 2e-5.
 """
 
 from mmjax.config import (
@@ -22,13 +22,15 @@ from mmjax.config import (
 from mmjax.hf.families import from_hf, frozen
 
 
-def config(checkpoint: str, data: str, images: str = "", validation: str = "", audio: str = "") -> Config:
+def config(
+    checkpoint: str, data: str, images: str = "", validation: str = "", audio: str = "", videos: str = ""
+) -> Config:
     model = from_hf(checkpoint)
     model = frozen(model, list(model.encoders))
     return Config(
         name="llava_style",
         data=DataConfig(
-            sources={"chat": LlavaSource(data, images=images, audio=audio, validation=validation)},
+            sources={"chat": LlavaSource(data, images=images, audio=audio, videos=videos, validation=validation)},
             chat=ChatFormat(checkpoint),
         ),
         batch=BatchConfig(size=Samples(128), rows={"llm": 8, **dict.fromkeys(model.encoders, 8)}),

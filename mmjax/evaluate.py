@@ -189,7 +189,9 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
     # Overrides of the source that --data makes apply once it is in the config.
     of_data = [word for word in args.overrides if word.startswith(f"data.sources.{DATA_SOURCE}.")]
     served = CheckpointModel.open(args.model, [word for word in args.overrides if word not in of_data], args.step)
-    config = _with_questions(served, args.data, {"images": args.images, "audio": args.audio}, of_data)
+    config = _with_questions(
+        served, args.data, {"images": args.images, "audio": args.audio, "videos": args.videos}, of_data
+    )
     split: Split = "train" if args.data else args.split
     sources = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
     if not sources:
@@ -241,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default="", metavar="FILE", help="questions to ask; docs/data.md has the formats")
     parser.add_argument("--images", default="", metavar="FOLDER", help="that their images are relative to")
     parser.add_argument("--audio", default="", metavar="FOLDER", help="that their clips are relative to")
+    parser.add_argument("--videos", default="", metavar="FOLDER", help="that their videos are relative to")
     parser.add_argument("--measures", type=_parse_measures, default=(), metavar="A,B", help=f"of {', '.join(MEASURES)}")
     parser.add_argument(
         "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help=f"of an answer ({DEFAULT_MAX_TOKENS})"

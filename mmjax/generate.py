@@ -1,4 +1,4 @@
-"""Ask a model: ``python -m mmjax.generate RUN|HF_FOLDER [--image x.jpg] [--audio y.wav] "question"``."""
+"""Ask a model: ``python -m mmjax.generate RUN|HF_FOLDER [--image x.jpg|--audio y.wav|--video z.mp4] "question"``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -111,13 +111,12 @@ def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
 
 
 def read_media(
-    images: Sequence[Path], clips: Sequence[Path], encoders: Encoders, limits: MediaLimits = MediaLimits()
+    files: Mapping[Medium, Sequence[Path]], encoders: Encoders, limits: MediaLimits = MediaLimits()
 ) -> dict[Medium, list[bytes]]:
     """Read media files and probe their headers.
 
-    Raises UserError for what is no image or clip, is beyond the limits, or has no encoder.
+    Raises UserError for what is no image, clip or video, is beyond the limits, or has no encoder.
     """
-    files: dict[Medium, Sequence[Path]] = {"image": images, "audio": clips}
     return {
         kind: [_read_medium(kind, path, encoders, limits) for path in paths] for kind, paths in files.items() if paths
     }
@@ -144,10 +143,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
-    parser.add_argument("question", help="what to ask; <image> and <audio> in it are where media stand, else before it")
+    parser.add_argument("question", help="what to ask; <image>, <audio> and <video> in it are where media stand")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
     parser.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
+    parser.add_argument("--video", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
     parser.add_argument("--step", type=int, metavar="N", help="of a run's checkpoint; by default the newest")
     parser.add_argument("--system", default="", metavar="TEXT", help="a system message before the question")
     parser.add_argument(
@@ -163,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     served = CheckpointModel.open(args.model, args.overrides, args.step)
-    media = read_media(args.image, args.audio, served.config.model.encoders, served.config.data.limits)
+    files: dict[Medium, list[Path]] = {"image": args.image, "audio": args.audio, "video": args.video}
+    media = read_media(files, served.config.model.encoders, served.config.data.limits)
     prompt = make_prompt(args.question, media, args.system)
     show = sys.stdout.isatty() and not args.json
     answer, seconds = generate(served, prompt, sampling, args.max_tokens, show)

@@ -17,9 +17,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from mmjax.config import Config, FileSource
+from mmjax.config import Config, FileSource, VisionConfig
 from mmjax.config.loading import default_config, find_config, load
 from mmjax.console import ProgressLine, count, print_lines, table
+from mmjax.data.media.decode import VideoHeader
+from mmjax.data.media.patches import item_size
+from mmjax.data.media.video import sample_video
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.sample import Split
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
@@ -29,7 +32,7 @@ from mmjax.data.sources.opening import cache_folder, open_conversations, open_so
 from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.files import Conversations
 from mmjax.disk import json_lines
-from mmjax.errors import UserError, exit_process, run_command
+from mmjax.errors import BadMedia, UserError, exit_process, run_command
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 ARRAY_RECORD = "arrayrecord"
@@ -79,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load(find_config(named) if named else default_config(), [word for word in args.words if word is not named])
     out = _make_folder("--out", args.out or Path("index") / config.name)
     parts = list(read_parts(config))
-    print_lines(*report(parts))
+    print_lines(*report(parts), *report_rates(config, parts))
     _list_bad(parts, out / BAD)
     for part in parts:
         if len(part.bad) == len(part.conversations):
@@ -145,11 +148,14 @@ def measures(part: Part) -> dict[str, np.ndarray]:
     facts = part.facts
     pixels = facts.of("image").astype(float)  # [images, 2]: height and width
     frames, rate = facts.of("audio").astype(float).T
+    videos = [VideoHeader.unpacked(tuple(size)) for size in facts.of("video").tolist()]
     measured = {
         "text, characters": facts.characters[facts.good()].astype(float),
         "image, megapixels": pixels.prod(axis=1) / 1e6,
         "image, longer side": pixels.max(axis=1, initial=0),
         "clip, seconds": frames / rate,
+        "video, seconds": np.array([float(video.frames / video.rate) for video in videos if video.rate]),
+        "video, frames": np.array([float(video.frames) for video in videos]),
         "media of a record": np.diff(facts.start)[facts.good()].astype(float),
     }
     if part.lengths is not None:
@@ -172,16 +178,50 @@ def _count_tokens(lengths: LengthIndex, encoders: Sequence[str]) -> dict[str, np
 
 def report(parts: Sequence[Part]) -> list[str]:
     """Format the report for a person."""
-    rows = [("source", "records", "bad", "images", "clips")]
+    kinds = {"images": "image", "clips": "audio", "videos": "video"}
+    if not any(len(part.facts.of("video")) for part in parts):
+        del kinds["videos"]
+    rows = [("source", "records", "bad", *kinds)]
     sizes = [("source", "of", "count", "min", "median", "p90", "max", "sum")]
     for part in parts:
         facts = part.facts
-        numbers = (len(facts), len(part.bad), len(facts.of("image")), len(facts.of("audio")))
+        numbers = (len(facts), len(part.bad), *(len(facts.of(kind)) for kind in kinds.values()))
         rows.append((part.name, *(f"{n:,}" for n in numbers)))
         for name, values in measures(part).items():
             quantiles = np.quantile(values, [0, 0.5, 0.9, 1])
             sizes.append((part.name, name, f"{len(values):,}", *map(count, quantiles), count(values.sum())))
     return [*table(rows), *table(sizes)]
+
+
+RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # frames per second that videos' tokens are told for
+MAX_VIDEOS = 20_000  # whose tokens are counted at each rate
+
+
+def report_rates(config: Config, parts: Sequence[Part]) -> list[str]:
+    """Tell how many tokens a video has by frames per second, where an encoder takes frames at a rate; else nothing."""
+    encoders = config.model.encoders.values()
+    encoder = next((e for e in encoders if isinstance(e, VisionConfig) and hasattr(e.videos, "fps")), None)
+    sizes = np.concatenate([np.empty((0, 2), np.int64), *(part.facts.of("video") for part in parts)])
+    if encoder is None or not len(sizes):
+        return []
+    sizes = sizes[:: -(-len(sizes) // MAX_VIDEOS)]
+    rows = [("tokens of a video at fps", "min", "median", "p90", "max", "sum")]
+    for fps in sorted({*RATES, encoder.videos.fps}):
+        sampling = replace(encoder, videos=replace(encoder.videos, fps=fps))
+        tokens = np.array([_video_tokens(sampling, tuple(size)) for size in sizes.tolist()], float)
+        name = f"{fps:g}{' (this config)' if fps == encoder.videos.fps else ''}"
+        rows.append((name, *map(count, np.quantile(tokens, [0, 0.5, 0.9, 1])), count(tokens.sum())))
+    return table(rows)
+
+
+def _video_tokens(encoder: VisionConfig, size: tuple[int, int]) -> int:
+    """Count the LLM tokens of a video's frames, without text between them; 0 for one that cannot be resized."""
+    try:
+        video = sample_video(encoder, VideoHeader.unpacked(size))
+    except BadMedia:
+        return 0
+    patches = len(video.indices) // encoder.frames
+    return patches * item_size(encoder, (encoder.frames, *video.size)).tokens
 
 
 def _list_bad(parts: Sequence[Part], path: Path) -> None:

@@ -54,7 +54,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "data.storage": May(("mmjax.data.storage", *DATA, "mmjax.hub", *BASE), frozenset({"numpy", "fsspec", "soundfile"})),
     "data.media": May(
         ("mmjax.data.media", *DATA, "mmjax.batch", *BASE),
-        frozenset({"numpy", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"}),
+        frozenset({"av", "numpy", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"}),
     ),
     "data.toy": May(("mmjax.data.toy", *DATA, *BASE), frozenset({"numpy"})),
     "data.text": May(
@@ -164,6 +164,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "jinja2": ("mmjax.data.text.chat_template", "mmjax.reporting.page"),
     "wandb": ("mmjax.training.metrics",),
     "huggingface_hub": ("mmjax.hub",),
+    "av": ("mmjax.data.media.video",),
 }
 
 
@@ -278,7 +279,7 @@ def test_every_package_has_its_rules() -> None:
 def test_everything_imported_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["wandb"], *extras["hub"]]
+    lines = [*project["dependencies"], *extras["wandb"], *extras["hub"], *extras["video"]]
     declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower() for line in lines}
     modules = modules_of(ROOT / "mmjax")
     tops = {i.split(".")[0] for name, path in modules.items() for i in imports_of(name, path, modules)}

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from clips_made import frames_of, write_video
 from commands import run
 from llava_folder import save_checkpoint, save_questions
 from started import finish, start
@@ -227,3 +228,27 @@ def test_data_of_which_nothing_can_be_used_ends_with_2(tmp_path: Path, capsys) -
     assert ended.code == 2
     assert f"few: none of its 2 records can be used; see {tmp_path / 'out'}" in ended.err
     assert (tmp_path / "out" / index.BAD).read_text().count("\n") == 2
+
+
+def test_videos_are_counted_and_their_tokens_told_by_frames_per_second(tmp_path: Path, capsys) -> None:
+    write_video(tmp_path / "a.mp4", frames_of(np.random.default_rng(0), 40, 32, 48), 10)
+    write_video(tmp_path / "b.webm", frames_of(np.random.default_rng(1), 20, 32, 48), 10, "libvpx-vp9")
+    records = [asked("<video>What?", video=name) for name in ("a.mp4", "b.webm", "gone.mp4")]
+    words = [
+        "tiny_vlm",
+        "data.sources.clips=llava",
+        f"data.sources.clips.path={lines(tmp_path / 'd.jsonl', records)}",
+        f"data.cache={tmp_path}/cache",
+        f"--out={tmp_path}/out",
+    ]
+    assert "tokens of a video at fps" not in told(capsys, *words)
+    sampling = ["model.encoders.vision.videos=qwen2_video", "model.encoders.vision.frames=2"]
+    bounds = [f"model.encoders.vision.videos.{name}_pixels={pixels}" for name, pixels in (("min", 64), ("max", 1536))]
+    out = told(capsys, *words, *sampling, *bounds)
+    rows = {tuple(line.split()) for line in out.splitlines()}
+    assert ("clips", "3", "1", "0", "0", "2") in rows
+    assert ("clips", "video,", "frames", "2", "20", "30", "38", "40", "60") in rows
+    assert ("clips", "video,", "seconds", "2", "2", "3", "3.8", "4", "6") in rows
+    # 8 and 4 frames in patches of 2, each of 4 x 6 tokens of 8 x 8 pixels.
+    assert ("2", "(this", "config)", "48", "72", "91.2", "96", "144") in rows
+    assert any(row[:3] == ("8", "192", "288") for row in rows)

@@ -65,7 +65,7 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
         return TextBatch(**fields | {"weight": array(dtype=np.float32), "position": position, "slots": {}, "send": {}})
     encoder = config.encoders[tower]
     if isinstance(encoder, VisionConfig):
-        values = array(encoder.patch**2 * encoder.channels, dtype=np.uint8)
+        values = array(encoder.patch_values, dtype=np.uint8)
     else:
         values = array(encoder.mels, dtype=np.float32)
     return ItemBatch(values, array(), array(3), array(), array())

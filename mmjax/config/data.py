@@ -110,9 +110,9 @@ class FunctionSource:
 
 
 # Sources of files: local paths, or URLs that fsspec opens. `path` is the training split, with `*` for several files;
-# `validation` and `test` are optional files of the same format. Paths in records are relative to `images` and `audio`:
-# a folder, URL, .zip or .tar; if empty, the folder of the file itself. References that lead out of them (absolute
-# paths, URLs, `..`, links) are refused unless outside="allow".
+# `validation` and `test` are optional files of the same format. Paths in records are relative to `images`, `audio` and
+# `videos`: a folder, URL, .zip or .tar; if empty, the folder of the file itself. References that lead out of them
+# (absolute paths, URLs, `..`, links) are refused unless outside="allow".
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class ConversationFiles:
     path: str  # of the training split; `*` for several files, or a URL
     images: str = ""  # folder, URL, .zip or .tar of the images; empty: the file's folder
     audio: str = ""  # the same for the clips
+    videos: str = ""  # the same for the videos
     validation: str = ""  # files of that split
     test: str = ""  # files of that split
     outside: Outside = "refuse"  # references that lead out of its folders
@@ -137,7 +138,7 @@ class LlavaSource(ConversationFiles):
 
 @dataclass(frozen=True)
 class ShareGptSource(ConversationFiles):
-    """ShareGPT's: {"conversations": [{"from": "human", "value": "..."}]}, "images", "audios"."""
+    """ShareGPT's: {"conversations": [{"from": "human", "value": "..."}]}, "images", "audios", "videos"."""
 
     kind: Literal["sharegpt"] = "sharegpt"
 
@@ -185,6 +186,7 @@ class ParquetSource:
     answer: str = ""  # column of answers
     images: str = ""  # column of images
     audio: str = ""  # column of clips
+    videos: str = ""  # column of videos
     validation: str = ""  # files of that split
     test: str = ""  # files of that split
     outside: Outside = "refuse"  # references that lead out of its folder
@@ -225,7 +227,7 @@ class ChatFormat:
     folder: str  # with a tokenizer.json and a chat template
     template: str = ""  # a Jinja file to use instead of the folder's template
     variables: dict[str, int | float | str | bool] = field(default_factory=dict)  # of the template: enable_thinking
-    placeholders: dict[str, Placeholder] = field(default_factory=dict)  # of image, audio; empty: the folder's
+    placeholders: dict[str, Placeholder] = field(default_factory=dict)  # of image, audio, video; empty: the folder's
     train_on: Literal["assistant", "last_assistant"] = "assistant"  # every answer, or each conversation's last
     loss_reduction: Literal["token", "sample", "square"] = "token"  # a sample of n tokens weighs n, 1 or sqrt(n)
     date: str = "2025-01-01"  # today's date for templates that write it; fixed, so that samples never change
@@ -233,13 +235,13 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Size limits of images and clips. Those beyond are bad samples, rejected before anything is decoded."""
+    """Size limits of images, clips and videos. Those beyond are bad samples, rejected before anything is decoded."""
 
-    pixels: int = 100_000_000  # of an image, also while it is preprocessed
+    pixels: int = 100_000_000  # of an image or a frame, also while it is preprocessed
     min_side: int = 1  # pixels
     max_side: int = 65_535  # pixels
     aspect: float = 200.0  # the longer side over the shorter one
-    seconds: float = 3600.0  # of a clip's file
+    seconds: float = 3600.0  # of a clip's or a video's file
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ class DataConfig:
     cache: str = ""  # a folder for headers and lengths of the sources' files; empty: ~/.cache/mmjax/data
     on_bad_sample: Literal["skip", "raise"] = "skip"  # an unreadable sample: listed, then skipped or fatal
     max_bad_share: float = 0.01  # of the samples; more unreadable ones are fatal even if skipped
-    limits: MediaLimits = MediaLimits()  # of images and clips in sources of files
+    limits: MediaLimits = MediaLimits()  # of images, clips and videos in sources of files
     chat: ChatFormat | None = None  # of the conversations in sources of files
     alphabet: str = ""  # one token per character; token 0 is padding, 1 ends an answer
     workers: int = 2  # processes that load, decode and pack; 0 does it in the training process

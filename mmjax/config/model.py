@@ -122,6 +122,7 @@ class DecoderConfig:
     logit_cap: float = 0.0  # soft cap of the logits; 0: none
     window: int = 0  # tokens of the sliding window of the layers in `windowed`, the query's included
     windowed: tuple[int, ...] = ()  # layers with sliding-window attention
+    window_rope_theta: float = 0.0  # base of the rotary frequencies of those layers, unscaled; 0: as the others
     delta_net: DeltaNetConfig | None = None  # in place of attention in some layers; none: all layers have attention
     tied: bool = True  # the embedding is the output table too
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
@@ -148,9 +149,11 @@ class ConnectorConfig:
     """An MLP from an encoder's width to the LLM's, over `merge` neighbours (per axis for images)."""
 
     merge: int = 2  # neighbours that become one token, per axis for images
+    merging: Literal["concatenate", "mean"] = "concatenate"  # of the features of those neighbours
     mlp_width: int = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
-    norm: Literal["none", "layer", "rms", "merged_layer"] = "layer"  # before neighbours are merged, or after
+    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms"] = "layer"  # before they are merged, or after
     norm_eps: float = 0.0  # 0: the encoder's
+    norm_offset: float = 0.0  # added to an RMSNorm's scales
     activation: Activation = "gelu_tanh"  # of the MLP
     biases: tuple[Biased, ...] = ("up", "down")  # the matrices that have one
     position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0: none
@@ -224,6 +227,57 @@ class AnyRes:
 
 
 ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes
+
+
+@dataclass(frozen=True)
+class NoVideo:
+    """The encoder takes no videos."""
+
+    kind: Literal["none"] = "none"
+
+
+@dataclass(frozen=True)
+class Qwen2Video:
+    """Frames at a rate, with bounds on the pixels of each, as for Qwen2.5-VL; their time is a rotary position."""
+
+    fps: float = 2.0  # frames taken per second of the video
+    min_frames: int = 4  # taken of a video that has them
+    max_frames: int = 768  # taken of any video
+    min_pixels: int = 128 * 28 * 28  # of a resized frame
+    max_pixels: int = 768 * 28 * 28  # of a resized frame
+    total_pixels: int = 0  # of all temporal patches, which get equal shares, but no less than min_pixels; 0: no limit
+    tokens_per_second: float = 4.0  # rotary positions along t for each second; 0: one for each temporal patch
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["qwen2_video"] = "qwen2_video"
+
+
+@dataclass(frozen=True)
+class Qwen3Video:
+    """Frames at a rate, with bounds on the pixels of all together, as for Qwen3-VL; their time is written as text."""
+
+    fps: float = 2.0  # frames taken per second of the video
+    min_frames: int = 4  # taken of a video that has them
+    max_frames: int = 768  # taken of any video
+    min_pixels: int = 128 * 32 * 32  # of all resized frames
+    max_pixels: int = 768 * 32 * 32  # of all resized frames
+    frame_pixels: int = 0  # of a resized frame; 0: no limit of its own
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["qwen3_video"] = "qwen3_video"
+
+
+@dataclass(frozen=True)
+class UniformVideo:
+    """The same number of frames of every video, all of one size, as for InternVL."""
+
+    frames: int = 8  # taken of a video: the middle ones of so many equal parts
+    size: tuple[int, ...] = (448, 448)  # height and width of a resized frame; (): the video's own
+    # text before each temporal patch, with {} for its number from 1 on; the first's is without line breaks at its start
+    label: str = ""
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["uniform_video"] = "uniform_video"
+
+
+VideoPreparation = NoVideo | Qwen2Video | Qwen3Video | UniformVideo
 
 
 @dataclass(frozen=True)
@@ -310,6 +364,7 @@ class VisionConfig:
     mean: tuple[float, ...] = (0.5,)  # per channel, or one for all; pixels become (x / 255 - mean) / std
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
+    videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
     positions: RotaryGrid | LearnedGrid | StretchedGrid = RotaryGrid()
     # side, in patches, of the square windows that the layers in `windowed` attend within; a multiple of connector.merge
     window: int = 0
@@ -336,6 +391,11 @@ class VisionConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many pixel values a patch has in a batch: of one frame, or of all where videos are taken."""
+        return self.patch**2 * self.channels * (1 if isinstance(self.videos, NoVideo) else self.frames)
 
     @property
     def head_norm_kind(self) -> Literal["layer", "rms"]:
@@ -450,13 +510,19 @@ def linear_layers(model: ModelConfig) -> Sizes:
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
         sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
-        # A connector merges `merge` neighbours along both axes of an image, or along a clip's one.
-        merged = encoder.connector.merge ** (2 if vision else 1) * width
+        merged = merged_width(encoder)
         if hidden := encoder.connector.mlp_width:
             sizes |= {f"{name}.connector.mlp.up": (merged, hidden), f"{name}.connector.mlp.down": (hidden, llm.width)}
         else:
             sizes[f"{name}.connector.linear"] = (merged, llm.width)
     return sizes
+
+
+def merged_width(encoder: Encoder) -> int:
+    """Return the features of a token that a connector has merged, before its MLP."""
+    # Neighbours are merged along both axes of an image, or along a clip's one.
+    group = encoder.connector.merge ** (2 if isinstance(encoder, VisionConfig) else 1)
+    return encoder.width * (group if encoder.connector.merging == "concatenate" else 1)
 
 
 def _layer_sizes(module: str, width: int, query_width: int, key_width: int, mlp_width: int, gated: bool) -> Sizes:

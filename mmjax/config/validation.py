@@ -32,11 +32,15 @@ from mmjax.config import (
     MeshConfig,
     ModelConfig,
     Muon,
+    NoVideo,
     ParquetSource,
+    Qwen2Video,
     SmartResize,
     StoredTable,
     StretchedGrid,
+    UniformVideo,
     Unit,
+    VideoPreparation,
     VisionConfig,
     WhisperMel,
 )
@@ -134,6 +138,22 @@ def check_images(where: str, how: ImagePreparation) -> None:
             sides = [int(side) for side in pinpoint.split("x") if re.fullmatch("[0-9]+", side)]
             fits = is_size(sides) and not any(side % how.tile for side in sides) and pinpoint.count("x") == 1
             check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={how.tile}")
+
+
+def check_videos(where: str, how: VideoPreparation) -> None:
+    """Raises UserError, naming the key under `where`, for settings that no video can be sampled or resized with."""
+    if isinstance(how, NoVideo):
+        return
+    if isinstance(how, UniformVideo):
+        at_least(1, where, how, ("frames",))
+        check(not how.size or is_size(how.size), f"{where}.size={listed(how.size)}: give height and width, or nothing")
+        return
+    above_zero(where, how, ("fps",))
+    at_least(1, where, how, ("min_frames", "min_pixels"))
+    ordered(where, how, "min_frames", "max_frames")
+    ordered(where, how, "min_pixels", "max_pixels")
+    more = ("total_pixels", "tokens_per_second") if isinstance(how, Qwen2Video) else ("frame_pixels",)
+    at_least(0, where, how, more)
 
 
 def check_audio(where: str, how: AudioPreparation) -> None:
@@ -255,7 +275,7 @@ def _check_decoder(llm: DecoderConfig) -> None:
     )
     _check_rope(where, llm)
     _check_delta_net(llm)
-    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window"))
+    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
 
@@ -316,6 +336,7 @@ def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) 
 def _check_vision(where: str, encoder: VisionConfig) -> None:
     at_least(1, where, encoder, ("patch", "channels", "frames"))
     check_images(f"{where}.images", encoder.images)
+    check_videos(f"{where}.videos", encoder.videos)
     at_least(0, where, encoder, ("window",))
     _check_windows(where, encoder)
     check(
@@ -475,12 +496,13 @@ def _check_sequence_parallel(mesh: MeshConfig, alignment: int) -> None:
 def _check_units(config: Config) -> None:
     """Check that every module has devices, and that layers, heads and microbatches divide as the units ask."""
     towers = {"llm": config.model.llm, **config.model.encoders}
-    mesh = replace(MeshConfig(), memory=config.mesh.memory, host_memory=config.mesh.host_memory)
+    kept = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
+    mesh = replace(MeshConfig(), **kept)
     changed = [f.name for f in fields(MeshConfig) if getattr(config.mesh, f.name) != getattr(mesh, f.name)]
     check(
         not changed,
         f"mesh.{(changed or [''])[0]}: modules with units have their devices from these; leave mesh as it is, or units "
-        "empty",
+        "empty" + (f", or set units.llm.context={config.mesh.context}" if changed == ["context"] else ""),
     )
     check(
         config.pipeline.schedule != "interleaved" or any(unit.virtual > 1 for unit in config.units.values()),
@@ -489,7 +511,7 @@ def _check_units(config: Config) -> None:
     owners: dict[str, str] = {}
     for name, unit in config.units.items():
         where = f"units.{name}"
-        at_least(1, where, unit, ("data", "fsdp", "tensor", "pipeline", "virtual"))
+        at_least(1, where, unit, ("data", "fsdp", "context", "tensor", "pipeline", "virtual"))
         for tower in unit_modules(name, unit):
             hint = did_you_mean(tower, towers)
             key = f"{where}.modules has {tower!r}" if unit.modules else where
@@ -506,12 +528,28 @@ def _check_units(config: Config) -> None:
                     count % unit.tensor == 0,
                     f"{where}.tensor={unit.tensor} does not divide model.{path}.{heads}={count}; use a divisor of it",
                 )
+                parts = unit.context * unit.tensor
+                check(
+                    tower != "llm" or config.mesh.context_attention != "heads" or count % parts == 0,
+                    f"mesh.context_attention=heads: {where}.context={unit.context} x tensor={unit.tensor} does not "
+                    f"divide model.{path}.{heads}={count}; use mesh.context_attention=gather, which cuts no head",
+                )
             if tower == "llm" and (delta_net := config.model.llm.delta_net):
                 check(
                     delta_net.key_heads % unit.tensor == 0,
                     f"{where}.tensor={unit.tensor} does not divide model.llm.delta_net.key_heads="
                     f"{delta_net.key_heads}; use a divisor of it",
                 )
+                check(
+                    unit.context == 1,
+                    f"{where}.context={unit.context}: a gated delta net (model.llm.delta_net) reads the tokens of a "
+                    f"row in order, and context parallelism permutes them; use {where}.context=1",
+                )
+        check(
+            unit.context == 1 or "llm" in unit_modules(name, unit),
+            f"{where}.context={unit.context}: items of encoders are not cut, only rows of the LLM; use "
+            f"{where}.data={unit.data * unit.context}",
+        )
         # After the modules are known to be there.
         _check_stages(config, where, unit, unit_modules(name, unit))
     missing = [tower for tower in towers if tower not in owners]

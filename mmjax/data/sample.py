@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
-Medium = Literal["image", "audio"]
+Medium = Literal["image", "audio", "video"]
 Split = Literal["train", "validation", "test"]
 
-MARKER = re.compile(r"<(image|audio)>")  # a medium's place in a text
+MARKER = re.compile(r"<(image|audio|video)>")  # a medium's place in a text
 # White space with a line break, after and before a marker.
 _BREAK_AFTER = re.compile(r"^[^\S\r\n]*[\r\n]\s*")
 _BREAK_BEFORE = re.compile(r"\s*[\r\n][^\S\r\n]*$")
@@ -24,7 +24,7 @@ class BadSample(ValueError):
 
 @dataclass(frozen=True)
 class MediaPlace:
-    """A place of an image or a clip in a message; the n-th place of a conversation is that of its n-th medium."""
+    """A place of an image, clip or video in a message; the n-th place of a conversation is that of its n-th medium."""
 
     kind: Medium
 
@@ -51,7 +51,7 @@ class Conversation:
 
 
 def split_markers(text: str) -> list[str | MediaPlace]:
-    """Split a text at its markers `<image>` and `<audio>`.
+    """Split a text at its markers `<image>`, `<audio>` and `<video>`.
 
     A line break beside a marker is part of the marker, not of the text: LLaVA's records write one, and chat templates
     write their own. Other white space stays.
@@ -91,11 +91,17 @@ class Text:
 
 @dataclass(frozen=True)
 class Item:
-    """The place of the tokens of one item: the sample's item `number`, counting images and clips in order from 0."""
+    """The place of the tokens of one item: the sample's item `number`, counting images, clips and temporal patches of
+    videos in order from 0.
+
+    Where positions have axes, all temporal patches of a video begin at the same row and column positions.
+    """
 
     encoder: str
     number: int
     start: int | None = None  # RoPE position of the first token; None = continue the branch
+    patch: int = 0  # index of a temporal patch in its video; from 1 on it begins where the one before it began
+    time: int = 0  # RoPE position along t, from that of its video's first token on
 
 
 NO_TOKEN = -1  # in `TokenLayout.token`: no token
@@ -148,7 +154,8 @@ class SampleLengths:
     """Lengths of a sample, computed from headers without decoding anything."""
 
     text_tokens: int
-    items: tuple[tuple[str, tuple[int, ...]], ...]  # (encoder, size): (height, width) in pixels, (samples,) of a clip
+    # (encoder, size): (height, width) in pixels, (frames, height, width) of a temporal patch, (samples,) of a clip
+    items: tuple[tuple[str, tuple[int, ...]], ...]
     item_tokens: int | None = None  # LLM tokens of all items; None = all that their encoders make (no `ArrangedItems`)
 
 
@@ -168,4 +175,7 @@ class Source(Protocol):
     def sample(self, index: int) -> Sample: ...
 
     def item(self, index: int, number: int) -> np.ndarray:
-        """Decode an image, uint8 `[height, width, channels]`, or a clip, float32 `[samples]` in -1..1."""
+        """Decode an image, uint8 `[height, width, channels]`, or a clip, float32 `[samples]` in -1..1.
+
+        Of a video a temporal patch, uint8 `[frames, height, width, channels]`.
+        """

@@ -1,6 +1,8 @@
-"""InternVL 2.5 and 3: InternViT, pixel shuffle, an MLP, a decoder; in transformers' layout and in OpenGVLab's own."""
+"""InternVL 2.5 to 3.5: InternViT, pixel shuffle, an MLP, a decoder; in transformers' layout and in OpenGVLab's own."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from mmjax.config import ConnectorConfig, ModelConfig
 from mmjax.errors import UserError
@@ -8,6 +10,7 @@ from mmjax.hf.decoders import ACTIVATIONS, decoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linear, norm
 from mmjax.hf.llava import PROJECTORS, text_of, tower_fields, whole_layout
+from mmjax.hf.processors import read_internvl_videos
 from mmjax.hf.vision import vision_of, with_images
 
 PROJECTOR_EPS = 1e-5  # of PyTorch's LayerNorm; no config says it
@@ -25,7 +28,10 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     fields.refuse("vision_feature_select_strategy", "default")
     connector = _connector(fields, llm.width, fields.choice("projector_hidden_act", ACTIVATIONS, "gelu"))
     vision = vision_of(_tower(fields), layer, layer == -1, connector)
-    return ModelConfig(llm, {"vision": with_images(folder, vision)})
+    prepared = with_images(folder, vision)
+    tile = prepared.positions.rows * prepared.patch, prepared.positions.columns * prepared.patch
+    videos = read_internvl_videos(folder.path, prepared, tile)
+    return ModelConfig(llm, {"vision": replace(prepared, videos=videos)})
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:

@@ -1,4 +1,4 @@
-"""Read from a Hugging Face checkpoint's folder how its images and clips are prepared.
+"""Read from a Hugging Face checkpoint's folder how its images, clips and videos are prepared.
 
 Read as transformers reads it: `processor_config.json` where it holds the processors itself, else
 `preprocessor_config.json`; what is missing there, or null, is the processor's own default. A field that changes
@@ -10,7 +10,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmjax.config import AnyRes, DynamicTiles, Filter, FixedSize, ImagePreparation, SmartResize, WhisperMel
+import numpy as np
+
+from mmjax.config import (
+    AnyRes,
+    DynamicTiles,
+    Filter,
+    FixedSize,
+    ImagePreparation,
+    Qwen2Video,
+    Qwen3Video,
+    SmartResize,
+    UniformVideo,
+    VisionConfig,
+    WhisperMel,
+)
 from mmjax.disk import read_json
 from mmjax.errors import UserError
 from mmjax.hf.folder import Fields
@@ -31,6 +45,16 @@ _COMMON = {
     "default_to_square": False,
 }
 _CLIP = _COMMON | {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True}
+# Qwen's own tools take 2 frames per second where a folder does not say; transformers then takes every frame.
+_VIDEO = _COMMON | {
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "fps": 2.0,
+    "min_frames": 4,
+    "max_frames": 768,
+    "cap_pixels_per_frame": False,
+}
 _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _ONEVISION_PINPOINTS = [[384 * y, 384 * x] for y in range(1, 7) for x in range(1, 7)]
@@ -43,6 +67,16 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": _ONEVISION_PINPOINTS},
     "Qwen2VLImageProcessor": _COMMON
     | {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "patch_size": 14, "merge_size": 2},
+    "Gemma3ImageProcessor": _COMMON
+    | _HALF
+    | {"resample": 2, "size": {"height": 224, "width": 224}, "default_to_square": True},
+    "Qwen2VLVideoProcessor": _VIDEO
+    | {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}, "max_video_tokens": 128_000},
+    "Qwen3VLVideoProcessor": _VIDEO
+    | _HALF
+    | {"size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}, "max_video_tokens": 768}
+    | {"patch_size": 16},
+    "InternVLVideoProcessor": _COMMON | {"size": {"height": 384, "width": 384}, "default_to_square": True},
     "GotOcr2ImageProcessor": _COMMON
     | {"size": {"height": 384, "width": 384}, "default_to_square": True, "min_patches": 1, "max_patches": 12},
 }
@@ -93,6 +127,90 @@ def image_processor_file(folder: Path) -> Path:
     return _fields(folder, "image_processor")[0]
 
 
+def read_video_processing(folder: Path, family: str, vision: VisionConfig) -> Qwen2Video | Qwen3Video:
+    """Read how the videos of a Qwen-VL checkpoint are prepared, where frames at a rate are taken.
+
+    family: "Qwen2VL" or "Qwen3VL", whose processor's defaults hold; without a video processor in the folder those of
+    Qwen's own tools. Raises UserError, naming file and field, for what is unknown or not the tower's.
+    """
+    fields = _video_fields(folder, family)
+    if fields is None:
+        return Qwen2Video(total_pixels=24_576 * 28 * 28) if family == "Qwen2VL" else Qwen3Video()
+    tower = {"patch_size": vision.patch, "merge_size": vision.connector.merge, "temporal_patch_size": vision.frames}
+    for name, expected in tower.items():
+        if fields.count(name) != expected:
+            raise fields.refused(name, f"the tower has {expected}; make them the same")
+    if not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "frames that are not whole merge windows cannot be patched; set it to true")
+    if fields.value("num_frames") is not None:
+        raise fields.refused("num_frames", "frames are taken by fps; set it to null")
+    _check_normalization(fields, vision)
+    min_pixels, max_pixels = _pixel_bounds(fields)
+    unit = (fields.count("patch_size") * fields.count("merge_size")) ** 2  # pixels of a token
+    capped = fields.flag("cap_pixels_per_frame")
+    tokens = fields.count("max_video_tokens")
+    sampling = {
+        "fps": fields.number("fps"),
+        "min_frames": fields.count("min_frames"),
+        "max_frames": fields.count("max_frames"),
+        "min_pixels": min_pixels,
+        "max_pixels": max_pixels,
+        "filter": _filter(fields),
+    }
+    if fields.value("num_frames") is not None:
+        raise fields.refused("num_frames", "frames are taken by fps; set it to null")
+    if family == "Qwen3VL":
+        return Qwen3Video(**sampling, frame_pixels=tokens * unit if capped else 0)
+    return Qwen2Video(**sampling, total_pixels=int(tokens * unit * 0.9) if capped else 0)
+
+
+def read_internvl_videos(folder: Path, vision: VisionConfig, tile: tuple[int, int]) -> UniformVideo:
+    """Read how the videos of an InternVL checkpoint are prepared: one tile for each frame, numbered in the text.
+
+    Raises UserError, naming file and field, for what is unknown or not the tower's.
+    """
+    fields = _video_fields(folder, "InternVL")
+    label = "\nFrame{}: "
+    if fields is None:
+        return UniformVideo(size=tile, label=label)
+    _check_normalization(fields, vision)
+    if fields.flag("do_center_crop") or not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "frames must be resized, and not cropped; set do_center_crop to false")
+    if (size := fields.height_and_width("size")) != tile:
+        raise fields.refused("size", f"the tower has tiles of {tile[0]} x {tile[1]} pixels; make them the same")
+    if fields.value("fps") is not None:
+        raise fields.refused("fps", "a fixed number of frames is taken, num_frames; set it to null")
+    if fields.value("initial_shift") not in (None, True):
+        raise fields.refused("initial_shift", "only true is known")
+    frames = fields.count("num_frames", UniformVideo().frames)
+    return UniformVideo(frames=frames, size=size, label=label, filter=_filter(fields))
+
+
+def _video_fields(folder: Path, family: str) -> _ProcessorFields | None:
+    """The fields of a folder's video processor over its family's defaults; None where the folder has none."""
+    file = folder / "video_preprocessor_config.json"
+    around = read_json(folder / "processor_config.json", {}).get("video_processor")
+    if isinstance(around, dict):
+        fields = _ProcessorFields(around, f"{folder / 'processor_config.json'}: video_processor")
+    elif file.exists():
+        fields = _ProcessorFields(read_json(file, {}), str(file))
+    else:
+        return None
+    if fields.value("video_processor_type") not in (None, f"{family}VideoProcessor"):
+        raise fields.refused("video_processor_type", f"known is {family}VideoProcessor")
+    return fields.over(DEFAULTS[f"{family}VideoProcessor"])
+
+
+def _check_normalization(fields: _ProcessorFields, vision: VisionConfig) -> None:
+    """Raise UserError where frames are not normalised as the tower's images are."""
+    if not (fields.flag("do_normalize") and fields.flag("do_rescale")):
+        raise fields.refused("do_normalize", "frames must be rescaled and normalised as images are")
+    scale = 255 * fields.number("rescale_factor")
+    for name, numbers in (("image_mean", vision.mean), ("image_std", vision.std)):
+        if not np.allclose(np.array(fields.channels(name)) / scale, numbers, rtol=1e-6):
+            raise fields.refused(name, f"the tower's images have {list(numbers)}; make them the same")
+
+
 def read_audio_processing(folder: Path) -> WhisperMel:
     """Read how a checkpoint's clips are prepared. Raises UserError, naming file and field, for what is unknown."""
     _, fields, _ = _fields(folder, "feature_extractor", "audio_processor")
@@ -127,6 +245,8 @@ def _fixed_size(fields: _ProcessorFields, pads: bool) -> FixedSize:
         raise fields.refused("do_pad", "only LlavaImageProcessor pads; set it to false")
     if fields.flag("use_square_size"):
         raise fields.refused("use_square_size", "give height and width in size instead")
+    if fields.flag("do_pan_and_scan"):
+        raise fields.refused("do_pan_and_scan", "crops beside the whole image are not supported; set it to false")
     return FixedSize(
         square=_background(fields) if fields.flag("do_pad") else (),
         resize=fields.extent("size") if fields.flag("do_resize") else (),
@@ -138,6 +258,18 @@ def _fixed_size(fields: _ProcessorFields, pads: bool) -> FixedSize:
 def _smart_resize(fields: _ProcessorFields) -> SmartResize:
     if not fields.flag("do_resize"):
         raise fields.refused("do_resize", "images that are not whole merge windows cannot be patched; set it to true")
+    min_pixels, max_pixels = _pixel_bounds(fields)
+    return SmartResize(
+        patch=fields.count("patch_size"),
+        merge=fields.count("merge_size"),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        filter=_filter(fields),
+    )
+
+
+def _pixel_bounds(fields: _ProcessorFields) -> tuple[int, int]:
+    """Read the least and the most pixels of what Qwen-VL's resizing makes."""
     size = fields.value("size")
     if not isinstance(size, dict):
         raise fields.refused("size", "give shortest_edge and longest_edge, in pixels of the image")
@@ -148,13 +280,7 @@ def _smart_resize(fields: _ProcessorFields) -> SmartResize:
         if not candidates or not _is_count(candidates[0]):
             raise fields.refused("size", f"give {edge}, in pixels of the image")
         bounds.append(candidates[0])
-    return SmartResize(
-        patch=fields.count("patch_size"),
-        merge=fields.count("merge_size"),
-        min_pixels=bounds[0],
-        max_pixels=bounds[1],
-        filter=_filter(fields),
-    )
+    return bounds[0], bounds[1]
 
 
 def _tiles(fields: _ProcessorFields, tiled: bool) -> DynamicTiles | FixedSize:

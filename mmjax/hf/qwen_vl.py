@@ -7,12 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, RotaryGrid, StretchedGrid, VisionConfig
+from mmjax.config import (
+    ConnectorConfig,
+    DecoderConfig,
+    ModelConfig,
+    Qwen2Video,
+    RotaryGrid,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, TensorNames, convolution, linear, norm, qkv_slice, table
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
+from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_video_processing
 from mmjax.hf.vision import with_images
 
 NAME = "vision"  # of the encoder
@@ -33,6 +41,7 @@ class Family:
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
     std: tuple[float, ...]
+    videos: str  # what transformers calls its video processor
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -66,7 +75,11 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         biases=(*QKV, "output", "up", "down"),
         connector=connector,
     )
-    return ModelConfig(llm, {NAME: with_images(folder, family.tower(vision, tower))})
+    prepared = with_images(folder, family.tower(vision, tower))
+    videos = read_video_processing(folder.path, family.videos, prepared)
+    if isinstance(videos, Qwen2Video):
+        videos = replace(videos, tokens_per_second=vision.get("tokens_per_second", float))
+    return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
 
 
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
@@ -172,6 +185,7 @@ FAMILIES = {
             "patch_size": 14,
             "spatial_merge_size": 2,
             "temporal_patch_size": 2,
+            "tokens_per_second": 4.0,
             "window_size": 112,
             "out_hidden_size": 3584,
             "fullatt_block_indexes": [7, 15, 23, 31],
@@ -179,6 +193,7 @@ FAMILIES = {
         tower=_qwen2_5,
         mean=CLIP_MEAN,
         std=CLIP_STD,
+        videos="Qwen2VL",
     ),
     "qwen3_vl": Family(
         decoder="qwen3",
@@ -212,6 +227,7 @@ FAMILIES = {
         tower=_qwen3,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
+        videos="Qwen3VL",
     ),
 }
 _QWEN3_VISION = dict(FAMILIES["qwen3_vl"].vision)
@@ -236,7 +252,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
     if first is None:
         raise UserError(f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight")
-    parts = {"llm": decoder_parts(model.llm, inner, output)}
+    parts = {"llm": decoder_parts(model.llm, folder)}
     prefixes = {"llm": (inner, output)}
     unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
     mergers = f"{first}merger.", f"{first}deepstack_merger_list."
@@ -266,8 +282,8 @@ def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
         "layers.*.attention.output": linear(f"{layer}.attn.proj"),
         "layers.*.mlp_norm": norm(f"{layer}.norm2"),
     }
-    for which, name in enumerate(QKV):
-        parts[f"layers.*.attention.{name}"] = qkv_slice(third_of, which, config.width)
+    for name, third in fused_parts(third_of, **dict.fromkeys(QKV, config.width)).items():
+        parts[f"layers.*.attention.{name}"] = third
     for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
         parts[f"layers.*.mlp.{ours}"] = linear(f"{layer}.mlp.{theirs}")
     return TensorNames(parts)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from mmjax.data.sample import (
     split_markers,
 )
 from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
+from mmjax.data.storage.files import FileRef, InlineBytes
 from mmjax.data.toy.dataset import END, decode_characters
 from mmjax.errors import BadMedia, UserError
 
@@ -47,12 +48,12 @@ class UserPrompt:
 
 
 def make_prompt(question: str, files: Mapping[Medium, Sequence[bytes]], system: str = "") -> UserPrompt:
-    """Build a prompt of one question, with media at its `<image>` and `<audio>`; kinds without such come before it.
+    """Build a prompt of one question, with media at its `<image>`, `<audio>` and `<video>`, or before it.
 
     Raises UserError for an empty question, or where its places and the files differ in number.
     """
     marked = MARKER.findall(question)
-    for kind in ("image", "audio"):
+    for kind in get_args(Medium):
         places = marked.count(kind)
         count = len(files.get(kind, ()))
         if places not in (0, count):
@@ -77,7 +78,12 @@ class PromptFormat(Protocol):
     def ends(self) -> tuple[int, ...]:
         """Return the tokens that end an answer."""
 
-    def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample: ...
+    def prompt(
+        self,
+        conversation: Conversation,
+        encoders: Sequence[Sequence[str]] = (),
+        texts: Sequence[Sequence[str]] = (),
+    ) -> Sample: ...
 
     def decode_answer(self, tokens: Sequence[int]) -> str:
         """Decode generated tokens up to the end of the answer."""
@@ -98,7 +104,7 @@ class UserPromptSource:
         self._prompts = list(prompts)
         self._chat = chat
         self._limits = limits
-        self._media = SampleMedia(MediaProcessors(encoders, functions, limits), self._sizes, self._read)
+        self._media = SampleMedia(MediaProcessors(encoders, functions, limits), self._sizes, self._file)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -128,8 +134,8 @@ class UserPromptSource:
             sizes.append((place.kind, (first, second)))
         return sizes
 
-    def _read(self, index: int, medium: int) -> bytes:
-        return self._prompts[index].media[medium]
+    def _file(self, index: int, medium: int) -> FileRef:
+        return InlineBytes(self._prompts[index].media[medium])
 
 
 class QuestionSource(Source, Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import TextBatch
-from mmjax.config import DecoderConfig
+from mmjax.config import DecoderConfig, PlainRope
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
@@ -140,10 +141,14 @@ class Decoder(nnx.Module):
         if not c.windowed:
             # Without windows there is no `reach`, and the program has no comparison for it.
             return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads))
+        near = None
+        if c.window_rope_theta:
+            unscaled = replace(c, rope_theta=c.window_rope_theta, rope_scaling=PlainRope())
+            near = text_rotation(unscaled, position, mask.sample)
         # Both masks need a window, so that a scan over layers of both kinds can select one of two equal pytrees.
         window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
-        return Context(full_mask, rotation, window_mask=window_mask).planned(
+        return Context(full_mask, rotation, window_mask=window_mask, window_rotation=near).planned(
             c.attention, c.head_width, (c.heads, c.kv_heads)
         )
 

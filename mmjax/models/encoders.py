@@ -45,7 +45,7 @@ class PatchEmbedding(nnx.Module):
     def __call__(self, items: ItemBatch, dtype: jnp.dtype) -> Float[Array, "r l d"]:
         c = self.config
         _, row, column = jnp.moveaxis(items.coordinates, -1, 0)
-        pixels = items.values.reshape(*items.values.shape[:2], c.patch**2, c.channels)
+        pixels = items.values.reshape(*items.values.shape[:2], -1, c.channels)
         # (pixel / 255 - mean) / std, in float32 whatever the precision: bfloat16 cannot tell 256 levels apart.
         # values * scale - shift, one multiply-add per pixel.
         scale = 1 / (255 * np.array(c.std))
@@ -53,8 +53,8 @@ class PatchEmbedding(nnx.Module):
         pixels = pixels.astype(jnp.float32) * scale.astype(np.float32) - shift.astype(np.float32)
         # Padding is zero after normalisation, not before: a black pixel is not zero then.
         pixels = jnp.where((items.item >= 0)[..., None], pixels.reshape(items.values.shape), 0).astype(dtype)
-        # A still image is repeated over the frames of a temporal patch (Qwen2-VL).
-        x = self.patches(jnp.tile(pixels, c.frames))
+        # Where no videos are taken, a batch has one frame of a temporal patch: still images are repeated (Qwen2-VL).
+        x = self.patches(jnp.tile(pixels, c.frames * c.patch**2 * c.channels // pixels.shape[-1]))
         if self.class_token is not None:
             x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)
         if isinstance(c.positions, StretchedGrid):

@@ -169,6 +169,7 @@ class Context(NamedTuple):
     rotation: Rotation | None = None
     dropout: Dropout | None = None  # None: nothing is dropped
     window_mask: MaskSpec | None = None  # of the layers with sliding-window or window attention
+    window_rotation: Rotation | None = None  # of those layers; None: as of the others
     plan: Plan | None = None  # of attention under `mask`
     window_plan: Plan | None = None
 
@@ -179,24 +180,38 @@ class Context(NamedTuple):
 
     def of_layers(self, windowed: bool) -> Context:
         """Return what layers with or without a window see."""
-        mask = self.window_mask if windowed else self.mask
-        return self._replace(
-            mask=mask, plan=self.window_plan if windowed else self.plan, window_mask=None, window_plan=None
+        near = self._replace(
+            mask=self.window_mask, plan=self.window_plan, rotation=self.window_rotation or self.rotation
         )
+        return (near if windowed else self)._replace(window_mask=None, window_plan=None, window_rotation=None)
 
     def stacked(self) -> Context:
-        """Stack what layers without and with a window see, [B, 2, ...]; `of_layer` takes one of both in a scan."""
-        mask, plan = jax.tree.map(
-            lambda full, near: jnp.stack([full, near], axis=1),
-            (self.mask, self.plan),
-            (self.window_mask, self.window_plan),
-        )
-        return self._replace(mask=mask, plan=plan, window_mask=None, window_plan=None)
+        """Stack what layers without and with a window see, [B, 2, ...]; `of_layer` takes one of both in a scan.
+
+        Only what differs between them: one rotation of both kinds stays as it is.
+        """
+        full, near = self.of_layers(False), self.of_layers(True)
+
+        def stack(*fields: str) -> dict[str, Any]:
+            pairs = ([getattr(context, field) for field in fields] for context in (full, near))
+            stacks = jax.tree.map(lambda *pair: jnp.stack(pair, axis=1), *pairs)
+            return dict(zip(fields, stacks, strict=True))
+
+        differing = ("mask", "plan") if self.window_rotation is None else ("mask", "plan", "rotation")
+        return full._replace(**stack(*differing))
 
     def of_layer(self, index: Int[Array, ""]) -> Context:
         """Return what one layer sees, of what is `stacked`. The kernel's wrapper takes its plan itself."""
         take = partial(jax.lax.dynamic_index_in_dim, index=index, axis=1, keepdims=False)
-        return self._replace(mask=jax.tree.map(take, self.mask), plan=self.plan and self.plan._replace(index=index))
+        rotation = self.rotation
+        # Of both kinds it is [B, 2, T, H/2] beside masks [B, 2, T]; one for both is [B, T, H/2].
+        if rotation is not None and rotation.cos.ndim > self.mask.sample.ndim:
+            rotation = jax.tree.map(take, rotation)
+        return self._replace(
+            mask=jax.tree.map(take, self.mask),
+            rotation=rotation,
+            plan=self.plan and self.plan._replace(index=index),
+        )
 
 
 @keep_inputs

@@ -29,6 +29,7 @@ from mmjax.config.model import (
     frozen_by_adapters,
     layer_count,
     linear_layers,
+    merged_width,
     module_of_layer,
 )
 from mmjax.kernels.tiles import padded_width
@@ -40,7 +41,6 @@ from mmjax.planning.work import (
     head_width,
     layer_positions,
     layer_sizes,
-    merged_positions,
     norm_parameters,
     row_work,
     useful_work,
@@ -82,15 +82,15 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         # A norm after the last layer: a scale, and a bias unless it is an RMSNorm; audio towers always have one.
         head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
         counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_sizes(encoder).parameters + head
-        merged = merged_positions(encoder) * width
+        merged = merged_width(encoder)
         # A norm has a scale, and with "layer" a bias too; each further MLP of a deepstack norms what it merges.
-        norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
+        norms = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged, "merged_rms": merged}
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
         mlp = connector_weights(encoder, llm.width) + biases
         # Each has a norm of the merged width, scale and bias, and an MLP like the connector's own.
         deeper = (connector_mlps(encoder) - 1) * (2 * merged + mlp)
         tables = (2 if vision else 1) * c.position_grid + c.newline
-        counts[f"{name}.connector"] = norm + mlp + deeper + tables * llm.width
+        counts[f"{name}.connector"] = norms[c.norm] + mlp + deeper + tables * llm.width
     return counts | adapter_parameters(model)
 
 

@@ -280,7 +280,7 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
         return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
     encoder = model.encoders[tower]
     # Pixels are bytes, log-mel bins float32.
-    values = encoder.patch**2 * encoder.channels if isinstance(encoder, VisionConfig) else 4 * encoder.mels
+    values = encoder.patch_values if isinstance(encoder, VisionConfig) else 4 * encoder.mels
     return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
 
 
@@ -293,9 +293,17 @@ def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: i
 
 
 def exchange_bytes(model: ModelConfig, batch: DeviceBatch, activation: int) -> float:
-    """Count the bytes of the tokens that a rank sends to its peers and receives from them, padding included."""
-    sent = sum(n * connector_mlps(model.encoders[name]) for name, n in batch.widths.items())
-    return 2 * batch.peers * sent * model.llm.width * activation
+    """Count the bytes of the tokens that a device sends and receives, to peers and on its rank, padding included."""
+    sent = sum(slots * connector_mlps(model.encoders[name]) for name, slots in sent_slots(model, batch).items())
+    return 2 * sent * model.llm.width * activation
+
+
+def sent_slots(model: ModelConfig, batch: DeviceBatch) -> dict[str, int]:
+    """Count the tokens for which a device's sends have room, by encoder: `send` and `spread` of a TextBatch."""
+    work = row_work(model, batch.shape) if batch.context > 1 else {}
+    slots = {name: batch.peers * width for name, width in batch.widths.items()}
+    # Each of the rank's devices may get all that came and that is here.
+    return {name: n + (batch.context * (n + work[name].tokens) if work else 0) for name, n in slots.items()}
 
 
 def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ROW, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.config.model import CONV_STRIDE, Encoder
+from mmjax.config.model import CONV_STRIDE, Encoder, merged_width
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
 
@@ -158,14 +158,20 @@ def connector_mlps(encoder: Encoder) -> int:
     return 1 + (len(encoder.deepstack) if isinstance(encoder, VisionConfig) else 0)
 
 
-def resolve_attention(model: ModelConfig, rates: Rates) -> ModelConfig:
-    """Return the model with what `attention=auto` is on a device: the kernel where that has a rate, else blocks."""
+def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> ModelConfig:
+    """Return the model with what `attention=auto` is on a device: the kernel where that has a rate, else blocks.
+
+    context: devices that share a row of the LLM, on which `dense` is blocks as well.
+    """
     backend = "blockwise" if rates.attention is None else "flash"
 
     def resolved(tower: Any) -> Any:
         return replace(tower, attention=backend) if tower.attention == "auto" else tower
 
-    return replace(model, llm=resolved(model.llm), encoders={name: resolved(e) for name, e in model.encoders.items()})
+    llm = resolved(model.llm)
+    if context > 1 and llm.attention == "dense":
+        llm = replace(llm, attention="blockwise")
+    return replace(model, llm=llm, encoders={name: resolved(e) for name, e in model.encoders.items()})
 
 
 def _mean_pairs(config: DecoderConfig | Encoder, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
@@ -187,7 +193,7 @@ def layer_positions(encoder: Encoder) -> int:
 
 def connector_weights(encoder: Encoder, outputs: int) -> int:
     """Count the elements of a connector's matrices, which is also the multiply-adds per token."""
-    inputs = merged_positions(encoder) * encoder.width
+    inputs = merged_width(encoder)
     hidden = encoder.connector.mlp_width
     return hidden * (inputs + outputs) if hidden else inputs * outputs
 

@@ -98,9 +98,11 @@ def logits_there(model: torch.nn.Module, tokens: np.ndarray, **inputs: Any) -> t
 def forget_longer_texts(model: torch.nn.Module) -> None:
     """Reset what dynamic RoPE there keeps of the longest text so far, which turns all shorter ones after it."""
     for module in model.modules():
-        if hasattr(module, "max_seq_len_cached"):
-            module.max_seq_len_cached = module.original_max_seq_len
-            module.register_buffer("inv_freq", module.original_inv_freq.clone(), persistent=False)
+        for name, original in dict(module.named_buffers(recurse=False)).items():
+            if name.endswith("original_inv_freq"):  # with the layer's type before it where types differ
+                kind = name.removesuffix("original_inv_freq")
+                setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
+                module.register_buffer(f"{kind}inv_freq", original.clone(), persistent=False)
 
 
 def same_logits(ours: np.ndarray, theirs: torch.Tensor, number: int) -> None:

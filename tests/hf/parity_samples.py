@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from parity import check_gradients, forget_longer_texts, loaded, same_logits
+from parity import Params, check_gradients, forget_longer_texts, loaded, same_logits
 
 from mmjax.batch import Microbatch
 from mmjax.config import (
@@ -29,8 +30,9 @@ from mmjax.data.loading.step_loader import reader_of
 from mmjax.data.media.image_transforms import prepare_image
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
-from mmjax.data.sample import Item, Sample, SampleLengths, Text
+from mmjax.data.sample import Item, Sample, SampleLengths, Source, Text
 from mmjax.data.sources.processors import ImageProcessor, merge_arranged_items
+from mmjax.models.model import Model
 
 Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
 
@@ -121,7 +123,12 @@ def given(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Given:
 
 def packed(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Microbatch:
     """All samples in one row of each module, by the real index, planner and packer."""
-    source, modules = given(model, samples), ("llm", *model.encoders)
+    return packed_source(model, given(model, samples))
+
+
+def packed_source(model: ModelConfig, source: Source) -> Microbatch:
+    """All samples of a source in one row of each module."""
+    samples, modules = range(len(source)), ("llm", *model.encoders)
     batch = BatchConfig(Samples(len(samples)), dict.fromkeys(modules, 1), grouping=NoGrouping())
     config = Config("given", DataConfig(), batch, model, TrainingConfig(1))
     index = build_index({"given": source}, model.encoders)
@@ -139,7 +146,14 @@ def check_samples(
 ) -> Microbatch:
     """Logits of packed samples to 1e-4, and every gradient of the mean loss over all of them. Gives what was packed."""
     ours, params, config = loaded(folder)
-    batch = jax.tree.map(jnp.asarray, packed(config, samples))
+    return check_packed(model, ours, params, packed(config, samples), samples, theirs)
+
+
+def check_packed(
+    model: torch.nn.Module, ours: Model, params: Params, made: Microbatch, samples: Sequence[Any], theirs: Theirs
+) -> Microbatch:
+    """The same of samples that are packed already, one of which `theirs` computes there."""
+    batch = jax.tree.map(jnp.asarray, made)
     text = jax.device_get(batch.text)
     logits = np.asarray(jax.jit(ours.logits)(params, batch))
     count = float(text.weight.sum())

@@ -49,7 +49,18 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
 
 
 @pytest.mark.default_cases(
-    "llama-0", "llama-1", "qwen2-0", "qwen2-1", "qwen3-0", "mistral-0", "gemma2-0", "gemma2-1", "qwen3_5_text-0"
+    "llama-0",
+    "llama-1",
+    "qwen2-0",
+    "qwen2-1",
+    "qwen3-0",
+    "mistral-0",
+    "phi3-0",
+    "gemma-0",
+    "gemma2-0",
+    "gemma2-1",
+    "gemma3-0",
+    "qwen3_5_text-0",
 )
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", drawn.DECODERS)

@@ -69,6 +69,7 @@ def texts(vocab: int) -> list[list[Part]]:
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
@@ -80,8 +81,9 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         (transformers.LlamaConfig, {"rope_parameters": LONG}),
         (transformers.LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
         (transformers.Qwen3Config, {"head_dim": 24}),
+        (transformers.Gemma3TextConfig, {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL}),
     ],
-    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3"],
+    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3", "gemma3"],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):
     model = random_model(kind(**COMMON | own))

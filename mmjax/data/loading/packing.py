@@ -13,7 +13,7 @@ import numpy as np
 
 from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
-from mmjax.batch import PADDING, TEXT_KIND, TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch, WeightedSlots
+from mmjax.batch import PADDING, TEXT_KIND, TIME, TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import AudioConfig, ModelConfig, VisionConfig
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.media.patches import encoder_input, hidden_tokens, positions_per_token, token_grid
@@ -53,7 +53,7 @@ class Arrays:
     def features(self, encoder: str) -> int:
         """Return the width of one patch or frame."""
         config = self.encoders[encoder]
-        return config.patch**2 * config.channels if isinstance(config, VisionConfig) else config.mels
+        return config.patch_values if isinstance(config, VisionConfig) else config.mels
 
     def dtype(self, encoder: str) -> type:
         """Return the dtype of the patches or frames."""
@@ -124,27 +124,33 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
     """Write one sample into its stretch of a row (views `[n]`). ValueError where it isn't what was promised.
 
     A position goes on from where its branch is; a new branch begins where branch 0 is. Where positions have axes, an
-    image's are its rows and columns, and what follows goes on behind the longer of both (Qwen2-VL). A token is the
-    target of the one before it in its own branch; items stand in branch 0, so an item's last token predicts the text
+    image's are its rows and columns, and what follows goes on behind the longer of both (Qwen2-VL). A video's temporal
+    patches have the same rows and columns, and times of their own, behind which nothing goes on. A token is the target
+    of the one before it in its own branch; items stand in branch 0, so an item's last token predicts the text
     after it there.
     """
     lengths = _checked_lengths(sample, arrays, places, len(row.token))
     position: dict[int, int] = {0: 0}  # of the next token in each branch
     last: dict[int, int] = {}  # index of the last token of each branch
     offset = 0
+    begin = 0
     for segment, n in zip(sample.segments, lengths, strict=True):
         branch = segment.branch if isinstance(segment, Text) else 0
-        begin = position.get(branch, position[0]) if segment.start is None else segment.start
+        grid = places[segment.number].grid if isinstance(segment, Item) else None
+        if grid is None or not segment.patch:  # else it begins where the temporal patch before it did
+            begin = position.get(branch, position[0]) if segment.start is None else segment.start
         span = slice(offset, offset + n)
         along = np.arange(n)  # positions within the segment; `[n, 3]` for an image's grid where positions have axes
         if isinstance(segment, Text):
             _write_text(row, span, segment, arrays, last.get(branch))
         else:
             _write_tokens(row, span, segment, places, arrays, first_span + segment.number + 1)
-            if isinstance(segment, Item) and (grid := places[segment.number].grid) is not None:
+            if grid is not None:
                 along = np.stack(np.unravel_index(along, grid), axis=-1)
-        row.position[span] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
         position[branch] = begin + along.max(initial=-1) + 1
+        if grid is not None:
+            along[:, TIME] += segment.time
+        row.position[span] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
         offset += n
         if n:
             last[branch] = offset - 1
@@ -233,7 +239,8 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
                 numbers.append(number)
             lengths.append(_tokens_of(segment, places, arrays))
             continue
-        tokens, weights = segment.tokens, segment.weights
+        tokens = segment.tokens
+        weights = segment.weights
         lengths.append(len(tokens))
         if not 0 <= segment.branch <= MAX_BRANCHES:
             raise ValueError(f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}")

@@ -1,4 +1,4 @@
-"""Decode image and audio files to pixels and samples, and read their sizes from headers alone.
+"""Decode image and audio files to pixels and samples, and read their sizes from headers alone (videos: `video.py`).
 
 Images: JPEG, PNG, WebP, GIF, BMP and TIFF; the first frame or page. EXIF orientation is applied, then Pillow's
 `convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped, and 16-bit grey above 255 saturates.)
@@ -19,6 +19,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from PIL import Image, ImageOps
 from mmjax.config import MediaLimits
 from mmjax.errors import BadMedia
 
-Probe = Callable[[BinaryIO], tuple[int, int]]  # reads the size of an image or clip from its header
+Probe = Callable[[BinaryIO], tuple[int, int]]  # reads the size of an image or clip, or a video's packed header
 
 # `check_size` applies our own limits to the header; Pillow's would warn below and refuse above a bound of its own.
 Image.MAX_IMAGE_PIXELS = None
@@ -68,15 +69,47 @@ MAX_OGG_PAGE = 65_307  # bytes
 MIN_SECONDS = 0.001  # a shorter clip is a mistake
 
 
+class VideoHeader(NamedTuple):
+    """Frames, size and rate of a video, by its container."""
+
+    frames: int
+    height: int  # of a frame, upright
+    width: int
+    rate: Fraction  # frames per second, in the mean; 0 where it is not known: a list of images
+
+    def packed(self) -> tuple[int, int]:
+        """Pack into two int64, as other media have two sizes: frames, height and width; and the rate."""
+        sides = self.height << 16 | self.width
+        return self.frames << 32 | sides, self.rate.numerator << 32 | self.rate.denominator
+
+    @classmethod
+    def unpacked(cls, size: tuple[int, int]) -> VideoHeader:
+        """Undo `packed`."""
+        return cls(
+            frames=size[0] >> 32,
+            height=size[0] >> 16 & 0xFFFF,
+            width=size[0] & 0xFFFF,
+            rate=Fraction(size[1] >> 32, size[1] & 0xFFFF_FFFF),
+        )
+
+
 # ----------------------------------------------------------------------------------------------------------- limits
 
 
 def limit_violations(kind: str, sizes: np.ndarray, limits: MediaLimits) -> dict[str, np.ndarray]:
-    """Test (height, width) of images, or (frames, rate) of clips, int64 `[..., 2]`, against every limit of the kind.
+    """Test (height, width) of images, (frames, rate) of clips, or packed headers of videos, int64 `[..., 2]`, against
+    every limit of the kind.
 
     Returns bool `[...]`, whether the limit is violated, by the words that say so.
     """
-    sizes = np.asarray(sizes, float)  # the product of a hostile file's sides overflows int64
+    sizes = np.asarray(sizes)
+    if kind == "video":
+        first, second = np.moveaxis(sizes.astype(np.int64), -1, 0)
+        # Seconds are frames over a rate of (second >> 32) / (second & mask); lists of images have none.
+        seconds = (first >> 32) * (second & 0xFFFF_FFFF) / np.maximum(second >> 32, 1)
+        long = {f" is longer than {limits.seconds:g} s": (second >> 32 > 0) & (seconds > limits.seconds)}
+        return long | limit_violations("image", np.stack([first >> 16 & 0xFFFF, first & 0xFFFF], axis=-1), limits)
+    sizes = sizes.astype(float)  # the product of a hostile file's sides overflows int64
     first = sizes[..., 0]
     second = sizes[..., 1]
     if kind == "audio":
@@ -92,11 +125,18 @@ def limit_violations(kind: str, sizes: np.ndarray, limits: MediaLimits) -> dict[
 
 
 def check_media_size(kind: str, size: tuple[int, int], limits: MediaLimits) -> None:
-    """Raise BadMedia if an image of (height, width), or a clip of (frames, rate), is beyond the limits."""
+    """Raise BadMedia if an image of (height, width), a clip of (frames, rate), or a video is beyond the limits."""
     for reason, violated in limit_violations(kind, size, limits).items():
         if violated:
-            image = f"an image of {size[0]} x {size[1]} pixels"
-            raise BadMedia((image if kind == "image" else f"a clip of {size[0] / size[1]:.1f} s") + reason)
+            raise BadMedia(_described(kind, size) + reason)
+
+
+def _described(kind: str, size: tuple[int, int]) -> str:
+    if kind == "video":
+        header = VideoHeader.unpacked(size)
+        seconds = f" of {float(header.frames / header.rate):.1f} s" if header.rate else ""
+        return f"a video{seconds} of {header.height} x {header.width} pixels"
+    return f"an image of {size[0]} x {size[1]} pixels" if kind == "image" else f"a clip of {size[0] / size[1]:.1f} s"
 
 
 # ----------------------------------------------------------------------------------------------------------- images

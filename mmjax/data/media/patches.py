@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import COLUMN, ROW, TIME
-from mmjax.config import AudioConfig, LearnedGrid, LogMel, VisionConfig
+from mmjax.config import AudioConfig, LearnedGrid, LogMel, NoVideo, VisionConfig
 from mmjax.config.model import CONV_STRIDE, Encoder
 from mmjax.data.media.audio_features import clip_size, log_mel_frames
 from mmjax.errors import BadMedia
@@ -52,7 +52,9 @@ def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
 
 
 def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> ItemSize:
-    """Compute the lengths of an item of `size` ((height, width) in pixels, (samples,) of a clip).
+    """Compute the lengths of an item of `size`.
+
+    That is (height, width) in pixels, (frames, height, width) of a video's temporal patch, or (samples,) of a clip.
 
     Raises ValueError for an empty item, and BadMedia (a ValueError) beyond the learned positions and for a clip that is
     too short or too long.
@@ -61,6 +63,12 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
         raise ValueError(f"an item of size {size} is empty")
     merge = encoder.connector.merge
     if isinstance(encoder, VisionConfig):
+        if len(size) == 3 and (isinstance(encoder.videos, NoVideo) or size[0] != encoder.frames):
+            takes = (
+                "no videos" if isinstance(encoder.videos, NoVideo) else f"{encoder.frames} frame(s) of one at a time"
+            )
+            raise ValueError(f"an item of size {size} is of a video, and the encoder takes {takes}")
+        size = size[-2:]
         height, width = patch_grid(encoder, size)
         _check_grid(encoder, size, height, width)
         _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
@@ -77,8 +85,8 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
 
 
 def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return times, rows and columns of the LLM's tokens of an image of (height, width) in pixels."""
-    rows, columns = (-(-patches // encoder.connector.merge) for patches in patch_grid(encoder, size))
+    """Return times, rows and columns of the LLM's tokens of an image, or temporal patch, of (..., height, width)."""
+    rows, columns = (-(-patches // encoder.connector.merge) for patches in patch_grid(encoder, size[-2:]))
     return 1, rows, columns
 
 
@@ -114,17 +122,25 @@ def _check_positions(encoder: VisionConfig | AudioConfig, size: tuple[int, ...],
 
 
 def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> EncoderInput:
-    """Convert an image (uint8 `[H, W, C]`) to patches, or a clip (float `[n]`) to log-mel frames, as long as
-    `item_size` says.
+    """Convert an image or temporal patch of a video to patches, a clip to log-mel frames: as many as `item_size` says.
+
+    array: uint8 `[H, W, C]`, uint8 `[frames, H, W, C]`, or float `[n]`.
 
     Raises ValueError for an empty item, or a shape, type or number of channels that the encoder does not take.
     """
     if isinstance(encoder, VisionConfig):
-        if array.ndim != 3 or array.shape[2] != encoder.channels:
+        frames = array[None] if array.ndim == 3 else array
+        if frames.ndim != 4 or frames.shape[3] != encoder.channels:
             raise ValueError(f"an image of shape {array.shape} is not [height, width, {encoder.channels}]")
-        rows, columns = patch_grid(encoder, array.shape[:2])
-        array = array[: rows * encoder.patch, : columns * encoder.patch]
-        item = to_patches(array, encoder.patch, encoder.connector.merge)
+        rows, columns = patch_grid(encoder, frames.shape[1:3])
+        frames = frames[:, : rows * encoder.patch, : columns * encoder.patch]
+        # In a patch: frame, row, column, channel.
+        parts = [to_patches(frame, encoder.patch, encoder.connector.merge) for frame in frames]
+        # A still image is repeated where the batch has room for the frames of videos.
+        repeats = encoder.patch_values // (len(frames) * encoder.patch**2 * encoder.channels)
+        if repeats * len(frames) * encoder.patch**2 * encoder.channels != encoder.patch_values:
+            raise ValueError(f"it has {len(frames)} frames; the encoder takes {encoder.frames} of a video at a time")
+        item = parts[0]._replace(values=np.concatenate([part.values for part in parts] * repeats, axis=1))
         return _with_class_token(item, encoder.connector.merge) if encoder.class_token else item
     frames = log_mel_frames(encoder, array)
     positions = item_size(encoder, array.shape).positions

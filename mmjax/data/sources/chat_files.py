@@ -11,9 +11,13 @@ from typing import Any
 from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.storage.archives import MediaFolder, unbase64
-from mmjax.data.storage.files import AudioSegment, FileRef, InlineBytes, hash_strings
+from mmjax.data.storage.files import AudioSegment, FileRef, FrameFiles, InlineBytes, hash_strings
 
-KEYS: Mapping[Medium, tuple[str, ...]] = {"image": ("images", "image"), "audio": ("audios", "audio")}
+KEYS: Mapping[Medium, tuple[str, ...]] = {
+    "image": ("images", "image"),
+    "audio": ("audios", "audio"),
+    "video": ("videos", "video"),
+}
 # Roles as data sets name them: OpenAI's, ShareGPT's ("human", "gpt", "observation"), Gemma's ("model").
 ROLES = {
     "system": "system",
@@ -38,9 +42,13 @@ _PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {
     "audio": ("audio", ("audio", "path", "url", "bytes")),
     "audio_url": ("audio", ("audio_url",)),
     "input_audio": ("audio", ("input_audio",)),
+    "video": ("video", ("video", "path", "url", "bytes")),
+    "video_url": ("video", ("video_url",)),
 }
 
-Reference = Any  # a path, a URL, bytes, {"bytes", "path"}, ... as the record has it; for a manifest an Excerpt
+# A path, a URL, bytes, {"bytes", "path"}, ... as the record has it; for a manifest a ClipSpan; for a video also a list
+# of its frames' images.
+Reference = Any
 
 
 @dataclass(frozen=True)
@@ -63,18 +71,18 @@ class Record:
 def parse_chat(record: Mapping[str, Any], turns: str) -> Record:
     """Parse a record whose messages are under the key `turns`: {"from", "value"} or {"role", "content"} each.
 
-    Media are named inside the content, or beside the messages ("image", "images", "audio", "audios") and marked in the
-    text. Raises BadSample.
+    Media are named inside the content, or beside the messages ("image", "images", "audio", "audios", "video", "videos")
+    and marked in the text. In a record with videos and no images, `<image>` marks a video where nothing else does, as
+    in LLaVA-Video's. Raises BadSample.
     """
     turn_list = record.get(turns)
     if not isinstance(turn_list, Sequence) or isinstance(turn_list, str) or not turn_list:
         raise BadSample(f"has no {turns}")
-    if record.get("videos") or record.get("video"):
-        raise BadSample("has videos, which are not read")
     if record.get("tools"):
         raise BadSample("has tools, which are not read")
     # Files named beside the messages, which places marked in the text take in order.
     files = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
+    image_is_video = bool(files["video"]) and not files["image"] and not _marks_video(turn_list)
     messages = []
     references = []
     places = Counter[str]()  # marked in the text
@@ -88,6 +96,8 @@ def parse_chat(record: Mapping[str, Any], turns: str) -> Record:
                 parts.append(part)
                 continue
             medium, reference = part
+            if reference is None and medium == "image" and image_is_video:
+                medium = "video"
             if reference is None:  # a marker, which takes the next file beside the messages
                 listed = files[medium]
                 reference = listed[places[medium]] if places[medium] < len(listed) else None
@@ -103,6 +113,12 @@ def parse_chat(record: Mapping[str, Any], turns: str) -> Record:
             raise BadSample(f"has {places[medium]} places <{medium}> for {len(listed)} {medium} file(s)")
     _check_trainable(messages)
     return Record(Conversation(tuple(messages)), tuple(references))
+
+
+def _marks_video(turns: Sequence[Any]) -> bool:
+    """Tell whether any message has a place for a video."""
+    contents = [t.get("content") or t.get("value") for t in turns if isinstance(t, Mapping)]
+    return any("<video>" in c if isinstance(c, str) else "'video" in repr(c) for c in contents)
 
 
 def parse_question(question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]]) -> Record:
@@ -151,10 +167,15 @@ def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
-    """List the files that a record names beside its messages under one of these keys. Raises BadSample for several."""
+    """List the files that a record names beside its messages under one of these keys. Raises BadSample for several.
+
+    The frames of one video, under "video", are a list in themselves.
+    """
     value = _value_of_one(record, keys)
     if _is_empty(value):
         return []
+    if isinstance(value, list | tuple) and "video" in keys and value is record.get("video"):
+        return [list(value)]
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -285,7 +306,9 @@ class ChatFiles:
         return len(self._records)
 
     def fingerprint(self) -> str:
-        places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in self._folders.items()]
+        # Where `videos` is set `_reading` has it, so that other data sets are known by what they were before it was.
+        folders = {medium: folder for medium, folder in self._folders.items() if medium != "video"}
+        places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in folders.items()]
         return hash_strings(self._records.fingerprint(), self._reading, *places)
 
     def files(self) -> list[tuple[str, int]]:
@@ -301,7 +324,10 @@ class ChatFiles:
 
 
 def resolve_reference(reference: Reference, folder: MediaFolder) -> FileRef:
-    """Resolve a reference: a path, a URL, bytes, base64, or an object with one of them. Raises BadSample."""
+    """Resolve a reference: a path, a URL, bytes, base64, an object with one of them, or a list of a video's frames.
+
+    Raises BadSample.
+    """
     if isinstance(reference, str):
         return folder.find(reference)
     if isinstance(reference, bytes):
@@ -311,6 +337,8 @@ def resolve_reference(reference: Reference, folder: MediaFolder) -> FileRef:
         return (
             AudioSegment(clip, reference.offset, reference.duration) if reference.offset or reference.duration else clip
         )
+    if isinstance(reference, list | tuple) and reference and not any(isinstance(r, list | tuple) for r in reference):
+        return FrameFiles(tuple(resolve_reference(frame, folder) for frame in reference))
     if isinstance(reference, Mapping):
         # OpenAI's input_audio has base64 under "data"; Hugging Face datasets have "bytes" and "path".
         if isinstance(encoded := reference.get("data"), str):

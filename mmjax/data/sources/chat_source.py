@@ -22,11 +22,11 @@ from mmjax.data.sample import BadSample, Conversation, MediaPlace, Question, Sam
 from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
 from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
-from mmjax.data.storage.files import Conversations, hash_strings
+from mmjax.data.storage.files import Conversations, FileRef, hash_strings
 from mmjax.data.text.chat import Chat, load_chat
 from mmjax.data.text.chat_template import ASSISTANT
 from mmjax.disk import append_json_lines, read_json_lines, remove_path
-from mmjax.errors import UserError
+from mmjax.errors import BadMedia, UserError
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Quarantine:
 # Opens the conversations in another process, so it must pickle; open files and locks do not.
 Reopen = Callable[[], Conversations]
 
-_VERSION = "3"
+_VERSION = "4"
 _NAMES = ("tokens", "bad", "reason")
 _CHUNK = 8192  # records that a killed run counts again, for each core
 _ALONE = 3 * _CHUNK  # records below which starting worker processes takes longer than counting
@@ -194,7 +194,7 @@ class ChatSource:
         self._reopen = reopen
         self._limits = limits
         self._processors = MediaProcessors(encoders, functions, limits)
-        self._media = SampleMedia(self._processors, self._sizes, self._read)
+        self._media = SampleMedia(self._processors, self._sizes, self._file)
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -241,15 +241,30 @@ class ChatSource:
     def facts(self, index: int) -> SampleLengths:
         if (reason := self._bad.get(index)) is not None:
             raise BadSample(reason)
-        return self._media.facts(index, int(self._text.tokens[index]))
+        tokens = int(self._text.tokens[index])
+        if self._has_video[index] and self._writes_text(index):
+            tokens = text_tokens(self.sample(index))  # also what is written between the frames of its videos
+        return self._media.facts(index, tokens)
+
+    @cached_property
+    def _has_video(self) -> np.ndarray:
+        """Tell which samples have videos, bool `[n]`."""
+        videos = np.concatenate([[0], np.cumsum(self._facts.kind == KINDS.index("video"))])
+        return np.diff(videos[self._facts.start]) > 0
+
+    def _writes_text(self, index: int) -> bool:
+        try:
+            return self._media.writes_text(index)
+        except BadMedia as bad:
+            raise BadSample(str(bad)) from None
 
     def _sizes(self, index: int) -> MediaSizes:
         media = slice(*self._facts.start[index : index + 2])
         kinds = self._facts.kind[media].tolist()
         return [(KINDS[k], tuple(size)) for k, size in zip(kinds, self._facts.size[media].tolist(), strict=True)]
 
-    def _read(self, index: int, medium: int) -> bytes:
-        return self.conversations.media(index)[medium].read()
+    def _file(self, index: int, medium: int) -> FileRef:
+        return self.conversations.media(index)[medium]
 
     def sample(self, index: int) -> Sample:
         conversation = self.conversations.conversation(index)

@@ -33,15 +33,24 @@ from mmjax.data.storage.array_store import (
     print_recomputation,
     save_arrays,
 )
-from mmjax.data.storage.files import AudioSegment, Conversations, FileRef, Unreadable, hash_strings, is_url, local_copy
+from mmjax.data.storage.files import (
+    AudioSegment,
+    Conversations,
+    FileRef,
+    FrameFiles,
+    Unreadable,
+    hash_strings,
+    is_url,
+    local_copy,
+)
 from mmjax.disk import append_json_lines, atomic_write, read_json_lines, remove_path
 from mmjax.errors import BadMedia, UserError
 
-KINDS: tuple[Medium, ...] = ("image", "audio")
+KINDS: tuple[Medium, ...] = ("image", "audio", "video")
 # Read (height, width) of an image or (frames, rate) of a clip from its header. I/O errors propagate.
 Progress = Callable[[int], None]  # called with the number of records done
 
-_VERSION = "3"
+_VERSION = "4"
 _ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
 _THREADS = 96  # files requested at a time where storage is slow
 _SLOW = 0.003  # seconds; storage is slow once 4 records in a row take longer than this,
@@ -60,7 +69,7 @@ class MediaFacts:
 
     start: np.ndarray  # int64 [n + 1]: first medium of each record
     kind: np.ndarray  # uint8 [m]: number in KINDS
-    size: np.ndarray  # int64 [m, 2]: (height, width) of an image, (frames, rate) of a clip
+    size: np.ndarray  # int64 [m, 2]: (height, width) of an image, (frames, rate) of a clip, a packed `VideoHeader`
     characters: np.ndarray  # int32 [n]: of all text; 0 for a bad record
     bad: np.ndarray  # int64 [b]: records that cannot be used, in order
     reason: np.ndarray  # str [b]
@@ -236,6 +245,8 @@ def _read_record(
         sizes = []
         for medium, stored in zip(media, conversations.media(index) if media else (), strict=True):
             first, second = known.size(medium.kind, stored, probes[medium.kind])
+            if isinstance(stored, FrameFiles):
+                first = stored.counted(first)
             try:
                 check_media_size(medium.kind, (first, second), limits)
             except BadMedia as error:
@@ -387,7 +398,7 @@ def _read_header(stored: FileRef, kind: Medium, probe: Probe) -> tuple[int, int]
     with stored.open() as file:
         try:
             first, second = probe(file)
-        except Unreadable:
+        except (Unreadable, UserError):
             raise
         except Exception as error:  # decoders raise nearly anything on hostile bytes
             text = " ".join(str(error).split())[:200] or type(error).__name__

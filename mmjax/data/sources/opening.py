@@ -51,11 +51,12 @@ COLUMNS = {  # of Parquet, by what they hold
     "answer": ("answers", "answer", "label", "text"),
     "images": ("images", "image"),
     "audio": ("audio", "audios"),
+    "videos": ("videos", "video"),
 }
 
 
 def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource:
-    """Choose the source that a file's name or first record says. folders: `images` and `audio`, where they are given.
+    """Choose the source that a file's name or first record says. folders: `images`, `audio`, `videos`, where given.
 
     Raises UserError, naming `option`, where neither says what it is.
     """
@@ -93,7 +94,11 @@ def _first(known: Sequence[str], names: Sequence[str]) -> str:
 
 
 TURNS = {"llava": "conversations", "sharegpt": "conversations", "messages": "messages"}  # where a record has them
-FOLDERS: Mapping[Medium, str] = {"image": "images", "audio": "audio"}  # where a source says that media are
+FOLDERS: Mapping[Medium, str] = {
+    "image": "images",
+    "audio": "audio",
+    "video": "videos",
+}  # where a source says that media are
 
 
 def cache_folder(data: DataConfig) -> Path:
@@ -142,15 +147,16 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
         if root and not is_url(root) and not os.path.exists(root):
             raise UserError(f"{key}.{name}={root}: there is no such folder or archive")
         folders[medium] = MediaFolder(root or _parent(path), source.outside, cache)
+    videos = f" videos={source.videos}" if getattr(source, "videos", "") else ""
     if isinstance(source, ManifestSource):
         return ChatFiles(
             paths, cache, folders, partial(parse_manifest_line, prompt=source.prompt), f"clips {source.prompt}"
         )
     if isinstance(source, QuestionsSource):
         keys = {"question": source.question, "answer": source.answer}
-        return ChatFiles(paths, cache, folders, partial(parse_question_record, **keys), f"questions {keys}")
+        return ChatFiles(paths, cache, folders, partial(parse_question_record, **keys), f"questions {keys}{videos}")
     turns = TURNS[source.kind]
-    return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns)
+    return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns + videos)
 
 
 def _parent(path: str) -> str:

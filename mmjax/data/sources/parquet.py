@@ -39,7 +39,9 @@ class ParquetRecords:
         self._paths = paths
         cache = _GroupCache()
         self._files = [_File(path, cache) for path in paths]
-        columns = {name: getattr(source, name) for name in ("messages", "question", "answer", "images", "audio")}
+        columns = {
+            name: getattr(source, name) for name in ("messages", "question", "answer", "images", "audio", "videos")
+        }
         for file in self._files:
             for name, column in columns.items():
                 if column and column not in file.columns:
@@ -49,7 +51,7 @@ class ParquetRecords:
                         f"{key}.{name}={column}: a name with a point in it cannot be read; rename the column"
                     )
         self._texts = tuple(columns[name] for name in ("messages", "question", "answer") if columns[name])
-        media: dict[Medium, str] = {"image": source.images, "audio": source.audio}
+        media: dict[Medium, str] = {"image": source.images, "audio": source.audio, "video": source.videos}
         self._media = {medium: column for medium, column in media.items() if column}
         self._starts = np.cumsum([0, *(file.starts[-1] for file in self._files)])
 

@@ -1,20 +1,22 @@
-"""Convert a conversation's images and clips to encoder items, and place their tokens in the text."""
+"""Convert a conversation's images, clips and videos to encoder items, and place their tokens in the text."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, MediaLimits, VisionConfig
+from mmjax.config import AudioConfig, MediaLimits, NoVideo, VisionConfig
 from mmjax.data.media.anyres_layout import BeforeLlm, before_llm
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
     ClipHeader,
     Probe,
+    VideoHeader,
     decode_clip,
     decode_image,
     read_clip_header,
@@ -23,16 +25,20 @@ from mmjax.data.media.decode import (
 )
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import Encoders, item_size, token_grid
+from mmjax.data.media.video import decode_video, read_video_header, sample_video
 from mmjax.data.sample import ArrangedItems, BadSample, Item, Medium, Sample, SampleLengths, Text, TokenLayout
+from mmjax.data.storage.files import FileRef, FrameFiles
 from mmjax.errors import BadMedia, UserError
 
 CACHED_SIZES = 1 << 16  # media whose items' sizes are cached
 CACHED_MEDIA = 4  # decoded media that are cached, so that an image is decoded once for all its tiles
 
 Functions = Mapping[str, Callable[..., Any]]  # encoder callbacks by the names that the config gives them
-PROBES: dict[Medium, Probe] = {"image": read_image_size, "audio": read_clip_header}
+PROBES: dict[Medium, Probe] = {"image": read_image_size, "audio": read_clip_header, "video": read_video_header}
 
 
+# Takes the encoder of each item of each medium, and the text before each item.
+Tokenize = Callable[[Sequence[Sequence[str]], Sequence[Sequence[str]]], Sample]
 MediaSizes = Sequence[tuple[Medium, tuple[int, int]]]  # kind and header's size of each medium of a sample
 
 
@@ -42,6 +48,8 @@ class MediaItems(NamedTuple):
     encoder: str
     sizes: tuple[tuple[int, ...], ...]  # one per item
     tokens: TokenLayout | None = None  # of an image whose tokens are arranged; None: its items' tokens in order
+    times: tuple[int, ...] = ()  # rotary positions along t of a video's temporal patches; (): not by position
+    texts: tuple[str, ...] = ()  # that stands before each of a video's temporal patches; (): none
 
     def count(self, encoders: Encoders) -> int:
         """Count the LLM tokens."""
@@ -50,7 +58,7 @@ class MediaItems(NamedTuple):
 
 
 class MediaProcessors:
-    """Prepare images and clips for a model's encoders, and their tokens for its LLM."""
+    """Prepare images, clips and videos for a model's encoders, and their tokens for its LLM."""
 
     def __init__(
         self, encoders: Encoders, functions: Functions | None = None, limits: MediaLimits = MediaLimits()
@@ -65,10 +73,14 @@ class MediaProcessors:
 
     def encoder(self, kind: Medium) -> str:
         """Return the name of the encoder that takes media of a kind. Raises UserError where there is none."""
-        config_type = {"image": VisionConfig, "audio": AudioConfig}[kind]
-        name = next((name for name, encoder in self.encoders.items() if isinstance(encoder, config_type)), None)
+        config_type = AudioConfig if kind == "audio" else VisionConfig
+        fits = [name for name, encoder in self.encoders.items() if isinstance(encoder, config_type)]
+        if kind == "video":
+            fits = [name for name in fits if not isinstance(self.encoders[name].videos, NoVideo)]
+        name = next(iter(fits), None)
         if name is None:
-            raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; add one")
+            remedy = "set `videos` of one of them" if kind == "video" else "add one"
+            raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; {remedy}")
         return name
 
     def _items(self, kind: Medium, facts: tuple[int, int], images: int) -> MediaItems:
@@ -77,19 +89,28 @@ class MediaProcessors:
         if kind == "image":
             return self._eyes[name].items(facts, images, self.limits)
         encoder = self.encoders[name]
+        if kind == "video":
+            video = sample_video(encoder, VideoHeader.unpacked(facts))
+            sizes = ((encoder.frames, *video.size),) * (len(video.indices) // encoder.frames)
+            return MediaItems(name, sizes, times=video.times, texts=video.texts)
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
 
-    def decoded(self, kind: Medium, encoded: bytes, images: int) -> tuple[np.ndarray, ...]:
+    def decoded(self, kind: Medium, file: FileRef, images: int) -> tuple[np.ndarray, ...]:
         """Decode a medium's file to its items, of the sizes that `items` returns. Raises BadMedia."""
         name = self.encoder(kind)
+        encoder = self.encoders[name]
+        if kind == "video":
+            # Of a container only what is needed is read; it may be large.
+            with io.BytesIO(file.read()) if isinstance(file, FrameFiles) else file.open() as opened:
+                patches = decode_video(opened, encoder, self.limits)
+            return tuple(map(grey, patches)) if encoder.channels == 1 else patches
         if kind == "image":
             items = prepare_image(
-                self._eyes[name].before_encoder, decode_image(encoded, self.limits), images, self.limits
+                self._eyes[name].before_encoder, decode_image(file.read(), self.limits), images, self.limits
             )
-            return tuple(map(grey, items)) if self.encoders[name].channels == 1 else items
-        encoder = self.encoders[name]
-        wave = decode_clip(encoded, encoder.sample_rate, self.limits)
+            return tuple(map(grey, items)) if encoder.channels == 1 else items
+        wave = decode_clip(file.read(), encoder.sample_rate, self.limits)
         # Cut after resampling, as `_items` does from the header's length.
         return tuple(wave[start:stop] for start, stop in split_clip(encoder, len(wave)))
 
@@ -103,17 +124,17 @@ class MediaProcessors:
 
 
 class SampleMedia:
-    """The images and clips of numbered samples: their items by their headers, and decoded.
+    """The images, clips and videos of numbered samples: their items by their headers, and decoded.
 
-    sizes: returns the media of a sample. read: returns the encoded file of medium `number` of a sample.
+    sizes: returns the media of a sample. file: returns the encoded file of medium `number` of a sample.
     """
 
     def __init__(
-        self, processors: MediaProcessors, sizes: Callable[[int], MediaSizes], read: Callable[[int, int], bytes]
+        self, processors: MediaProcessors, sizes: Callable[[int], MediaSizes], file: Callable[[int, int], FileRef]
     ) -> None:
         self._processors = processors
         self._sizes = sizes
-        self._read = read
+        self._file = file
         self._decoded = lru_cache(maxsize=CACHED_MEDIA)(self._decode)
 
     def items(self, sample: int) -> list[MediaItems]:
@@ -129,14 +150,16 @@ class SampleMedia:
         except BadMedia as bad:
             raise BadSample(str(bad)) from None
 
-    def place(self, sample: int, tokenize: Callable[[Sequence[Sequence[str]]], Sample]) -> Sample:
-        """Tokenize a sample's text and place its items in it. tokenize: takes the encoder of each item of each medium.
-
-        Raises BadMedia.
-        """
+    def place(self, sample: int, tokenize: Tokenize) -> Sample:
+        """Tokenize a sample's text and place its items in it. Raises BadMedia."""
         media = self.items(sample)
         encoders = [[medium.encoder] * len(medium.sizes) for medium in media]
-        return merge_arranged_items(tokenize(encoders), media)
+        texts = [medium.texts for medium in media]
+        return merge_arranged_items(set_video_times(tokenize(encoders, texts), media), media)
+
+    def writes_text(self, sample: int) -> bool:
+        """Tell whether text is written between a sample's items, which is not counted without them. Raises BadMedia."""
+        return any(medium.texts for medium in self.items(sample))
 
     def item(self, sample: int, number: int) -> np.ndarray:
         """Decode one item. Raises IndexError where the sample has no such item, BadMedia where it cannot be decoded."""
@@ -150,7 +173,7 @@ class SampleMedia:
 
     def _decode(self, sample: int, medium: int) -> tuple[np.ndarray, ...]:
         kinds = [kind for kind, _ in self._sizes(sample)]
-        return self._processors.decoded(kinds[medium], self._read(sample, medium), kinds.count("image"))
+        return self._processors.decoded(kinds[medium], self._file(sample, medium), kinds.count("image"))
 
 
 @dataclass(frozen=True)
@@ -190,6 +213,22 @@ def grey(image: np.ndarray) -> np.ndarray:
 def text_tokens(sample: Sample) -> int:
     """Count the tokens of a sample's text."""
     return sum(len(segment.tokens) for segment in sample.segments if isinstance(segment, Text))
+
+
+def set_video_times(sample: Sample, media: Sequence[MediaItems]) -> Sample:
+    """Set the rotary time of every temporal patch of videos whose time is a position."""
+    numbered = [time for medium in media for time in enumerate(medium.times or (0,) * len(medium.sizes))]
+    timed = [bool(medium.times) for medium in media for _ in medium.sizes]
+    if not any(timed):
+        return sample
+    return Sample(
+        tuple(
+            replace(s, patch=numbered[s.number][0], time=numbered[s.number][1])
+            if isinstance(s, Item) and timed[s.number]
+            else s
+            for s in sample.segments
+        )
+    )
 
 
 def merge_arranged_items(sample: Sample, media: Sequence[MediaItems]) -> Sample:

@@ -8,6 +8,7 @@ import io
 import os
 import stat
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -421,3 +422,32 @@ class AudioSegment:
         # The original file is smaller and needs no decoding here.
         is_all = start == 0 and abs(total - count) <= _TOLERANCE * rate
         return total if is_all else max(1, min(count, total - start))
+
+
+@dataclass(frozen=True)
+class FrameFiles:
+    """A video as a list of image files in the order of time. Its header is that of its first image."""
+
+    files: tuple[FileRef, ...]
+
+    @property
+    def name(self) -> str:
+        return f"frames:{self.files[0].name}+{len(self.files) - 1}:{hash_strings(*(file.name for file in self.files))}"
+
+    def stamp(self) -> str:
+        return hash_strings(*(file.stamp() for file in self.files))
+
+    def open(self) -> BinaryIO:
+        return self.files[0].open()
+
+    def read(self) -> bytes:
+        """Return all images as one file: a ZIP that is not compressed."""
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
+            for number, file in enumerate(self.files):
+                archive.writestr(f"{number:06d}", file.read())
+        return content.getvalue()
+
+    def counted(self, packed: int) -> int:
+        """Put the number of frames into the packed header of one image."""
+        return packed + (len(self.files) - 1 << 32)

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from mmjax.config import ChatFormat, Placeholder
-from mmjax.data.sample import BadSample, Conversation, Item, Message, Sample, Text
+from mmjax.data.sample import BadSample, Conversation, Item, Medium, Message, Sample, Text
 from mmjax.data.text.chat_template import (
     ASSISTANT,
     BEGIN,
@@ -73,20 +73,31 @@ class Chat:
     notes: tuple[str, ...] = ()  # for the user
     _prompt_ends: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)  # text -> ids
 
-    def sample(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
+    def sample(
+        self,
+        conversation: Conversation,
+        encoders: Sequence[Sequence[str]] = (),
+        texts: Sequence[Sequence[str]] = (),
+    ) -> Sample:
         """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
 
-        `encoders` names, for each medium in order, the encoder of each of its items. Raises BadSample where the
+        `encoders` names, for each medium in order, the encoder of each of its items; `texts` has what is written before
+        each item, where its medium has such text (the times of a video's frames). Raises BadSample where the
         conversation can't be trained on.
         """
-        line = self._line(conversation)
+        line = self._line(conversation, texts)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         count = np.count_nonzero(tokens.weights)
         # With "sample" every sample counts alike, whatever its length; "square" lies between, as in InternVL.
         share = {"token": 1.0, "sample": 1 / count, "square": count**-0.5}[self.form.loss_reduction]
-        return _sample(tokens, tokens.weights * np.float32(share), _numbered(conversation, encoders))
+        return _sample(tokens, tokens.weights * np.float32(share), _numbered(conversation, encoders, texts))
 
-    def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
+    def prompt(
+        self,
+        conversation: Conversation,
+        encoders: Sequence[Sequence[str]] = (),
+        texts: Sequence[Sequence[str]] = (),
+    ) -> Sample:
         """Tokenize a conversation that ends with a question, up to where the answer begins. All weights are 0.
 
         Raises BadSample where it ends with an answer, or can't be used.
@@ -94,9 +105,9 @@ class Chat:
         if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
             raise BadSample("it does not end with a question, so there is nothing to answer")
         text, _ = self.template.render(self._messages(conversation), True)
-        line = self._with_media(RenderedChat(text, ()), conversation)
+        line = self._with_media(RenderedChat(text, ()), conversation, texts)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
-        return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders))
+        return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders, texts))
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -125,7 +136,7 @@ class Chat:
 
     # ----------------------------------------------------------------------------------------------------- text
 
-    def _line(self, conversation: Conversation) -> TokenizerInput:
+    def _line(self, conversation: Conversation, texts: Sequence[Sequence[str]] = ()) -> TokenizerInput:
         """Render the text to tokenize, with the characters of the answers that are trained on."""
         answer_weights = [message.weight for message in conversation.messages if message.role == ASSISTANT]
         if not answer_weights:
@@ -137,7 +148,7 @@ class Chat:
         rendered = self.template.rendered(self._messages(conversation), last_only, weights)
         if not rendered.answers:
             raise BadSample("the chat template writes nothing that the assistant says")
-        return self._with_media(rendered, conversation)
+        return self._with_media(rendered, conversation, texts)
 
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """Convert to the template's messages. Raises BadSample where their text would be taken for control tokens."""
@@ -161,11 +172,15 @@ class Chat:
                 )
         return self.template.messages(conversation, {kind: p.written for kind, p in self.placeholders.items()})
 
-    def _with_media(self, rendered: RenderedChat, conversation: Conversation) -> TokenizerInput:
+    def _with_media(
+        self, rendered: RenderedChat, conversation: Conversation, texts: Sequence[Sequence[str]]
+    ) -> TokenizerInput:
         # The template's placeholders become tokens, and must be as many as the conversation's media.
-        line = write_media(rendered, self.placeholders, self.written)
-        check_places(line.kinds, [medium.kind for medium in conversation.media()])
-        return line
+        kinds = [medium.kind for medium in conversation.media()]
+        kind_of = {p.written: kind for kind, p in self.placeholders.items()}
+        check_places([kind_of[match[0]] for match in self.written.finditer(rendered.text)], kinds)
+        by_kind = {kind: [t for k, t in zip(kinds, texts, strict=True) if k == kind] for kind in kinds if texts}
+        return write_media(rendered, self.placeholders, self.written, by_kind)
 
     # --------------------------------------------------------------------------------------------------- tokens
 
@@ -265,17 +280,23 @@ def _sample(tokens: Tokens, weights: np.ndarray, items: dict[str, Iterator[list[
     return Sample(tuple(segments))
 
 
-def _numbered(conversation: Conversation, encoders: Sequence[Sequence[str]]) -> dict[str, Iterator[list[Item]]]:
-    """Iterate by kind over the items of each medium, numbered in the conversation's order (a template's may differ)."""
+def _numbered(
+    conversation: Conversation, encoders: Sequence[Sequence[str]], texts: Sequence[Sequence[str]] = ()
+) -> dict[str, Iterator[list[Item]]]:
+    """Iterate by kind over the items of each medium, numbered in the conversation's order (a template's may differ).
+
+    A medium with texts before its items has a place for each of them.
+    """
     media = list(conversation.media())
     if len(media) != len(encoders):
         raise BadSample(f"it has {len(media)} places for media, and {len(encoders)} media")
     items: dict[str, list[list[Item]]] = {medium.kind: [] for medium in media}
     number = 0
-    for medium, names in zip(media, encoders, strict=True):
+    for medium, names, before in zip(media, encoders, texts or [()] * len(media), strict=True):
         if not names:
             raise BadSample(f"its medium {len(items[medium.kind])} of the kind {medium.kind} has no items")
-        items[medium.kind].append([Item(name, number + i) for i, name in enumerate(names)])
+        placed = [Item(name, number + i) for i, name in enumerate(names)]
+        items[medium.kind] += [[item] for item in placed] if before else [placed]
         number += len(names)
     return {kind: iter(items_of_kind) for kind, items_of_kind in items.items()}
 
@@ -300,11 +321,15 @@ def load_prompt_chat(form: ChatFormat) -> Chat:
     folder = form.folder if Path(form.folder).is_dir() else str(checkpoint_folder(form.folder))
     tokenizer = load_tokenizer(folder)
     template = load_template(replace(form, folder=folder), tokenizer)
-    folder_defaults = folder_placeholders(folder, tokenizer.named)
+    folder_defaults = {
+        kind: p
+        for kind, p in folder_placeholders(folder, tokenizer.named).items()
+        if kind != "video" or tokenizer.id(p.token or p.written) is not None  # checkpoints that were made without
+    }
     placeholders = {**folder_defaults, **form.placeholders}
     for kind in placeholders:
-        if kind not in ("image", "audio"):
-            raise UserError(f"chat.placeholders.{kind}: a medium is image or audio")
+        if kind not in get_args(Medium):
+            raise UserError(f"chat.placeholders.{kind}: a medium is image, audio or video")
     if len({p.written for p in placeholders.values()}) < len(placeholders):
         raise UserError(
             "chat.placeholders: images and clips are written alike; write them so that they can be told apart"

@@ -46,18 +46,33 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
         match family:
             case "llava" | "llavanext" | "llavaonevision":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
-            case "qwen2vl" | "qwen25vl" | "qwen3vl":
-                return {"image": Placeholder(named.get("image_token", "<|image_pad|>"))}
+            case "qwen2vl" | "qwen25vl":
+                video = Placeholder(named.get("video_token", "<|video_pad|>"))
+                return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
+            case "qwen3vl":
+                # Every temporal patch has a vision span of its own, inside the video's, which the template writes.
+                video = Placeholder(
+                    named.get("video_token", "<|video_pad|>"),
+                    before=named.get("vision_start_token", "<|vision_start|>"),
+                    after=named.get("vision_end_token", "<|vision_end|>"),
+                )
+                return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
             case "qwen2audio":
                 return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
             case "internvl":
-                return {
-                    "image": Placeholder(
-                        named.get("context_image_token", "<IMG_CONTEXT>"),
-                        before=named.get("start_image_token", "<img>"),
-                        after=named.get("end_image_token", "</img>"),
-                    )
-                }
+                image = Placeholder(
+                    named.get("context_image_token", "<IMG_CONTEXT>"),
+                    before=named.get("start_image_token", "<img>"),
+                    after=named.get("end_image_token", "</img>"),
+                )
+                # Each frame is written as an image is.
+                video = replace(image, written=named.get("video_token", "<video>"), token=image.written)
+                return {"image": image, "video": video}
+            case "gemma3":
+                begin = named.get("boi_token", "<start_of_image>")
+                end = named.get("eoi_token", "<end_of_image>")
+                token = named.get("image_token", "<image_soft_token>")
+                return {"image": Placeholder(begin, token, before=f"\n\n{begin}", after=f"{end}\n\n")}
             case "internvlchat":
                 return {"image": Placeholder("<image>", "<IMG_CONTEXT>", "<img>", "</img>")}
     return {}
@@ -88,12 +103,21 @@ class TokenizerInput:
     kinds: tuple[str, ...]  # of these media
 
 
-def write_media(rendered: RenderedChat, places: Mapping[str, Placeholder], written: re.Pattern[str]) -> TokenizerInput:
-    """Replace what the template wrote for each medium, found by `written`, with its token and the text around it."""
+def write_media(
+    rendered: RenderedChat,
+    places: Mapping[str, Placeholder],
+    written: re.Pattern[str],
+    texts: Mapping[str, Sequence[Sequence[str]]] = {},
+) -> TokenizerInput:
+    """Replace what the template wrote for each medium, found by `written`, with its token and the text around it.
+
+    texts: by kind, what stands before each item of each medium of the kind; such a medium has a token for each item.
+    """
     kind_of = {p.written: kind for kind, p in places.items()}
     pieces = []
     media = []
     kinds = []
+    remaining = {kind: iter(of_kind) for kind, of_kind in texts.items()}
     length = last = 0  # of the new text, and in the rendered one
     # From position `starts[k]` of the rendered text on, positions move by `shifts[k]`: where "<image>" becomes "<img>"
     # in "a<image>b", b moves from 8 to 6, so the second entries are 8 and -2.
@@ -101,12 +125,14 @@ def write_media(rendered: RenderedChat, places: Mapping[str, Placeholder], writt
     shifts = [0]
     for match in written.finditer(rendered.text):
         kind = kind_of[match[0]]
-        expansion = places[kind].before + (places[kind].token or places[kind].written) + places[kind].after
-        pieces += rendered.text[last : match.start()], expansion
+        item = places[kind].before + (places[kind].token or places[kind].written) + places[kind].after
+        pieces.append(rendered.text[last : match.start()])
         length += match.start() - last
-        media.append((length, length + len(expansion)))
-        kinds.append(kind)
-        length += len(expansion)
+        for text in (next(remaining[kind]) if kind in remaining else ()) or ("",):
+            pieces.append(text + item)
+            media.append((length, length + len(text) + len(item)))
+            kinds.append(kind)
+            length += len(text) + len(item)
         last = match.end()
         starts.append(last)
         shifts.append(length - last)

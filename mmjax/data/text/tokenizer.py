@@ -35,7 +35,12 @@ class AlphabetFormat:
     def ends(self) -> tuple[int, ...]:
         return (END,)
 
-    def prompt(self, conversation: Conversation, encoders: Sequence[Sequence[str]] = ()) -> Sample:
+    def prompt(
+        self,
+        conversation: Conversation,
+        encoders: Sequence[Sequence[str]] = (),
+        texts: Sequence[Sequence[str]] = (),
+    ) -> Sample:
         """Encode one question up to where its answer begins. Raises BadSample for what the alphabet lacks."""
         if len(conversation.messages) != 1:
             raise BadSample("a run without a chat format knows no system messages; leave --system away")

@@ -160,7 +160,7 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
         (asked(" \n"), "message 1 (user) is empty"),
         (asked("What?", ""), "message 2 (assistant) is empty"),
         (asked("half \ud800"), "surrogate"),
-        (asked("What?", video="a.mp4"), "videos, which are not read"),
+        (asked("What?", video="a.mp4"), "has 0 places <video> for 1 video file(s)"),
         (asked("<image>", image="a.png", images=["b.png"]), "has both images and image; keep the one that is meant"),
         (asked("What?", tools=[{"name": "search"}]), "has tools, which are not read"),
         (asked("What?", system={"text": "Be kind."}), "has a system message that is a dict; write text"),
