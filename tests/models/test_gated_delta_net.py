@@ -114,7 +114,7 @@ def compare(config: DeltaNetConfig, seed: int) -> None:
 SMALL = DeltaNetConfig((0,), key_heads=2, value_heads=4, key_width=16, value_width=24)
 
 
-@pytest.mark.default_cases("0", "1")
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("seed", range(8))
 def test_a_packed_sample_gives_what_it_gives_alone_in_transformers(seed):
     wide = DeltaNetConfig((0,), key_heads=1, value_heads=3, key_width=64, value_width=32, taps=3)
@@ -275,6 +275,7 @@ def loss_and_gradient(config, cuts=None):
     return loss, unstack_layers(gradient)
 
 
+@pytest.mark.exhaustive
 def test_stacks_and_remat_change_nothing():
     wanted = loss_and_gradient(hybrid())
     remat = ("none", "full", "full", "full", "full", "products")
