@@ -149,13 +149,13 @@ class ConnectorConfig:
     """An MLP from an encoder's width to the LLM's, over `merge` neighbours (per axis for images)."""
 
     merge: int = 2  # neighbours that become one token, per axis for images
-    merging: Literal["concatenate", "mean"] = "concatenate"  # of the features of those neighbours
     mlp_width: int = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
     norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms"] = "layer"  # before they are merged, or after
     norm_eps: float = 0.0  # 0: the encoder's
     norm_offset: float = 0.0  # added to an RMSNorm's scales
     activation: Activation = "gelu_tanh"  # of the MLP
     biases: tuple[Biased, ...] = ("up", "down")  # the matrices that have one
+    merging: Literal["concatenate", "mean"] = "concatenate"  # of the features of merged neighbours
     position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0: none
     newline: bool = False  # a learned token behind every row of an image whose tokens the LLM sees by rows
     frozen: bool = False  # not trained

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense), whole: what their configs say, where their tensors lie."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense), whole: what their configs say, where their tensors lie."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     Raises UserError for a field that is missing or not supported.
     """
     family = FAMILIES[fields.get("model_type", str)]
-    vision = fields.inner("vision_config").over(family.vision)
+    vision = _renamed(fields.inner("vision_config").over(family.vision))
     llm = _llm(fields, family)
     if (outputs := vision.get("out_hidden_size", int)) != llm.width:
         raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
     merge = vision.get("spatial_merge_size", int)
     width = vision.get("hidden_size", int)
     # The MLP of the patch merger has the width of what is merged.
-    connector = ConnectorConfig(merge, merge**2 * width, norm_eps=EPS, activation="gelu")
+    connector = ConnectorConfig(merge=merge, mlp_width=merge**2 * width, norm_eps=EPS, activation="gelu")
     tower = VisionConfig(
         attention="auto",
         layers=vision.get("depth", int),
@@ -80,6 +80,19 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     if isinstance(videos, Qwen2Video):
         videos = replace(videos, tokens_per_second=vision.get("tokens_per_second", float))
     return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
+
+
+def _renamed(vision: Fields) -> Fields:
+    """Give the vision fields of Qwen2-VL, which calls the tower's width `embed_dim`, the names of its successors."""
+    if "embed_dim" not in vision.values:
+        return vision
+    width = vision.get("embed_dim", int)
+    names = {
+        "hidden_size": width,
+        "out_hidden_size": vision.get("hidden_size", int),
+        "intermediate_size": width * vision.get("mlp_ratio", int),
+    }
+    return Fields(vision.values | names, vision.where)
 
 
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
@@ -115,6 +128,10 @@ def _rope_theta(vision: Fields) -> float:
     rope = Fields(vision.get("rope_parameters", dict, {}), f"{vision.where}: rope_parameters")
     rope.refuse("rope_type", "axial", "default")
     return rope.get("rope_theta", float, 10_000.0)
+
+
+def _qwen2(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    return replace(plain, positions=RotaryGrid(_rope_theta(vision)), embed_bias=False)
 
 
 def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
@@ -230,6 +247,22 @@ FAMILIES = {
         videos="Qwen3VL",
     ),
 }
+FAMILIES["qwen2_vl"] = replace(
+    FAMILIES["qwen2_5_vl"],
+    vision={
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": 3584,
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 0.0,  # it counts temporal patches
+    },
+    tower=_qwen2,
+)
 _QWEN3_VISION = dict(FAMILIES["qwen3_vl"].vision)
 _QWEN3_VISION.pop("deepstack_visual_indexes")
 FAMILIES["qwen3_5"] = replace(
@@ -272,7 +305,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
     layer = f"{first}blocks.*"
     third_of = linear(f"{layer}.attn.qkv")
-    names = ("gate_proj", "up_proj", "down_proj") if config.gated else ("", "linear_fc1", "linear_fc2")
+    # Qwen2-VL's MLP is called `fc1` and `fc2`; what tells it from Qwen3-VL's are its positions.
+    plain = ("", "fc1", "fc2") if isinstance(config.positions, RotaryGrid) else ("", "linear_fc1", "linear_fc2")
+    names = ("gate_proj", "up_proj", "down_proj") if config.gated else plain
     parts = {
         # Stored [width, channel, frame, row, column].
         # Ours: frame, row, column, channel.
@@ -290,7 +325,7 @@ def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
 
 
 def _connector_parts(first: str, config: VisionConfig) -> TensorNames:
-    if config.connector.norm == "rms":
+    if isinstance(config.positions, RotaryGrid):  # Qwen2-VL and 2.5
         names = f"{first}merger.ln_q", f"{first}merger.mlp.0", f"{first}merger.mlp.2"
     else:
         names = f"{first}merger.norm", f"{first}merger.linear_fc1", f"{first}merger.linear_fc2"

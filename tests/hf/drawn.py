@@ -282,6 +282,19 @@ def qwen_tower(rng: np.random.Generator, outputs: int) -> Fields:
     }
 
 
+def qwen2_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen2-VL: a tower whose layers see the whole image, with names of its own."""
+    text = qwen_text(rng, interleaved=False)
+    vision = qwen_tower(rng, text["hidden_size"])
+    vision["embed_dim"] = vision.pop("hidden_size")
+    vision["hidden_size"] = vision.pop("out_hidden_size")
+    vision["mlp_ratio"] = between(rng, 1, 4)
+    del vision["intermediate_size"]
+    return transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
+    )
+
+
 def qwen2_5_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
     """Qwen2.5-VL: a tower of windows, some layers of which see the whole image."""
     text = qwen_text(rng, interleaved=False)

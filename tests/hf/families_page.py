@@ -23,6 +23,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "internvl_chat": {"vision_config": {"image_size": 448}, "llm_config": {"model_type": "qwen2"}},
     **{kind: {"vision_config": {}} for kind in ("clip", "siglip")},
     # The tower's default width in transformers is not the text's.
+    "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
 }

@@ -97,7 +97,8 @@ def logits_there(model: torch.nn.Module, tokens: np.ndarray, **inputs: Any) -> t
 
 def forget_longer_texts(model: torch.nn.Module) -> None:
     """Reset what dynamic RoPE there keeps of the longest text so far, which turns all shorter ones after it."""
-    for module in model.modules():
+    # A tower's rotary embedding is never dynamic, and has no such length.
+    for module in (module for module in model.modules() if hasattr(module, "original_max_seq_len")):
         for name, original in dict(module.named_buffers(recurse=False)).items():
             if name.endswith("original_inv_freq"):  # with the layer's type before it where types differ
                 kind = name.removesuffix("original_inv_freq")

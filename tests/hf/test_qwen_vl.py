@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, Qwen3-VL and Qwen3.5 compute what transformers computes of packed images and text, and learn the same."""
+"""Qwen2-VL to Qwen3.5 compute what transformers computes of packed images and text, and learn the same."""
 
 from __future__ import annotations
 
@@ -195,13 +195,14 @@ def check_positions(model, batch, samples, inputs):
 
 
 WHOLE = {
+    "qwen2_vl": (drawn.qwen2_vl, transformers.Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (drawn.qwen2_5_vl, transformers.Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (drawn.qwen3_vl, transformers.Qwen3VLForConditionalGeneration),
     "qwen3_5": (drawn.qwen3_5, transformers.Qwen3_5ForConditionalGeneration),
 }
 
 
-@pytest.mark.default_cases("qwen2_5_vl-0", "qwen3_vl-0", "qwen3_5-0")
+@pytest.mark.default_cases("qwen2_vl-0", "qwen2_5_vl-0", "qwen3_vl-0", "qwen3_5-0")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
