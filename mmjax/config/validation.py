@@ -535,7 +535,11 @@ def _check_units(config: Config) -> None:
                     f"divide model.{path}.{heads}={count}; use mesh.context_attention=gather, which cuts no head",
                 )
             if tower == "llm" and (delta_net := config.model.llm.delta_net):
-                divides(where, delta_net.key_heads, "model.llm.delta_net.key_heads", unit.tensor, "tensor")
+                check(
+                    delta_net.key_heads % unit.tensor == 0,
+                    f"{where}.tensor={unit.tensor} does not divide model.llm.delta_net.key_heads="
+                    f"{delta_net.key_heads}; use a divisor of it",
+                )
                 check(
                     unit.context == 1,
                     f"{where}.context={unit.context}: a gated delta net (model.llm.delta_net) reads the tokens of a "

@@ -213,9 +213,8 @@ def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("make", [qwen2_5, qwen3_5])
-def test_ten_steps_of_adamw_have_the_losses_that_torch_has(make, tmp_path):
-    there = make(tie_word_embeddings=True)
+def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
+    there = qwen2_5(tie_word_embeddings=True)
     there.save_pretrained(tmp_path)
     unit = there.config.vision_config.patch_size * there.config.vision_config.spatial_merge_size
     samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)

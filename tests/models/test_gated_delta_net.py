@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import jax
@@ -14,13 +15,19 @@ from packed import assert_trees_close, build, pack, random_sample, tiny, token_l
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
-from mmjax.config import DeltaNetConfig, MeshConfig
+from mmjax.config import DeltaNetConfig, LoraConfig, MeshConfig
+from mmjax.config.model import adapter_parameters
+from mmjax.config.validation import check_model
+from mmjax.data.loading.packing import Arrays, empty_text, stretch, write_sample
+from mmjax.data.sample import Sample, Text
+from mmjax.errors import UserError
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models import gated_delta_net
 from mmjax.models.gated_delta_net import GatedDeltaNet, gated_delta_rule
 from mmjax.models.layer_stacks import LayerStack, plan_stacks, unstack_layers
 from mmjax.models.layers import Context, KVCacheView
-from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh, rows_sharding
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, make_mesh, rows_sharding
 from mmjax.runtime.state import parameter_shardings
 
 WIDTH, EPS = 32, 1e-6
@@ -107,7 +114,7 @@ def compare(config: DeltaNetConfig, seed: int) -> None:
 SMALL = DeltaNetConfig((0,), key_heads=2, value_heads=4, key_width=16, value_width=24)
 
 
-@pytest.mark.default_cases("0", "1")
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("seed", range(8))
 def test_a_packed_sample_gives_what_it_gives_alone_in_transformers(seed):
     wide = DeltaNetConfig((0,), key_heads=1, value_heads=3, key_width=64, value_width=32, taps=3)
@@ -214,6 +221,48 @@ def hybrid(layers=6, **own):
     return replace(config, llm=llm)
 
 
+def test_adapters_stand_beside_the_projections_of_both_kinds_of_layers():
+    config = replace(hybrid(), lora={"all": LoraConfig(("llm.*",), 2)})
+    leaves = jax.tree.leaves_with_path(unstack_layers(Model.build(config, jnp.float32).abstract, shape_of_layer))
+    found = {".".join(key.key for key in path): leaf.shape for path, leaf in leaves}
+    adapters = {name: shape for name, shape in found.items() if ".lora." in name}
+    names = {".".join(name.split(".")[3:-2]) for name in adapters}
+    linears = ("query", "key", "value", "gate", "beta", "decay", "output")
+    attention = ("query", "key", "value", "output")
+    wanted = {*(f"delta_net.{name}" for name in linears), *(f"attention.{name}" for name in attention)}
+    assert names == wanted | {"mlp.gate", "mlp.up", "mlp.down"}
+    assert "llm.layers.2.attention.query.lora.a" in adapters
+    assert "llm.layers.2.delta_net.query.lora.a" not in adapters
+    assert sum(map(math.prod, adapters.values())) == adapter_parameters(config)["llm.lora"]
+
+
+def shape_of_layer(leaf, _):
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+
+def test_what_does_not_read_samples_in_order_is_refused_in_one_line():
+    model = hybrid()
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 2}
+    with pytest.raises(UserError, match=r"mesh\.context=2: a gated delta net .* use mesh.context=1"):
+        check_heads(sizes, MeshConfig(context=2), model)
+    with pytest.raises(UserError, match=r"mesh.tensor=4 does not divide model.llm.kv_heads=2"):
+        check_heads(sizes | {"tensor": 4, "context": 1}, MeshConfig(), model)
+    more = replace(model, llm=replace(model.llm, kv_heads=4))
+    with pytest.raises(UserError, match=r"mesh.tensor=4 does not divide model.llm.delta_net.key_heads=2"):
+        check_heads(sizes | {"tensor": 4, "context": 1}, MeshConfig(), more)
+    with pytest.raises(
+        UserError, match=r"model\.llm\.items=isolated: a gated delta net reads a sample's tokens in order"
+    ):
+        check_model(replace(model, llm=replace(model.llm, items="isolated")))
+    net = replace(model.llm.delta_net, layers=(0, 9))
+    with pytest.raises(UserError, match=r"model.llm.delta_net.layers names layer \[9\], there are 0 to 5"):
+        check_model(replace(model, llm=replace(model.llm, delta_net=net)))
+    arrays = Arrays.of(model)
+    text = [Text(np.ones(3, np.int32), np.zeros(3, np.float32), branch) for branch in (0, 1)]
+    with pytest.raises(ValueError, match="it has a branch 1, and a gated delta net"):
+        write_sample(stretch(empty_text((1, 6), arrays, {}), 0, slice(0, 6)), Sample(tuple(text)), arrays, [], 0)
+
+
 def batch_of(rng):
     rows = [[random_sample(rng, (n,)) for n in lengths] for lengths in ((9, 1, 14), (20, 5))]
     return pack(rows, {"llm": 32}, encoders=())
@@ -226,12 +275,14 @@ def loss_and_gradient(config, cuts=None):
     return loss, unstack_layers(gradient)
 
 
+@pytest.mark.exhaustive
 def test_stacks_and_remat_change_nothing():
     wanted = loss_and_gradient(hybrid())
     remat = ("none", "full", "full", "full", "full", "products")
     found = loss_and_gradient(hybrid(remat=remat), {"llm": (1,)})
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
-    assert_trees_close(found[1], wanted[1], 2e-5)
+    # Gradients of random layers over each other enlarge rounding, by the norms of short keys above all.
+    assert_trees_close(found[1], wanted[1], 1e-4)
 
 
 @pytest.mark.default_cases("off")
