@@ -110,7 +110,7 @@ def config() -> Config:
     return Config(
         name="tiny_video",
         data=DataConfig(sources={"clips": source}, alphabet=ALPHABET),
-        batch=BatchConfig(size=Samples(32), rows={"llm": 4, "vision": 4}),
+        batch=BatchConfig(size=Samples(32), rows={"llm": 8, "vision": 16}),
         model=ModelConfig(
             llm=DecoderConfig(
                 layers=2,
