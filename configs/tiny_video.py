@@ -137,6 +137,6 @@ def config() -> Config:
                 )
             },
         ),
-        training=TrainingConfig(steps=600, evaluate_every=200, checkpoint_every=200),
+        training=TrainingConfig(steps=500, evaluate_every=250, checkpoint_every=250),
         optimizer=Muon(),
     )
