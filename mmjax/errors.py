@@ -31,11 +31,27 @@ class BadMedia(ValueError):
     """An image or a clip that cannot be used: one plain reason, without the name of the sample."""
 
 
+THREADS_PER_DEVICE = 4
+
+
+def set_cpu_threads() -> None:
+    """Let XLA have threads for the collectives of all of a process's CPU devices; before JAX starts.
+
+    A collective holds a thread until all devices have come. XLA has as many threads as cores, and where devices do two
+    collectives in another order, too few of them wait for each other for good. NPROC is what it reads, undocumented: to
+    go when XLA's collectives on CPUs hold no threads.
+    """
+    devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
+    if devices.isdigit() and int(devices) > 1:
+        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * int(devices))))
+
+
 def run_command(main: Callable[[], int | None]) -> int:
     """Run a command and return its exit code: 0, or what it returns; 2 for bad input (one line on stderr), 130 for ^C.
 
     Any other exception is a bug in mmjax and keeps its traceback.
     """
+    set_cpu_threads()
     try:
         with raise_ctrl_c_once():
             return main() or 0

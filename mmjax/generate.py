@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 
 from mmjax.config import Config, MediaLimits, MeshConfig
+from mmjax.config.model import head_counts
 from mmjax.console import print_lines, print_note
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
@@ -104,8 +105,8 @@ def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
         check_heads(mesh_sizes(config.mesh, len(devices)), config.mesh, config.model)
         return config.mesh, devices
     # One question is one row, so more devices than share its layers would have nothing to do.
-    heads = [config.model.llm.heads, config.model.llm.kv_heads, *(e.heads for e in config.model.encoders.values())]
-    tensor = math.gcd(len(devices), *heads)
+    towers = [config.model.llm, *config.model.encoders.values()]
+    tensor = math.gcd(len(devices), *(count for tower in towers for count in head_counts(tower)))
     return MeshConfig(data=1, tensor=tensor), devices[:tensor]
 
 

@@ -28,7 +28,7 @@ from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.planning.plan_file import plan_changes
-from mmjax.runtime.devices import set_cpu_threads, set_gpu_memory_fraction
+from mmjax.runtime.devices import set_gpu_memory_fraction
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, run_folder_of
 from mmjax.startup import end_loading
 from mmjax.training.loop import train
@@ -121,7 +121,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not coordination.is_leader():
         mute()
     set_gpu_memory_fraction()
-    set_cpu_threads()
     permitted = AllowedChanges(args.new_data, tuple(args.change))
     if permitted != NO_CHANGES and not args.resume:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")

@@ -41,11 +41,12 @@ from mmjax.models.layers import Context
 from mmjax.models.model import Model, parameter_group
 from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh
 from mmjax.runtime.compiler_options import quick_compiler_options
-from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_cpu_threads, set_gpu_memory_fraction
+from mmjax.runtime.device_batch import put_rows
+from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
 from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import Optimizer, all_parameters
-from mmjax.runtime.step import Accumulated, Executor, put_rows
+from mmjax.runtime.step import Accumulated, Executor
 from mmjax.startup import activity
 from mmjax.training.run_checkpoints import RunCheckpoints
 from mmjax.training.run_data import open_data
@@ -445,7 +446,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{config.name} names no data to compute: name yours in data.sources (docs/data.md)")
     config = replace(config, training=replace(config.training, precision=args.precision))
     set_gpu_memory_fraction()
-    set_cpu_threads()
     enable_compilation_cache(user_cache() / "programs")
     # By default a GPU multiplies float32 as TF32, which has three digits.
     products = "highest" if args.precision == "float32" else None

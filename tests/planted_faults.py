@@ -76,6 +76,20 @@ FAULTS = (
         ("models/test_audio.py::test_taps_of_packed_clips_are_each_clips_own_convolution",),
     ),
     Fault(
+        "a delta net's state that goes on into the next sample",
+        "models/gated_delta_net.py",
+        "same = sample[:, :, None] == sample[:, None, :]",
+        "same = sample[:, :, None] == sample[:, :, None]",
+        ("models/test_gated_delta_net.py::test_a_packed_sample_gives_what_it_gives_alone_in_transformers",),
+    ),
+    Fault(
+        "a delta net's convolution that reads into the next sample",
+        "models/gated_delta_net.py",
+        "value = jnp.where((owner[:, i : i + length] == sample)[..., None], padded[:, i : i + length], 0)",
+        "value = padded[:, i : i + length]",
+        ("models/test_gated_delta_net.py::test_a_packed_sample_gives_what_it_gives_alone_in_transformers",),
+    ),
+    Fault(
         "positions that go on from the sample before",
         "data/loading/packing.py",
         "position: dict[int, int] = {0: 0}  #",
@@ -305,8 +319,8 @@ FAULTS = (
     Fault(
         "a decoder of another rotary base than transformers'",
         "models/rope.py",
-        "frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, config.head_width // 2))",
-        "frequencies = jnp.asarray(frequencies_of(scaling, 10_001.0, config.head_width // 2))",
+        "frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, config.rotary_pairs))",
+        "frequencies = jnp.asarray(frequencies_of(scaling, 10_001.0, config.rotary_pairs))",
         ("hf/test_decoders.py::test_a_decoder_is_what_transformers_makes_of_it",),
     ),
 )

@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -115,3 +116,15 @@ def test_leaving_waits_for_threads_runs_what_is_to_run_at_the_end_and_says_all()
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=480)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "a thread\nat the end", "")
+
+
+@pytest.mark.parametrize(
+    ("devices", "said", "used"), [("1", None, None), ("64", None, "256"), ("64", "3", "3"), ("many", None, None)]
+)
+def test_commands_give_several_cpu_devices_threads_for_all_their_collectives(devices, said, used, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
+    monkeypatch.setenv("NPROC", said or "")
+    if said is None:
+        monkeypatch.delenv("NPROC")
+    run_command(lambda: None)
+    assert os.environ.get("NPROC") == used

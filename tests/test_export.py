@@ -95,10 +95,20 @@ FAMILIES = {
     "qwen2 tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 16}),
+    "qwen3_5_text": (
+        transformers.Qwen3_5TextConfig,
+        {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        }
+        | {"num_hidden_layers": 4},
+    ),
 }
 
 
-@pytest.mark.default_cases("qwen2 tied", "gemma2")
+@pytest.mark.default_cases("qwen2 tied", "gemma2", "qwen3_5_text")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_changed_checkpoint_computes_in_transformers_what_the_run_computes(family, tmp_path):
     kind, own = FAMILIES[family]

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
@@ -38,8 +38,9 @@ from mmjax.parallel.sharding import (
 from mmjax.planning.hardware import DEVICES, USABLE, Cluster
 from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.runtime.compiler_options import compiler_options
+from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport
 from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import MAX_UNREADABLE, Accumulated, Executor, ProcessReport
+from mmjax.runtime.step import Accumulated, Executor
 
 WHEELS = "jax_cuda13_plugin"
 INSTALL = 'pip install -e ".[aot]"'
@@ -239,23 +240,37 @@ def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> M
         structs = tower_batch(model, name, (row_ranks(mesh, axes) * rows, parts * length))
         return jax.tree.map(lambda x: _struct(x, layout), structs)
 
-    devices, context = row_ranks(mesh, rules.token_rows), mesh.shape[CONTEXT]
-    text = tower("llm", rules.rows, tokens_sharding(mesh, rules), context)
-    token = text.token
-    by_device = rows_sharding(mesh, rules.token_rows)
-    slots: dict[str, Any] = {}
-    send: dict[str, Any] = {}
-    spread: dict[str, Any] = {}
-    for name, encoder in model.encoders.items():
-        slots[name] = slot_structs(encoder, token)
-        # Slots that each device sends to each of its peers, and of its rank.
-        exchange = batch.peers, batch.widths[name]
-        send[name] = jax.ShapeDtypeStruct((devices, *exchange), np.int32, sharding=by_device)
-        if context > 1:
-            width = tokens_on_device(encoder, *batch.shape[name], *exchange)
-            spread[name] = jax.ShapeDtypeStruct((devices, context, width), np.int32, sharding=by_device)
+    text = tower("llm", rules.rows, tokens_sharding(mesh, rules), mesh.shape[CONTEXT])
     items = {e: tower(e, rules.item_rows, rows_sharding(mesh, rules.item_rows)) for e in model.encoders}
-    return Microbatch(text._replace(slots=slots, send=send, spread=spread), items)
+    tables = table_structs(model.encoders, text.token, mesh, rules, batch.shape, batch.widths, batch.peers)
+    return Microbatch(text._replace(**tables), items)
+
+
+def table_structs(
+    encoders: Mapping[str, Encoder],
+    token: jax.ShapeDtypeStruct,
+    mesh: Mesh,
+    rules: ShardingRules,
+    shape: Mapping[str, tuple[int, int]],
+    widths: Mapping[str, int],
+    peers: int,
+) -> dict[str, dict[str, Any]]:
+    """Return the shapes of a text's tables `slots`, `send` and `spread`, by their names.
+
+    token: as in the text. shape: rows of every encoder on a device, and their length. widths: slots that each device
+    sends to each of its peers.
+    """
+    devices = row_ranks(mesh, rules.token_rows)
+    by_device = rows_sharding(mesh, rules.token_rows)
+    context = mesh.shape[CONTEXT]
+    tables: dict[str, dict[str, Any]] = {"slots": {}, "send": {}, "spread": {}}
+    for name, encoder in encoders.items():
+        tables["slots"][name] = slot_structs(encoder, token)
+        tables["send"][name] = jax.ShapeDtypeStruct((devices, peers, widths[name]), np.int32, sharding=by_device)
+        if context > 1:
+            width = tokens_on_device(encoder, *shape[name], peers, widths[name])
+            tables["spread"][name] = jax.ShapeDtypeStruct((devices, context, width), np.int32, sharding=by_device)
+    return tables
 
 
 def slot_structs(encoder: Encoder, token: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | WeightedSlots:

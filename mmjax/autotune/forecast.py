@@ -160,7 +160,8 @@ def forecast_best_mesh(
 
 def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
     """Describe what times rest on: layer times and rates that were measured, and the shares of the peak assumed."""
-    device, rates = cluster.device, speed.rates
+    device = cluster.device
+    rates = speed.rates
     towers: dict[str, list[str]] = {}  # by where their layers were timed
     for tower in ("llm", *config.model.encoders):
         if tower in speed.measured:
@@ -221,7 +222,8 @@ def forecast_run(
     ranks_on_node = max(1, cluster.per_node // (mesh["tensor"] * mesh["context"]))
     topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh)
     rates = cluster.device.rates(config.training.precision)
-    tracer = ActivationTracer(replace(config, model=resolve_attention(config.model, rates)))
+    model = resolve_attention(config.model, rates, topology.context)
+    tracer = ActivationTracer(replace(config, model=model))
     budget = make_budget(index, config, weights)
     # The config's own balance comes last, so that it replaces the default settings of its kind.
     balances: tuple[Balance, ...] = (NoBalance(), LlmBalance(), PostBalance(), config.batch.balance)
@@ -290,7 +292,7 @@ def _forecast(
     machine = ClusterRun(
         cluster, mesh, memory_plan.sharding, speed, activation, memory_plan.loss_chunks, config.mesh.context_attention
     )
-    model = resolve_attention(config.model, speed.rates)
+    model = resolve_attention(config.model, speed.rates, layout.topology.context)
     microbatches = [m for plan in plans for m in plan.microbatches]
     topology = layout.topology
     ranks = {"llm": topology.ranks} | dict.fromkeys(model.encoders, topology.ranks * topology.encoders_per_rank)

@@ -31,14 +31,20 @@ from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
 from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.memory import SavedBytes, saved_bytes_of_policy
 from mmjax.planning.step_time import FORWARD, LayerTimes, Speed, profile_lengths
+from mmjax.planning.work import kinds_of_layers
 
 VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
 
 
 def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) -> ModelConfig:
-    """Reduce a model to `layers` layers of one tower ("llm", or an encoder) under one policy, and little besides."""
+    """Reduce a model to `layers` layers of one tower ("llm", or an encoder) under one policy, and little besides.
+
+    An LLM has layers of one kind (`kinds_of_layers`): with a gated delta net all have it.
+    """
     llm = replace(config.llm, vocab=VOCAB)
     if tower == "llm":
+        if llm.delta_net is not None:
+            llm = replace(llm, delta_net=replace(llm.delta_net, layers=tuple(range(layers))))
         return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
     encoder = replace(config.encoders[tower], layers=layers, remat=remat)
     if isinstance(encoder, VisionConfig):
@@ -129,6 +135,10 @@ def _traced(config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any,
 
     Under `scan`, a residual of every layer is one array with a leading axis of MANY. What all layers share has none.
     """
+    if tower == "llm" and len(kinds := kinds_of_layers(config.llm)) > 1:
+        # The mean over the layers.
+        traced = [(_traced(replace(config, llm=kind), tower, shape, dtype, gradients), share) for kind, share in kinds]
+        return SavedBytes(round(sum(saved.device * share for saved, share in traced)))
     isolated = isolate_tower(config, tower, MANY, "none")
     model = Model.build(isolated, dtype)
 
@@ -187,6 +197,11 @@ def time_layer(
 
     Every row is one sample. Offloading is timed where the config sets `mesh.host_memory`.
     """
+    if tower == "llm" and len(kinds := kinds_of_layers(config.model.llm)) > 1:
+        # The mean over the layers.
+        models = [(replace(config.model, llm=kind), share) for kind, share in kinds]
+        timed = [(time_layer(replace(config, model=m), tower, shape, device, enough), share) for m, share in models]
+        return {name: sum(share * seconds[name] for seconds, share in timed) for name in timed[0][0]}
     programs = layer_programs(config, tower, shape, device)
     seconds = {name: stack / STACK for name, stack in typical_seconds(programs, enough).items()}
     # A layer without gradients has no backward pass: then every policy takes as long as the forward pass.

@@ -327,7 +327,7 @@ def plan_memory_of_run(
     sharding = replace(model_sharding(config.mesh, mesh), shares=tracer.parameter_shares(mesh))
     activation = ACTIVATION[config.training.precision]
     choices = loss_choices(mesh, config.training.loss_chunks, config.model)
-    model = resolve_attention(config.model, speed.rates)
+    model = resolve_attention(config.model, speed.rates, layout.topology.context)
     return plan_memory(model, shapes, by_shape, sharding, activation, config.optimizer, speed, limit, choices)
 
 

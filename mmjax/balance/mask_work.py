@@ -272,7 +272,7 @@ def distribute(work: np.ndarray, ranks: int) -> np.ndarray:
     check_ranks(ranks)
     work = np.ascontiguousarray(work, np.int64)
     blocks, count, load = _deal(work, np.argsort(-work, kind="stable"), ranks)
-    _exchange_while_better(work, blocks, count, load, work.sum() / ranks * (1 + _ENOUGH))
+    exchange_while_better(work, blocks, count, load, work.sum() / ranks * (1 + _ENOUGH))
     rank = np.empty(len(work), np.int32)
     # Ranks without a block in the last round have a place that was never written.
     filled = np.arange(blocks.shape[1]) < count[:, None]
@@ -330,7 +330,7 @@ def _deal(work, heaviest_first, ranks):
 
 
 @njit(cache=True)
-def _exchange_while_better(work, blocks, count, load, enough):
+def exchange_while_better(work, blocks, count, load, enough):
     """Exchange blocks of the rank with the most work while that gains and it has more than `enough`; writes all."""
     ranks, rounds = blocks.shape
     for _ in range(_EXCHANGES * ranks):

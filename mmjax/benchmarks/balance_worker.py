@@ -28,9 +28,10 @@ from mmjax.distributed import coordination
 from mmjax.errors import exit_process, run_command
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, local_ranks, make_mesh, replicated
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor, ProcessReport
+from mmjax.runtime.step import Accumulated, Executor
 
 CORES_LEFT = -1  # in place of a core's number: do not pin
 

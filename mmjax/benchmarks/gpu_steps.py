@@ -43,10 +43,11 @@ from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.flops import parameters
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryPlan
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor, ProcessReport
+from mmjax.runtime.step import Executor
 from mmjax.training.run_data import RunData, open_data
 
 STEPS = 5  # that are timed, after two that are not

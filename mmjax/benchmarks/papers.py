@@ -126,7 +126,8 @@ def frozen_rows() -> list[Row]:
     for (llm, model), pair in tables.CORNSTARCH_FROZEN.items():
         ours = {}
         for name, row in zip(("aware", "unaware"), pair, strict=True):
-            encoder_layers, llm_layers = tables.ENCODER_LAYERS[model], tables.LLM_LAYERS[llm]
+            encoder_layers = tables.ENCODER_LAYERS[model]
+            llm_layers = tables.LLM_LAYERS[llm]
             layers = _chain(_encoder(row, encoder_layers), _llm(row, llm_layers))
             llm_cuts = (encoder_layers + cut for cut in (0, *cut_evenly(llm_layers, row.llm_stages)))
             cuts = (*cut_evenly(encoder_layers, row.encoder_stages), *llm_cuts)
@@ -207,7 +208,8 @@ def backward_rows() -> list[Row]:
     """Predict forward and backward pass over the forward pass, by the FLOPs that are executed with recomputation."""
     rows = []
     for case, (forward, backward) in tables.CORNSTARCH_BACKWARD.items():
-        tower, frozen = "llm" if case.startswith("LLM") else "vision", "frozen" in case
+        tower = "llm" if case.startswith("LLM") else "vision"
+        frozen = "frozen" in case
         model = ModelConfig(
             llm=replace(tables.MISTRAL_7B, frozen=frozen),
             encoders={"vision": replace(tables.CLIP_L, frozen=frozen)},
@@ -233,7 +235,8 @@ def backward_rows() -> list[Row]:
 
 def _omnibal_chain(row: OmniBalRow, encoder_rate: float = ENCODER_RATE) -> Chain:
     """Time the layers of a model by their FLOPs; all are trained, so backward passes take twice as long."""
-    vision, llm = row.vision, row.llm
+    vision = row.vision
+    llm = row.llm
     patches = tables.OMNIBAL_TILES * tables.OMNIBAL_TILE
     tokens = patches // merged_positions(vision)
     work = {
@@ -289,7 +292,8 @@ def omnibal_model_rows() -> list[Row]:
 def omnibal_partition_rows() -> list[Row]:
     """Predict table 6: GPU days of three partitions over the paper's own, and what each sends beside the first."""
     model = tables.OMNIBAL_MODELS["InternViT-6B, InternLM2-20B"]
-    chain, stages = _omnibal_chain(model), len(model.layers)
+    chain = _omnibal_chain(model)
+    stages = len(model.layers)
     kinds = {kind: BASELINES[kind](chain, stages) for kind in ("parameters", "layers", "profile")}
     kinds["BMP"] = tuple(accumulate(model.layers))[:-1]
     seconds = {kind: iteration_seconds(chain, cuts) for kind, cuts in kinds.items()}

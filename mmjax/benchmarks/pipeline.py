@@ -96,7 +96,8 @@ def _timed(run_pass: Callable[..., None], seconds: dict[str, list[float]]) -> Ca
     """
 
     def timed(run: Gradients, action: Action, *operands: Any) -> None:
-        held, began = len(run.residuals), time.thread_time()
+        held = len(run.residuals)
+        began = time.thread_time()
         run_pass(run, action, *operands)
         if action.kind == "forward" or len(run.residuals) < held:
             seconds[action.kind].append(time.thread_time() - began)

@@ -139,7 +139,7 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, 
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
     executor = Executor(model, optimizer, mesh, ShardingRules.of(config.mesh), sources=1, accumulates=False)
-    runs = str({tower: [run.name for run in plan] for tower, plan in model.runs.items()})
+    runs = str({tower: [name for run in plan for name in run.parts] for tower, plan in model.runs.items()})
     if runs not in states:
         states[runs] = executor.random_parameters()(jax.random.key(0))
     arrays = executor.put(_microbatch(config, batch))

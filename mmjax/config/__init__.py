@@ -48,6 +48,7 @@ from mmjax.config.model import (
     Callbacks,
     ConnectorConfig,
     DecoderConfig,
+    DeltaNetConfig,
     DynamicRope,
     DynamicTiles,
     Filter,

@@ -82,6 +82,18 @@ Biased = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
 
 @dataclass(frozen=True)
+class DeltaNetConfig:
+    """A gated delta net in place of attention in some layers: a matrix per head that every token decays and writes."""
+
+    layers: tuple[int, ...]  # that have it
+    key_heads: int  # heads of queries and keys
+    value_heads: int  # heads of values, a multiple of key_heads
+    key_width: int  # channels per head of queries and keys
+    value_width: int  # channels per head of values
+    taps: int = 4  # tokens that the short convolution reads, the token itself included
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A causal transformer: rotary positions, RMSNorm, a gated MLP, grouped-query attention."""
 
@@ -96,6 +108,7 @@ class DecoderConfig:
     rope_scaling: RopeScaling = PlainRope()
     rope_sections: tuple[int, ...] = ()  # channel pairs rotated by (t, y, x); empty: all by one position
     rope_interleaved: bool = False  # interleaves the pairs of the sections
+    rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
     norm_eps: float = 1e-6  # of RMSNorm
     norm_offset: float = 0.0  # added to the norms' scales
     activation: Activation = "silu"  # of the MLP's gate
@@ -103,11 +116,14 @@ class DecoderConfig:
     qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before RoPE
     post_norms: bool = False  # of the outputs of attention and MLP, before they are added to the residual stream
     embedding_scale: float = 1.0  # that embeddings are multiplied by
+    attention_gate: bool = False  # multiplies attention's output by the sigmoid of a projection
     attention_scale: float = 0.0  # of the scores; 0: head_width ** -0.5
     attention_cap: float = 0.0  # soft cap of the scores; 0: none
     logit_cap: float = 0.0  # soft cap of the logits; 0: none
     window: int = 0  # tokens of the sliding window of the layers in `windowed`, the query's included
     windowed: tuple[int, ...] = ()  # layers with sliding-window attention
+    window_rope_theta: float = 0.0  # base of the rotary frequencies of those layers, unscaled; 0: as the others
+    delta_net: DeltaNetConfig | None = None  # in place of attention in some layers; none: all layers have attention
     tied: bool = True  # the embedding is the output table too
     items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
     attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
@@ -116,6 +132,17 @@ class DecoderConfig:
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
 
+    @property
+    def rotary_pairs(self) -> int:
+        """Return the channel pairs of a head that RoPE turns."""
+        return (self.rotary_width or self.head_width) // 2
+
+    @property
+    def delta_layers(self) -> tuple[bool, ...]:
+        """Tell of each layer whether it has a gated delta net."""
+        layers = self.delta_net.layers if self.delta_net else ()
+        return tuple(i in layers for i in range(self.layers))
+
 
 @dataclass(frozen=True)
 class ConnectorConfig:
@@ -123,10 +150,12 @@ class ConnectorConfig:
 
     merge: int = 2  # neighbours that become one token, per axis for images
     mlp_width: int = 256  # 0: a single matrix instead of an MLP, whose bias is "down"
-    norm: Literal["none", "layer", "rms", "merged_layer"] = "layer"  # before neighbours are merged, or after
+    norm: Literal["none", "layer", "rms", "merged_layer", "merged_rms"] = "layer"  # before they are merged, or after
     norm_eps: float = 0.0  # 0: the encoder's
+    norm_offset: float = 0.0  # added to an RMSNorm's scales
     activation: Activation = "gelu_tanh"  # of the MLP
     biases: tuple[Biased, ...] = ("up", "down")  # the matrices that have one
+    merging: Literal["concatenate", "mean"] = "concatenate"  # of the features of merged neighbours
     position_grid: int = 0  # learned positions of merged tokens, up to this row/column/time; 0: none
     newline: bool = False  # a learned token behind every row of an image whose tokens the LLM sees by rows
     frozen: bool = False  # not trained
@@ -447,6 +476,13 @@ class ModelConfig:
     lora: dict[str, LoraConfig] = field(default_factory=dict)  # by a name of your own
 
 
+def head_counts(tower: DecoderConfig | Encoder) -> list[int]:
+    """List the numbers of heads that tensor parallelism divides: of queries, of keys, and of a delta net's keys."""
+    if not isinstance(tower, DecoderConfig):
+        return [tower.heads]
+    return [tower.heads, tower.kv_heads, *([tower.delta_net.key_heads] if tower.delta_net else [])]
+
+
 Sizes = dict[str, tuple[int, int]]  # (inputs, outputs) by name
 
 
@@ -459,17 +495,34 @@ def linear_layers(model: ModelConfig) -> Sizes:
     query_width = llm.heads * llm.head_width
     key_width = llm.kv_heads * llm.head_width
     sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=True)
+    if llm.attention_gate:
+        sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
+    if all(llm.delta_layers):
+        sizes = {name: size for name, size in sizes.items() if ".attention." not in name}
+    if c := llm.delta_net:
+        keys = c.key_heads * c.key_width
+        values = c.value_heads * c.value_width
+        outputs = {"query": keys, "key": keys, "value": values, "gate": values}
+        outputs |= {"beta": c.value_heads, "decay": c.value_heads}
+        sizes |= {f"llm.layers.*.delta_net.{name}": (llm.width, count) for name, count in outputs.items()}
+        sizes["llm.layers.*.delta_net.output"] = (values, llm.width)
     for name, encoder in model.encoders.items():
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
         sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
-        # A connector merges `merge` neighbours along both axes of an image, or along a clip's one.
-        merged = encoder.connector.merge ** (2 if vision else 1) * width
+        merged = merged_width(encoder)
         if hidden := encoder.connector.mlp_width:
             sizes |= {f"{name}.connector.mlp.up": (merged, hidden), f"{name}.connector.mlp.down": (hidden, llm.width)}
         else:
             sizes[f"{name}.connector.linear"] = (merged, llm.width)
     return sizes
+
+
+def merged_width(encoder: Encoder) -> int:
+    """Return the features of a token that a connector has merged, before its MLP."""
+    # Neighbours are merged along both axes of an image, or along a clip's one.
+    group = encoder.connector.merge ** (2 if isinstance(encoder, VisionConfig) else 1)
+    return encoder.width * (group if encoder.connector.merging == "concatenate" else 1)
 
 
 def _layer_sizes(module: str, width: int, query_width: int, key_width: int, mlp_width: int, gated: bool) -> Sizes:
@@ -538,7 +591,11 @@ def adapter_parameters(model: ModelConfig) -> dict[str, int]:
 
 
 def layer_count(model: ModelConfig, name: str) -> int:
-    """Count the linear layers that a name stands for: one for each layer of its module."""
-    module, place, *_ = name.split(".")
-    config = model.llm if module == "llm" else model.encoders[module]
-    return config.layers if place == "layers" else 1
+    """Count the linear layers that a name stands for: one for each layer of its module that has it."""
+    module, place, *path = name.split(".")
+    if place != "layers":
+        return 1
+    if module != "llm":
+        return model.encoders[module].layers
+    delta = sum(model.llm.delta_layers)
+    return {"delta_net": delta, "attention": model.llm.layers - delta}.get(path[1], model.llm.layers)

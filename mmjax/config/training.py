@@ -39,11 +39,12 @@ def context_form(form: ContextAttention, heads: tuple[int, int], context: int, t
 
 @dataclass(frozen=True)
 class Unit:
-    """Devices of their own for some modules: data x fsdp x tensor x pipeline of them."""
+    """Devices of their own for some modules: data x fsdp x context x tensor x pipeline of them."""
 
     modules: tuple[str, ...] = ()  # llm and encoders, connectors with their encoder; empty: the one of the unit's name
     data: int = 1  # replicas of the parameters, each with samples of its own
     fsdp: int = 1  # shards of the parameters, each with samples of its own
+    context: int = 1  # devices that share the tokens of a row of the LLM
     tensor: int = 1  # devices that share the heads and widths of layers
     pipeline: int = 1  # stages, one after the other, each with as many devices
     virtual: int = 1  # parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved
@@ -57,7 +58,12 @@ def unit_modules(name: str, unit: Unit) -> tuple[str, ...]:
 
 def unit_devices(unit: Unit) -> int:
     """Count a unit's devices."""
-    return unit.data * unit.fsdp * unit.tensor * unit.pipeline
+    return encoder_ranks(unit) * unit.tensor * unit.pipeline
+
+
+def encoder_ranks(unit: Unit) -> int:
+    """Count the ranks over which the rows of encoders lie on a stage of a unit."""
+    return unit.data * unit.fsdp * unit.context
 
 
 def cut_tower(modules: tuple[str, ...]) -> str:

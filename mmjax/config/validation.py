@@ -267,19 +267,44 @@ def _check_decoder(llm: DecoderConfig) -> None:
     above_zero(where, llm, ("rope_theta",))
     divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
     check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
+    turned = llm.rotary_width
+    check(
+        turned % 2 == 0 and 0 <= turned <= llm.head_width,
+        f"{where}.rotary_width={turned}: RoPE turns pairs of channels; use an even number up to "
+        f"head_width={llm.head_width}",
+    )
     _check_rope(where, llm)
-    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window"))
+    _check_delta_net(llm)
+    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
 
 
+def _check_delta_net(llm: DecoderConfig) -> None:
+    if (delta_net := llm.delta_net) is None:
+        return
+    where = "model.llm.delta_net"
+    outside = [i for i in delta_net.layers if not 0 <= i < llm.layers]
+    check(not outside, f"{where}.layers names layer {outside[:1]}, there are 0 to {llm.layers - 1}")
+    check(
+        bool(delta_net.layers),
+        f"{where}.layers is empty; name the layers that have it, or use model.llm.delta_net=none",
+    )
+    at_least(1, where, delta_net, ("key_heads", "value_heads", "key_width", "value_width", "taps"))
+    divides(where, delta_net.value_heads, "value_heads", delta_net.key_heads, "key_heads")
+    check(
+        llm.items == "causal",
+        f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use model.llm.items=causal",
+    )
+
+
 def _check_rope(where: str, llm: DecoderConfig) -> None:
-    pairs = llm.head_width // 2
+    pairs = llm.rotary_pairs
     scaling = llm.rope_scaling
     sections = sum(llm.rope_sections)
     check(
         not sections or sections == pairs,
-        f"{where}.rope_sections has {sections} channel pairs, a head of head_width={llm.head_width} has {pairs}",
+        f"{where}.rope_sections has {sections} channel pairs, RoPE turns {pairs}",
     )
     check(
         not sections or len(llm.rope_sections) == 3,
@@ -471,12 +496,13 @@ def _check_sequence_parallel(mesh: MeshConfig, alignment: int) -> None:
 def _check_units(config: Config) -> None:
     """Check that every module has devices, and that layers, heads and microbatches divide as the units ask."""
     towers = {"llm": config.model.llm, **config.model.encoders}
-    mesh = replace(MeshConfig(), memory=config.mesh.memory, host_memory=config.mesh.host_memory)
+    kept = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
+    mesh = replace(MeshConfig(), **kept)
     changed = [f.name for f in fields(MeshConfig) if getattr(config.mesh, f.name) != getattr(mesh, f.name)]
     check(
         not changed,
         f"mesh.{(changed or [''])[0]}: modules with units have their devices from these; leave mesh as it is, or units "
-        "empty",
+        "empty" + (f", or set units.llm.context={config.mesh.context}" if changed == ["context"] else ""),
     )
     check(
         config.pipeline.schedule != "interleaved" or any(unit.virtual > 1 for unit in config.units.values()),
@@ -485,7 +511,7 @@ def _check_units(config: Config) -> None:
     owners: dict[str, str] = {}
     for name, unit in config.units.items():
         where = f"units.{name}"
-        at_least(1, where, unit, ("data", "fsdp", "tensor", "pipeline", "virtual"))
+        at_least(1, where, unit, ("data", "fsdp", "context", "tensor", "pipeline", "virtual"))
         for tower in unit_modules(name, unit):
             hint = did_you_mean(tower, towers)
             key = f"{where}.modules has {tower!r}" if unit.modules else where
@@ -502,6 +528,24 @@ def _check_units(config: Config) -> None:
                     count % unit.tensor == 0,
                     f"{where}.tensor={unit.tensor} does not divide model.{path}.{heads}={count}; use a divisor of it",
                 )
+                parts = unit.context * unit.tensor
+                check(
+                    tower != "llm" or config.mesh.context_attention != "heads" or count % parts == 0,
+                    f"mesh.context_attention=heads: {where}.context={unit.context} x tensor={unit.tensor} does not "
+                    f"divide model.{path}.{heads}={count}; use mesh.context_attention=gather, which cuts no head",
+                )
+            if tower == "llm" and (delta_net := config.model.llm.delta_net):
+                divides(where, delta_net.key_heads, "model.llm.delta_net.key_heads", unit.tensor, "tensor")
+                check(
+                    unit.context == 1,
+                    f"{where}.context={unit.context}: a gated delta net (model.llm.delta_net) reads the tokens of a "
+                    f"row in order, and context parallelism permutes them; use {where}.context=1",
+                )
+        check(
+            unit.context == 1 or "llm" in unit_modules(name, unit),
+            f"{where}.context={unit.context}: items of encoders are not cut, only rows of the LLM; use "
+            f"{where}.data={unit.data * unit.context}",
+        )
         # After the modules are known to be there.
         _check_stages(config, where, unit, unit_modules(name, unit))
     missing = [tower for tower in towers if tower not in owners]

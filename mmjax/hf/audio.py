@@ -95,7 +95,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     projector = next((p for p in PROJECTORS if f"{p}linear.weight" in folder.tensors), PROJECTORS[-1])
     return Layout(
         {
-            "llm": decoder_parts(model.llm, inner, output),
+            "llm": decoder_parts(model.llm, folder),
             name: encoder_parts(tower),
             f"{name}.connector": TensorNames({"linear": linear(f"{projector}linear")}),
         },

@@ -1,4 +1,4 @@
-"""Text decoders: Qwen2 and 2.5, Llama 3, Qwen3, Mistral, Gemma 2. What their configs say, where their tensors lie."""
+"""Text decoders: Qwen2 to 3.5, Llama 3, Mistral, Phi-3, Gemma 1 to 3. What their configs say, their tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from mmjax.config import (
     Activation,
     Biased,
     DecoderConfig,
+    DeltaNetConfig,
     DynamicRope,
     LinearRope,
     Llama3Rope,
@@ -21,7 +22,7 @@ from mmjax.config import (
 )
 from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder, note
-from mmjax.hf.layout import TensorNames, linear, norm, table
+from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, fused_parts, linear, norm, table
 
 # By HF's names. The three approximations of GELU by tanh differ in how they are computed, not in what.
 ACTIVATIONS: dict[str, Activation] = {
@@ -68,12 +69,15 @@ class Family:
     mlp_width: int = 22_016
     vocab: int = 151_936
     theta: float = 10_000.0
+    window_theta: float = 0.0  # of the layers with windows; 0: they have no base of their own
     positions: int = 32_768  # max_position_embeddings
     norm_eps: float = 1e-6
     tied: bool = False
     activation: str = "hidden_act"  # the field that names it
+    default_activation: str = "silu"
     head_width: int | None = None  # None: width / heads
     kv_heads: int | None = 32  # None: as many as heads
+    rotary_share: float | None = None  # of a head's channels, where configs may say another; None: RoPE turns all
 
 
 def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
@@ -104,14 +108,14 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
         head_width=head_width,
         mlp_width=fields.get("intermediate_size", int, family.mlp_width),
         vocab=fields.get("vocab_size", int, family.vocab),
+        rotary_width=0 if rope.share == 1 else int(head_width * rope.share),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         rope_sections=rope.sections,
         rope_interleaved=rope.interleaved,
+        window_rope_theta=rope.window_theta,
         norm_eps=fields.get("rms_norm_eps", float, family.norm_eps),
-        activation=fields.choice(
-            family.activation, ACTIVATIONS, "silu" if family.activation == "hidden_act" else "gelu_pytorch_tanh"
-        ),
+        activation=fields.choice(family.activation, ACTIVATIONS, family.default_activation),
         tied=own_tied if tied is None else tied,
     )
     fields.refuse("use_bidirectional_attention", False)
@@ -127,6 +131,32 @@ def _qwen3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return _late_windows(fields, replace(plain, biases=biases, qk_norm="head"))
 
 
+def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
+    # What published configs say beside the fields that transformers reads.
+    fields.refuse("attn_output_gate", True)
+    fields.refuse("output_gate_type", "swish", "silu")
+    fields.refuse("mamba_ssm_dtype", "float32")
+    interval = fields.get("full_attention_interval", int, 4)
+    default = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(plain.layers)]
+    types = _layer_types(fields, default, {"linear_attention", "full_attention"})
+    delta_net = DeltaNetConfig(
+        layers=tuple(i for i, kind in enumerate(types) if kind == "linear_attention"),
+        key_heads=fields.get("linear_num_key_heads", int, 16),
+        value_heads=fields.get("linear_num_value_heads", int, 32),
+        key_width=fields.get("linear_key_head_dim", int, 128),
+        value_width=fields.get("linear_value_head_dim", int, 128),
+        taps=fields.get("linear_conv_kernel_dim", int, 4),
+    )
+    if delta_net.value_heads % delta_net.key_heads:
+        raise UserError(
+            f"{fields.where}: linear_num_value_heads={delta_net.value_heads} is no multiple of "
+            f"linear_num_key_heads={delta_net.key_heads}"
+        )
+    delta_net = delta_net if delta_net.layers else None
+    return replace(plain, biases=biases, qk_norm="head", norm_offset=1.0, attention_gate=True, delta_net=delta_net)
+
+
 def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     attention: tuple[Biased, ...] = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
     mlp: tuple[Biased, ...] = ("gate", "up", "down") if fields.get("mlp_bias", bool, False) else ()
@@ -140,22 +170,42 @@ def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(plain, window=window, windowed=tuple(range(plain.layers)) if window else ())
 
 
-def _gemma2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+def _phi3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    window = fields.get("sliding_window", int, 0)
+    return replace(plain, window=window, windowed=tuple(range(plain.layers)) if window else ())
+
+
+def _gemma(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
-    # Gemma 2's default: layers 0, 2, 4, ... have windows.
-    alternate = ["full_attention" if i % 2 else "sliding_attention" for i in range(plain.layers)]
+    return replace(plain, biases=biases, norm_offset=1.0, embedding_scale=plain.width**0.5)
+
+
+def _gemma2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(
-        plain,
-        biases=biases,
-        norm_offset=1.0,
-        post_norms=True,
-        embedding_scale=plain.width**0.5,
-        # In place of 1 / sqrt(head width).
-        attention_scale=fields.get("query_pre_attn_scalar", (int, float), 256) ** -0.5,
+        _local_gemma(fields, plain, period=2),
         attention_cap=_cap(fields, "attn_logit_softcapping", 50.0),
         logit_cap=_cap(fields, "final_logit_softcapping", 30.0),
+    )
+
+
+def _gemma3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    period = fields.get("sliding_window_pattern", int, 6)
+    # transformers reads no cap of the scores here, whatever the config says.
+    return replace(
+        _local_gemma(fields, plain, period), qk_norm="head", logit_cap=_cap(fields, "final_logit_softcapping", 0.0)
+    )
+
+
+def _local_gemma(fields: Fields, plain: DecoderConfig, period: int) -> DecoderConfig:
+    """Add windows, by default of all layers but every `period`-th, norms of the outputs and a scale of the scores."""
+    kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(plain.layers)]
+    return replace(
+        _gemma(fields, plain),
+        post_norms=True,
+        # In place of 1 / sqrt(head width).
+        attention_scale=fields.get("query_pre_attn_scalar", (int, float), 256) ** -0.5,
         window=fields.get("sliding_window", int, 4096),
-        windowed=_windowed(fields, plain.layers, alternate),
+        windowed=_windowed(fields, kinds),
     )
 
 
@@ -172,17 +222,23 @@ def _late_windows(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.values else 4096)
     first = fields.get("max_window_layers", int, 28)
     late = ["sliding_attention" if window and i >= first else "full_attention" for i in range(plain.layers)]
-    windowed = _windowed(fields, plain.layers, late)
+    windowed = _windowed(fields, late)
     return replace(plain, window=window if windowed else 0, windowed=windowed)
 
 
-def _windowed(fields: Fields, layers: int, default: list[str]) -> tuple[int, ...]:
-    types = fields.get("layer_types", list, default)
-    if len(types) != layers or set(types) - LAYER_TYPES:
-        raise UserError(
-            f"{fields.where}: layer_types must give each of {layers} layers one of {', '.join(sorted(LAYER_TYPES))}"
-        )
+def _windowed(fields: Fields, default: list[str]) -> tuple[int, ...]:
+    types = _layer_types(fields, default, LAYER_TYPES)
     return tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
+
+
+def _layer_types(fields: Fields, default: list[str], known: set[str]) -> list[str]:
+    """Read the kind of every layer. Raises UserError for another number of them than `default` has, or other kinds."""
+    types = fields.get("layer_types", list, default)
+    if len(types) != len(default) or set(types) - known:
+        raise UserError(
+            f"{fields.where}: layer_types must give each of {len(default)} layers one of {', '.join(sorted(known))}"
+        )
+    return types
 
 
 class Rope(NamedTuple):
@@ -190,8 +246,10 @@ class Rope(NamedTuple):
 
     theta: float
     scaling: RopeScaling
+    share: float  # partial_rotary_factor
     sections: tuple[int, ...]  # mrope_section
     interleaved: bool  # whether the sections take turns
+    window_theta: float  # base of the layers with windows, unscaled; 0: as the others
 
 
 def rope_of(fields: Fields, family: Family) -> Rope:
@@ -212,6 +270,9 @@ def rope_of(fields: Fields, family: Family) -> Rope:
 
 def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     values = {name: value for name, value in fields.get(place, dict, {}).items() if value is not None}
+    near = values.get("sliding_attention") or {}
+    if family.window_theta and set(values) & LAYER_TYPES:
+        values = values.get("full_attention") or {}
     rope = Fields({"rope_theta": fields.values.get("rope_theta"), **values}, f"{fields.where}: {place}")
     kind = rope.get("rope_type", str, rope.get("type", str, "default"))
     if kind not in ROPE:
@@ -221,14 +282,25 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     # Not an error: transformers ignores them, and published checkpoints have some.
     if unread := sorted(set(values) - set(ROPE[kind]) - ROPE_ALWAYS):
         note(f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers")
-    for where in (rope, fields):
-        where.refuse("partial_rotary_factor", 1, 1.0)
+    if family.rotary_share is None:
+        for where in (rope, fields):
+            where.refuse("partial_rotary_factor", 1, 1.0)
+    share = fields.get("partial_rotary_factor", float, family.rotary_share or 1.0)
     return Rope(
         theta=rope.get("rope_theta", float, family.theta),
+        share=rope.get("partial_rotary_factor", float, share),
         scaling=_scaling(kind, rope, fields, family),
         sections=tuple(rope.get("mrope_section", list, [])),
         interleaved=rope.get("mrope_interleaved", bool, False),
+        window_theta=_window_theta(fields, Fields(near, f"{fields.where}: {place}: sliding_attention"), family),
     )
+
+
+def _window_theta(fields: Fields, rope: Fields, family: Family) -> float:
+    """Read the base of the layers with windows; older versions write `rope_local_base_freq`."""
+    rope.refuse("rope_type", "default")
+    default = fields.get("rope_local_base_freq", float, family.window_theta) if family.window_theta else 0.0
+    return rope.get("rope_theta", float, default)
 
 
 def _scaling(kind: str, rope: Fields, fields: Fields, family: Family) -> RopeScaling:
@@ -248,7 +320,8 @@ def _scaling(kind: str, rope: Fields, fields: Fields, family: Family) -> RopeSca
             factor = rope.get("factor", float, max_positions / trained_positions)
             attention = rope.get("attention_factor", float, _yarn_attention(rope, factor))
             # As in the paper's code, 0 stands for its default too.
-            fast, slow = rope.get("beta_fast", float, 32.0) or 32.0, rope.get("beta_slow", float, 1.0) or 1.0
+            fast = rope.get("beta_fast", float, 32.0) or 32.0
+            slow = rope.get("beta_slow", float, 1.0) or 1.0
             truncate = rope.get("truncate", bool, True)
             return YarnRope(factor, trained_positions, attention, fast, slow, whole=truncate)
         case "longrope":
@@ -264,28 +337,58 @@ def _yarn_attention(rope: Fields, factor: float) -> float:
     def grown(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    over, under = rope.get("mscale", float, 0.0), rope.get("mscale_all_dim", float, 0.0)
+    over = rope.get("mscale", float, 0.0)
+    under = rope.get("mscale_all_dim", float, 0.0)
     return grown(over) / grown(under) if over and under else grown(1.0)
 
 
+GEMMA2 = Family(
+    _gemma2,
+    width=2304,
+    layers=26,
+    heads=8,
+    mlp_width=9216,
+    vocab=256_000,
+    positions=8192,
+    tied=True,
+    activation="hidden_activation",
+    default_activation="gelu_pytorch_tanh",
+    head_width=256,
+    kv_heads=4,
+)
 FAMILIES = {
     "qwen2": Family(_qwen2),
     "qwen3": Family(_qwen3, head_width=128),
+    "qwen3_5_text": Family(
+        _qwen3_5, heads=16, kv_heads=4, head_width=256, mlp_width=12_288, vocab=248_320, rotary_share=0.25
+    ),
     "llama": Family(_llama, mlp_width=11_008, vocab=32_000, positions=2048, kv_heads=None),
     "mistral": Family(_mistral, mlp_width=14_336, vocab=32_000, positions=4096 * 32, kv_heads=8),
-    "gemma2": Family(
-        _gemma2,
-        width=2304,
-        layers=26,
-        heads=8,
-        mlp_width=9216,
+    "phi3": Family(
+        _phi3,
+        width=3072,
+        mlp_width=8192,
+        vocab=32_064,
+        positions=4096,
+        norm_eps=1e-5,
+        kv_heads=None,
+        rotary_share=1.0,
+    ),
+    "gemma": Family(
+        _gemma,
+        width=3072,
+        layers=28,
+        heads=16,
+        mlp_width=24_576,
         vocab=256_000,
         positions=8192,
         tied=True,
-        activation="hidden_activation",
+        default_activation="gelu_pytorch_tanh",
         head_width=256,
-        kv_heads=4,
+        kv_heads=16,
     ),
+    "gemma2": GEMMA2,
+    "gemma3_text": replace(GEMMA2, adapt=_gemma3, vocab=262_208, positions=131_072, theta=1e6, window_theta=1e4),
 }
 
 
@@ -293,6 +396,7 @@ FAMILIES = {
 
 BODIES = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
 OUTPUTS = ("lm_head", "language_model.lm_head")
+PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 
 
 def find_decoder(folder: HfFolder) -> tuple[str, str]:
@@ -306,27 +410,62 @@ def find_decoder(folder: HfFolder) -> tuple[str, str]:
     return inner, next((p for p in OUTPUTS if f"{p}.weight" in folder.tensors), OUTPUTS[0])
 
 
-def decoder_parts(config: DecoderConfig, inner: str, output: str) -> TensorNames:
-    """Locate a decoder's parameters: its body under the prefix `inner`, its output table at `output`."""
+def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
+    """List patterns of the tensors of prediction several tokens ahead, which is not computed; say so where any are."""
+    if any(key.startswith(PREDICTION) for key in folder.tensors):
+        note(
+            f"{folder.path}: {PREDICTION}* (prediction several tokens ahead) is not read; an export copies it as it is"
+        )
+    return (f"{PREDICTION}*",)
+
+
+def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
+    """Locate a decoder's parameters. Raises UserError where there is no decoder."""
+    inner, output = find_decoder(folder)
     layer = f"{inner}layers.*."
-    # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2, where it really comes after attention.
+    attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+    mlp = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it comes after attention.
     after_attention = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     parts = {
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
-        "layers.*.attention.query": linear(f"{layer}self_attn.q_proj"),
-        "layers.*.attention.key": linear(f"{layer}self_attn.k_proj"),
-        "layers.*.attention.value": linear(f"{layer}self_attn.v_proj"),
-        "layers.*.attention.output": linear(f"{layer}self_attn.o_proj"),
+        **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{theirs}") for ours, theirs in attention.items()},
         "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
         "layers.*.attention_after": norm(f"{layer}post_attention_layernorm"),
         "layers.*.mlp_norm": norm(f"{layer}{after_attention}"),
-        "layers.*.mlp.gate": linear(f"{layer}mlp.gate_proj"),
-        "layers.*.mlp.up": linear(f"{layer}mlp.up_proj"),
-        "layers.*.mlp.down": linear(f"{layer}mlp.down_proj"),
+        **{f"layers.*.mlp.{ours}": linear(f"{layer}mlp.{theirs}") for ours, theirs in mlp.items()},
         "layers.*.mlp_after": norm(f"{layer}post_feedforward_layernorm"),
         "head.norm": norm(f"{inner}norm"),
         "head.table": table(output),
     }
-    return TensorNames(parts)
+    if f"{inner}layers.0.self_attn.qkv_proj.weight" in folder.tensors:  # Phi-3
+        heads = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
+        widths = {name: count * config.head_width for name, count in heads.items()}
+        qkv = fused_parts(linear(f"{layer}self_attn.qkv_proj"), **widths)
+        gates = fused_parts(linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width)
+        parts |= {f"layers.*.attention.{name}": part for name, part in qkv.items()}
+        parts |= {f"layers.*.mlp.{name}": part for name, part in gates.items()}
+    return TensorNames(parts | _delta_parts(config.delta_net, layer) if config.delta_net else parts)
+
+
+def _delta_parts(config: DeltaNetConfig, layer: str) -> dict[str, LeafTensors]:
+    """Locate the parameters of the gated delta nets. Queries, keys and values are rows of one matrix and one filter."""
+    delta_net = "layers.*.delta_net"
+    hf_layer = f"{layer}linear_attn"
+    keys = config.key_heads * config.key_width
+    values = config.value_heads * config.value_width
+    matrix = linear(f"{hf_layer}.in_proj_qkv")
+    # Stored [channel, 1, tap]; ours: [tap, channel].
+    channel_filter = {"weight": TensorSlice(f"{hf_layer}.conv1d.weight", (2, 1, 0))}
+    parts: dict[str, LeafTensors] = {
+        delta_net: {"a_log": TensorSlice(f"{hf_layer}.A_log"), "dt_bias": TensorSlice(f"{hf_layer}.dt_bias")},
+        f"{delta_net}.norm": norm(f"{hf_layer}.norm"),
+    }
+    for name, hf_name in {"gate": "in_proj_z", "beta": "in_proj_b", "decay": "in_proj_a", "output": "out_proj"}.items():
+        parts[f"{delta_net}.{name}"] = linear(f"{hf_layer}.{hf_name}")
+    widths = {"query": keys, "key": keys, "value": values}
+    parts |= {f"{delta_net}.{name}": part for name, part in fused_parts(matrix, **widths).items()}
+    parts |= {f"{delta_net}.{name}_filter": part for name, part in fused_parts(channel_filter, **widths).items()}
+    return parts

@@ -12,8 +12,8 @@ from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import Encoder, module_names
 from mmjax.errors import UserError
-from mmjax.hf import audio, decoders, internvl, llava, qwen_vl, vision
-from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
+from mmjax.hf import audio, decoders, gemma3, internvl, llava, qwen_vl, vision
+from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.hub import checkpoint_folder
@@ -31,18 +31,20 @@ class Checkpoints:
 
 
 def _decoder(folder: HfFolder, fields: Fields) -> ModelConfig:
-    return ModelConfig(decoder_of(fields))
+    # Of text alone all three coordinates of a position are one number, so that sections change nothing.
+    return ModelConfig(replace(decoder_of(fields), rope_sections=(), rope_interleaved=False))
 
 
 def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     inner, output = find_decoder(folder)
-    unused = (f"{output}.weight",) if model.llm.tied else ()
-    return Layout({"llm": decoder_parts(model.llm, inner, output)}, {"llm": (inner, output)}, unused)
+    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
+    return Layout({"llm": decoder_parts(model.llm, folder)}, {"llm": (inner, output)}, unused)
 
 
 CHECKPOINTS = {
     **dict.fromkeys(decoders.FAMILIES, Checkpoints(_decoder, _decoder_layout)),
     **dict.fromkeys(llava.FAMILIES, Checkpoints(llava.read, llava.layout)),
+    "gemma3": Checkpoints(gemma3.read, gemma3.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
     **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout)),

@@ -1,4 +1,4 @@
-"""InternVL 2.5 and 3: InternViT, pixel shuffle, an MLP, a decoder; in transformers' layout and in OpenGVLab's own."""
+"""InternVL 2.5 to 3.5: InternViT, pixel shuffle, an MLP, a decoder; in transformers' layout and in OpenGVLab's own."""
 
 from __future__ import annotations
 

@@ -56,21 +56,20 @@ def table(key: str) -> LeafTensors:
     return {"weight": TensorSlice(f"{key}.weight")}
 
 
-def vector(key: str) -> LeafTensors:
-    """Locate a parameter that is a tensor by itself."""
-    return {"weight": TensorSlice(key)}
-
-
 def convolution(key: str, order: tuple[int, ...]) -> LeafTensors:
     """Locate a convolution that is computed as a matrix product; `order` as in `TensorSlice`."""
     return {"weight": TensorSlice(f"{key}.weight", order), "bias": TensorSlice(f"{key}.bias")}
 
 
-def qkv_slice(leaves: LeafTensors, which: int, width: int) -> LeafTensors:
-    """Locate one of queries, keys and values that are stored as one matrix, each of `width` rows."""
-    # Queries are rows 0 .. width, keys the next, values the last.
-    rows = which * width, (which + 1) * width
-    return {name: replace(tensor, rows=rows) for name, tensor in leaves.items()}
+def fused_parts(leaves: LeafTensors, **widths: int) -> dict[str, LeafTensors]:
+    """Locate layers that are stored as one matrix: their names and rows, in its order."""
+    parts = {}
+    start = 0
+    for part, width in widths.items():
+        rows = start, start + width
+        parts[part] = {name: replace(tensor, rows=rows) for name, tensor in leaves.items()}
+        start += width
+    return parts
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def whole_layout(
     tables = (f"{output}.weight",) if model.llm.tied else ()
     return Layout(
         {
-            "llm": decoder_parts(model.llm, inner, output),
+            "llm": decoder_parts(model.llm, folder),
             "vision": vision_parts(vision, kind, tower),
             "vision.connector": connector,
         },

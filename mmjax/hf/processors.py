@@ -67,6 +67,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": _ONEVISION_PINPOINTS},
     "Qwen2VLImageProcessor": _COMMON
     | {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "patch_size": 14, "merge_size": 2},
+    "Gemma3ImageProcessor": _COMMON
+    | _HALF
+    | {"resample": 2, "size": {"height": 224, "width": 224}, "default_to_square": True},
     "Qwen2VLVideoProcessor": _VIDEO
     | {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}, "max_video_tokens": 128_000},
     "Qwen3VLVideoProcessor": _VIDEO
@@ -242,6 +245,8 @@ def _fixed_size(fields: _ProcessorFields, pads: bool) -> FixedSize:
         raise fields.refused("do_pad", "only LlavaImageProcessor pads; set it to false")
     if fields.flag("use_square_size"):
         raise fields.refused("use_square_size", "give height and width in size instead")
+    if fields.flag("do_pan_and_scan"):
+        raise fields.refused("do_pan_and_scan", "crops beside the whole image are not supported; set it to false")
     return FixedSize(
         square=_background(fields) if fields.flag("do_pad") else (),
         resize=fields.extent("size") if fields.flag("do_resize") else (),

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL (dense), whole: what their configs say, where their tensors lie."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense), whole: what their configs say, where their tensors lie."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder
+from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, TensorNames, convolution, linear, norm, qkv_slice, table
+from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_video_processing
 from mmjax.hf.vision import with_images
 
@@ -36,7 +36,7 @@ class Family:
     text: Mapping[str, Any]  # defaults
     sections: tuple[int, ...]
     interleaved: bool
-    windows: bool  # whether the text's windows are used
+    layer_types: bool  # whether the text's windows and kinds of layers are used
     vision: Mapping[str, Any]  # defaults
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
@@ -50,14 +50,14 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     Raises UserError for a field that is missing or not supported.
     """
     family = FAMILIES[fields.get("model_type", str)]
-    vision = fields.inner("vision_config").over(family.vision)
+    vision = _renamed(fields.inner("vision_config").over(family.vision))
     llm = _llm(fields, family)
     if (outputs := vision.get("out_hidden_size", int)) != llm.width:
         raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
     merge = vision.get("spatial_merge_size", int)
     width = vision.get("hidden_size", int)
     # The MLP of the patch merger has the width of what is merged.
-    connector = ConnectorConfig(merge, merge**2 * width, norm_eps=EPS, activation="gelu")
+    connector = ConnectorConfig(merge=merge, mlp_width=merge**2 * width, norm_eps=EPS, activation="gelu")
     tower = VisionConfig(
         attention="auto",
         layers=vision.get("depth", int),
@@ -82,6 +82,19 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
 
 
+def _renamed(vision: Fields) -> Fields:
+    """Give the vision fields of Qwen2-VL, which calls the tower's width `embed_dim`, the names of its successors."""
+    if "embed_dim" not in vision.values:
+        return vision
+    width = vision.get("embed_dim", int)
+    names = {
+        "hidden_size": width,
+        "out_hidden_size": vision.get("hidden_size", int),
+        "intermediate_size": width * vision.get("mlp_ratio", int),
+    }
+    return Fields(vision.values | names, vision.where)
+
+
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
     """The decoder, whose fields the first checkpoints have beside `vision_config`, later ones in `text_config`."""
     flat = fields.values.get("text_config") is None
@@ -89,13 +102,13 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
     values = dict(text.values)
     if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
-    if not family.windows:
+    if not family.layer_types:
         # Null counts as missing, so the fields have no effect.
         values |= {"use_sliding_window": None, "layer_types": None}
     text = Fields({**values, "model_type": family.decoder}, text.where).over(family.text)
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
     llm = decoder_of(text, tied)
-    pairs = llm.head_width // 2
+    pairs = llm.rotary_pairs
     sections = llm.rope_sections or family.sections
     if len(sections) != 3:
         raise UserError(f"{text.where}: mrope_section={list(sections)} must have three numbers: of t, y and x")
@@ -105,7 +118,9 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
         y, x = (len(range(axis, min(3 * sections[axis], pairs), 3)) for axis in (1, 2))
         sections = pairs - y - x, y, x
     if sum(sections) != pairs:
-        raise UserError(f"{text.where}: mrope_section={list(sections)} must add up to {pairs}, a head's channel pairs")
+        raise UserError(
+            f"{text.where}: mrope_section={list(sections)} must add up to {pairs}, the channel pairs that RoPE turns"
+        )
     return replace(llm, rope_sections=sections, rope_interleaved=family.interleaved)
 
 
@@ -113,6 +128,10 @@ def _rope_theta(vision: Fields) -> float:
     rope = Fields(vision.get("rope_parameters", dict, {}), f"{vision.where}: rope_parameters")
     rope.refuse("rope_type", "axial", "default")
     return rope.get("rope_theta", float, 10_000.0)
+
+
+def _qwen2(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    return replace(plain, positions=RotaryGrid(_rope_theta(vision)), embed_bias=False)
 
 
 def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
@@ -138,7 +157,7 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
 
 def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     places = vision.get("num_position_embeddings", int)
-    deep = vision.get("deepstack_visual_indexes", list)
+    deep = vision.get("deepstack_visual_indexes", list, [])
     side = round(places**0.5)
     if side**2 != places:
         raise UserError(f"{vision.where}: num_position_embeddings={places} is no square of a number")
@@ -149,6 +168,11 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
         positions=StretchedGrid(side, _rope_theta(vision)),
         deepstack=tuple(i for i in deep if i < plain.layers),
     )
+
+
+def _qwen3_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
+    vision.refuse("deepstack_visual_indexes", [])
+    return _qwen3(vision, plain)
 
 
 FAMILIES = {
@@ -168,7 +192,7 @@ FAMILIES = {
         },
         sections=(16, 24, 24),
         interleaved=False,
-        windows=True,
+        layer_types=True,
         vision={
             "depth": 32,
             "hidden_size": 3584,
@@ -203,7 +227,7 @@ FAMILIES = {
         },
         sections=(24, 20, 20),
         interleaved=True,
-        windows=False,
+        layer_types=False,
         vision={
             "depth": 27,
             "hidden_size": 1152,
@@ -223,6 +247,33 @@ FAMILIES = {
         videos="Qwen3VL",
     ),
 }
+FAMILIES["qwen2_vl"] = replace(
+    FAMILIES["qwen2_5_vl"],
+    vision={
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": 3584,
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 0.0,  # it counts temporal patches
+    },
+    tower=_qwen2,
+)
+_QWEN3_VISION = dict(FAMILIES["qwen3_vl"].vision)
+_QWEN3_VISION.pop("deepstack_visual_indexes")
+FAMILIES["qwen3_5"] = replace(
+    FAMILIES["qwen3_vl"],
+    decoder="qwen3_5_text",
+    text={},
+    sections=(11, 11, 10),
+    layer_types=True,
+    vision=_QWEN3_VISION,
+    tower=_qwen3_5,
+)
 
 
 # ---------------------------------------------------------------------------------------------------------- tensors
@@ -234,9 +285,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     first = next((p for p in VISION_FIRST if f"{p}patch_embed.proj.weight" in folder.tensors), None)
     if first is None:
         raise UserError(f"{folder.path} has no vision tower: no tensor is called [...]visual.patch_embed.proj.weight")
-    parts = {"llm": decoder_parts(model.llm, inner, output)}
+    parts = {"llm": decoder_parts(model.llm, folder)}
     prefixes = {"llm": (inner, output)}
-    unused = (f"{output}.weight",) if model.llm.tied else ()
+    unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
     mergers = f"{first}merger.", f"{first}deepstack_merger_list."
     for name, config in model.encoders.items():
         taken = {Path(weights).expanduser() for weights in (config.weights, config.connector.weights) if weights}
@@ -254,7 +305,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
 def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
     layer = f"{first}blocks.*"
     third_of = linear(f"{layer}.attn.qkv")
-    names = ("gate_proj", "up_proj", "down_proj") if config.gated else ("", "linear_fc1", "linear_fc2")
+    # Qwen2-VL's MLP is called `fc1` and `fc2`; what tells it from Qwen3-VL's are its positions.
+    plain = ("", "fc1", "fc2") if isinstance(config.positions, RotaryGrid) else ("", "linear_fc1", "linear_fc2")
+    names = ("gate_proj", "up_proj", "down_proj") if config.gated else plain
     parts = {
         # Stored [width, channel, frame, row, column].
         # Ours: frame, row, column, channel.
@@ -264,15 +317,15 @@ def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
         "layers.*.attention.output": linear(f"{layer}.attn.proj"),
         "layers.*.mlp_norm": norm(f"{layer}.norm2"),
     }
-    for which, name in enumerate(QKV):
-        parts[f"layers.*.attention.{name}"] = qkv_slice(third_of, which, config.width)
+    for name, third in fused_parts(third_of, **dict.fromkeys(QKV, config.width)).items():
+        parts[f"layers.*.attention.{name}"] = third
     for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
         parts[f"layers.*.mlp.{ours}"] = linear(f"{layer}.mlp.{theirs}")
     return TensorNames(parts)
 
 
 def _connector_parts(first: str, config: VisionConfig) -> TensorNames:
-    if config.connector.norm == "rms":
+    if isinstance(config.positions, RotaryGrid):  # Qwen2-VL and 2.5
         names = f"{first}merger.ln_q", f"{first}merger.mlp.0", f"{first}merger.mlp.2"
     else:
         names = f"{first}merger.norm", f"{first}merger.linear_fc1", f"{first}merger.linear_fc2"

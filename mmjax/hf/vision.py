@@ -22,7 +22,7 @@ from mmjax.config import (
 from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, LeafTensors, TensorNames, TensorSlice, convolution, linear, norm, qkv_slice
+from mmjax.hf.layout import Layout, TensorNames, TensorSlice, convolution, fused_parts, linear, norm
 from mmjax.hf.processors import image_processor_file, read_image_processing
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
@@ -225,17 +225,14 @@ def _open_intern(fields: Fields) -> VisionConfig:
 
 def _open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
     layer = f"{prefix}encoder.layers.*."
-    fused = linear(f"{layer}attn.qkv")
-    thirds: dict[str, LeafTensors] = {
-        f"layers.*.attention.{ours}": qkv_slice(fused, i, config.width) for i, ours in enumerate(QKV)
-    }
+    thirds = fused_parts(linear(f"{layer}attn.qkv"), **dict.fromkeys(QKV, config.width))
     return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
             "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0, 1, 2))},
             "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding", (0, 1, 2))},
             "layers.*.attention_norm": norm(f"{layer}norm1"),
-            **thirds,
+            **{f"layers.*.attention.{name}": third for name, third in thirds.items()},
             "layers.*.attention.output": linear(f"{layer}attn.proj"),
             "layers.*.attention.query_norm": norm(f"{layer}attn.q_norm"),
             "layers.*.attention.key_norm": norm(f"{layer}attn.k_norm"),

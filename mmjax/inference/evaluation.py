@@ -39,8 +39,8 @@ from mmjax.inference.prompts import (
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated
+from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.losses import losses_in_chunks
-from mmjax.runtime.step import put_rows
 from mmjax.startup import activity
 
 AGREEING = 3  # people whose answer it must be to be wholly right (VQA)
@@ -215,7 +215,8 @@ class Evaluator:
         self._unusable = defaultdict[str, dict[int, str]](dict)
         self._groups = defaultdict[str, set[str]](set)  # families and tasks of each split's questions
         self._fatal = config.data.on_bad_sample == "raise"
-        self._mesh, self._rules = mesh, rules
+        self._mesh = mesh
+        self._rules = rules
         self._progress = progress
         self._done = 0
         questions = list[tuple[str, int]]()  # source and sample

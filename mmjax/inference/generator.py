@@ -22,7 +22,7 @@ from mmjax.models.layers import IMPL
 from mmjax.models.model import Model
 from mmjax.models.multimodal import Cache
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain, replicated, row_ranks
-from mmjax.runtime.step import put_rows
+from mmjax.runtime.device_batch import put_rows
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class Generator:
         batch_limits: BatchLimits | None = None,
     ) -> None:
         self._model = model
-        self._mesh, self._rules = mesh, rules
+        self._mesh = mesh
+        self._rules = rules
         self._ends = tuple(ends)
         self._decode = decode
         self._max_tokens = max_tokens

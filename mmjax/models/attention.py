@@ -74,15 +74,16 @@ def plan_attention(
         return plan_blocks(mask, tiles) if flash else None
     current = active()
     rows = sharding(current.mesh, current.rules, mask.pos.shape, ("rows", "length")).spec[0]
+    ragged = current.exchange == "ragged"
 
     def make(q_mask: MaskSpec, k_mask: MaskSpec) -> MaskSpec | BlockPlan:
         return plan_blocks(q_mask, tiles, k_mask) if flash else k_mask
 
     return jax.shard_map(
-        partial(plan_pieces, make=make),
+        partial(plan_pieces, make=make, ragged=ragged),
         mesh=current.mesh,
         in_specs=PartitionSpec(rows, CONTEXT),
-        out_specs=plan_specs(current.mesh.shape[CONTEXT], rows, flash),
+        out_specs=plan_specs(current.mesh.shape[CONTEXT], rows, flash, ragged),
         check_vma=False,
     )(mask)
 
@@ -169,7 +170,8 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     q_spec, k_spec = (PartitionSpec(x[0], x[1], x[2], single or None) for x in (q_spec, k_spec))
     if isinstance(tokens, ContextPlan):
         flash, stacked = isinstance(tokens.pieces[0], BlockPlan), tokens.index is not None
-        token_specs = plan_specs(current.mesh.shape[CONTEXT], q_spec[0], flash, stacked)
+        ragged = tokens.needed is not None
+        token_specs = plan_specs(current.mesh.shape[CONTEXT], q_spec[0], flash, ragged, stacked)
     else:
         token_specs = jax.tree.map(lambda x: spec(x, *("rows", *(None,) * x.ndim)[: x.ndim]), tokens)
     return jax.shard_map(

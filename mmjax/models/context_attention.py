@@ -2,11 +2,13 @@
 
 Any order of tokens: masks read each token's sample, index and span. Keys and values arrive in pieces, straight from the
 devices that hold them, while the kernel works on the piece before (Ring Attention, Liu et al. 2023, but nothing is
-passed on); or heads are exchanged for tokens (DeepSpeed-Ulysses, Jacobs et al. 2023). For use inside a `shard_map`.
+passed on); all of them, or those alone that some query of the receiver may attend. Or heads are exchanged for tokens
+(DeepSpeed-Ulysses, Jacobs et al. 2023). For use inside a `shard_map`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -16,13 +18,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from mmjax.kernels.flash_attention import BlockPlan
-from mmjax.kernels.masks import MaskSpec
+from mmjax.kernels.masks import MaskSpec, block_pairs
 from mmjax.parallel.sharding import CONTEXT
 
 MAX_PIECES = 4  # in which keys and values arrive, the own first: each more is one more pass over the output to merge
+MAX_SLICES = 8  # of a row that a device sends to another: beyond, what lies between two of them is sent too
+QUERY_BLOCK = 128  # tokens at most for which it is found what they may attend
+KEY_BLOCK = 16  # and that are sent together
+
+
+class Slices(NamedTuple):
+    """Slices of a row's tokens, int32 [B, devices - 1, slices]: for each device ahead, from the next on; size 0 = none.
+
+    Over all devices the last axis has those of all.
+    """
+
+    start: Array
+    size: Array
 
 
 class ContextPlan(NamedTuple):
@@ -33,6 +48,9 @@ class ContextPlan(NamedTuple):
     """
 
     pieces: tuple[MaskSpec | BlockPlan, ...]
+    # What a device needs of those ahead, and what those behind need of it; None: all tokens are sent.
+    needed: Slices | None = None
+    asked: Slices | None = None
     index: Array | None = None
 
     def of_mask(self) -> ContextPlan:
@@ -40,17 +58,18 @@ class ContextPlan(NamedTuple):
         if self.index is None:
             return self
         take = partial(lax.dynamic_index_in_dim, index=self.index, axis=1, keepdims=False)
-        return ContextPlan(jax.tree.map(take, self.pieces))
+        return ContextPlan._make((*jax.tree.map(take, self[:-1]), None))
 
 
-def plan_specs(devices: int, rows: Any, flash: bool, stacked: bool = False) -> ContextPlan:
+def plan_specs(devices: int, rows: Any, flash: bool, ragged: bool, stacked: bool = False) -> ContextPlan:
     """Return how a plan's arrays lie on the mesh. rows: mesh axes of the rows; stacked: with `index`."""
     masks = (None,) * stacked
     piece = by_block = PartitionSpec(rows, *masks, CONTEXT)
     if flash:
         fields = PartitionSpec(rows, *masks, None, CONTEXT)
         piece = BlockPlan(fields, fields, by_block, by_block, by_block)
-    return ContextPlan((piece,) * len(pieces(devices)), PartitionSpec() if stacked else None)
+    slices = Slices(*2 * [PartitionSpec(rows, *masks, None, CONTEXT)]) if ragged else None
+    return ContextPlan((piece,) * len(pieces(devices)), slices, slices, PartitionSpec() if stacked else None)
 
 
 class Kernel(NamedTuple):
@@ -75,10 +94,43 @@ def pieces(devices: int) -> list[range]:
     return [range(1), *(range(hop, min(hop + devices_a_piece, devices)) for hop in range(1, devices, devices_a_piece))]
 
 
-def plan_pieces(mask: MaskSpec, make: Callable[[MaskSpec, MaskSpec], MaskSpec | BlockPlan]) -> ContextPlan:
-    """Make the plan of each piece from the masks of the device's queries and of the piece's keys."""
-    arriving = pieces(lax.axis_size(CONTEXT))
-    return ContextPlan(tuple(make(mask, jax.tree.map(partial(_arrive, hops=hops), mask)) for hops in arriving))
+def plan_pieces(
+    mask: MaskSpec, make: Callable[[MaskSpec, MaskSpec], MaskSpec | BlockPlan], ragged: bool = False
+) -> ContextPlan:
+    """Make the plan of each piece from the masks of the device's queries and of the piece's keys.
+
+    ragged: plan to send only what some query of the receiver may attend.
+    """
+    devices = lax.axis_size(CONTEXT)
+    masks = [_arrive(mask, hops) for hops in pieces(devices)]
+    plan = ContextPlan(tuple(make(mask, keys) for keys in masks))
+    if not ragged:
+        return plan
+    length = mask.pos.shape[1]
+    q_size, k_size = (math.gcd(length, block) for block in (QUERY_BLOCK, KEY_BLOCK))
+    attended = jnp.concatenate([block_pairs(mask, keys, q_size, k_size)[1].any(1) for keys in masks[1:]], axis=1)
+    needed = _slices(attended.reshape(len(attended), devices - 1, -1), k_size)
+    back = [jax.tree.map(lambda x, hop=hop: _from_device(x[:, hop - 1], -hop), needed) for hop in range(1, devices)]
+    return plan._replace(needed=needed, asked=jax.tree.map(lambda *x: jnp.stack(x, axis=1), *back))
+
+
+def _slices(attended: Bool[Array, "b h x"], size: int) -> Slices:
+    """Cover the attended blocks of tokens by at most MAX_SLICES slices, bridging the shortest gaps."""
+    blocks = attended.shape[-1]
+    place = jnp.arange(blocks, dtype=jnp.int32)
+    # Of the last attended block in front of each, -1: there is none.
+    previous = lax.cummax(jnp.where(attended, place, -1), axis=attended.ndim - 1)
+    previous = jnp.pad(previous[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+    gaps = jnp.where(attended & (previous >= 0), place - previous - 1, 0)
+    length, begin = lax.top_k(gaps, min(MAX_SLICES - 1, blocks))
+    # A slice begins behind each of these gaps, and the one before it ends there; `blocks` stands for none.
+    begin, stop = (jnp.where(length > 0, x, blocks) for x in (begin, jnp.take_along_axis(previous, begin, axis=-1) + 1))
+    first, end = (
+        jnp.where(attended.any(-1), x, blocks)[..., None]
+        for x in (attended.argmax(-1), blocks - attended[..., ::-1].argmax(-1))
+    )
+    begins, stops = (jnp.sort(jnp.concatenate(x, axis=-1), axis=-1) for x in ((first, begin), (stop, end)))
+    return Slices(begins.astype(jnp.int32) % blocks * size, (stops - begins).astype(jnp.int32) * size)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -109,24 +161,69 @@ def attend_by_heads(
     return exchange(out, split_axis=1, concat_axis=2)
 
 
-def _arrive(arrays: Any, hops: range) -> Any:
-    """Receive the arrays of each device so many ahead, one after the other along the tokens."""
+def _arrive(arrays: Any, hops: range, plan: ContextPlan | None = None) -> Any:
+    """Receive the arrays of each device so many ahead, one after the other along the tokens; what is not sent is 0.
+
+    plan: says what is sent, where that is not all.
+    """
 
     def received(x: Array) -> Array:
+        if plan is not None and plan.needed is not None and 0 not in hops:
+            parts = _send_slices(x[None], hops, plan.asked, plan.needed, ahead=True)
+            return jnp.moveaxis(parts, 0, 1).reshape(len(x), -1, *x.shape[2:])
         parts = [_from_device(x, hop) for hop in hops]
         return jnp.concatenate(parts, axis=1) if parts[1:] else parts[0]
 
     return jax.tree.map(received, arrays)
 
 
-def _return(arrays: Any, hops: range) -> Any:
+def _return(arrays: Any, hops: range, plan: ContextPlan) -> Any:
     """Transpose `_arrive`: sum what other devices have for this one's tokens."""
 
     def received(x: Array) -> Array:
+        if plan.needed is not None and 0 not in hops:
+            parts = jnp.moveaxis(x.reshape(len(x), len(hops), -1, *x.shape[2:]), 1, 0)
+            return _send_slices(parts, hops, plan.needed, plan.asked, ahead=False).sum(0)
         parts = jnp.split(x, len(hops), axis=1)
         return reduce(jnp.add, (_from_device(part, -hop) for part, hop in zip(parts, hops, strict=True)))
 
     return jax.tree.map(received, arrays)
+
+
+def _send_slices(x: Array, hops: range, sent: Slices, received: Slices, ahead: bool) -> Array:
+    """Receive slices of the tokens of each device so many ahead, or behind, zeros between: `[hops, B, T, ...]`.
+
+    x: what each of these gets its slices of, or one for all.
+    """
+    devices = lax.axis_size(CONTEXT)
+    device = lax.axis_index(CONTEXT)
+    copies, rows, length = x.shape[:3]
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None] * length
+
+    def by_device(slices: Array, sign: int) -> Array:
+        """Order what is there for each hop by device; [B, hops, slices] becomes [devices * B * slices]."""
+        places = jnp.zeros((devices, *slices[:, 0].shape), jnp.int32)
+        neighbours = (device + sign * jnp.arange(hops.start, hops.stop)) % devices
+        return places.at[neighbours].set(jnp.moveaxis(slices, 1, 0)).ravel()
+
+    def of_hops(slices: Slices) -> Slices:
+        return jax.tree.map(lambda field: field[:, hops.start - 1 : hops.stop - 1], slices)
+
+    # The part for the third of these hops begins after two arrays of all rows, here and where it arrives.
+    part = jnp.arange(len(hops), dtype=jnp.int32)[:, None] * (rows * length)
+    sent = of_hops(sent)
+    place = sent.start + row[:, None]
+    arrival = place + part
+    to = -1 if ahead else 1
+    return lax.ragged_all_to_all(
+        x.reshape(copies * rows * length, -1),
+        jnp.zeros((len(hops) * rows * length, math.prod(x.shape[3:])), x.dtype),
+        by_device(place if copies == 1 else arrival, to),
+        by_device(sent.size, to),
+        by_device(arrival, to),
+        by_device(of_hops(received).size, -to),
+        axis_name=CONTEXT,
+    ).reshape(len(hops), *x.shape[1:])
 
 
 def _from_device(x: Array, hop: int) -> Array:
@@ -135,7 +232,9 @@ def _from_device(x: Array, hop: int) -> Array:
     return lax.ppermute(x, CONTEXT, [(i, (i - hop) % devices) for i in range(devices)]) if hop else x
 
 
-def _over_pieces(work: Callable[..., tuple[Any, Any]], carry: Any, k: Array, v: Array) -> tuple[Any, list[Any]]:
+def _over_pieces(
+    work: Callable[..., tuple[Any, Any]], carry: Any, k: Array, v: Array, plan: ContextPlan
+) -> tuple[Any, list[Any]]:
     """Fold `work(carry, number, k, v)` over the pieces; return the carry, and what it made for each piece's owners.
 
     The next piece arrives, and what was made of the one before returns, while `work` is done. The barriers keep XLA
@@ -146,22 +245,23 @@ def _over_pieces(work: Callable[..., tuple[Any, Any]], carry: Any, k: Array, v: 
     leaving: Any = None
     returned = []
     for number in range(len(hops)):
-        arriving = _arrive(sent, hops[number + 1]) if number + 1 < len(hops) else None
-        returning = _return(leaving, hops[number - 1]) if number else None
+        arriving = _arrive(sent, hops[number + 1], plan) if number + 1 < len(hops) else None
+        returning = _return(leaving, hops[number - 1], plan) if number else None
         carry, leaving = work(carry, number, *piece)
         carry, leaving, returning, piece, sent = lax.optimization_barrier((carry, leaving, returning, arriving, sent))
         returned.append(returning)
-    return carry, [*returned[1:], _return(leaving, hops[-1])]
+    return carry, [*returned[1:], _return(leaving, hops[-1], plan)]
 
 
 def _forward(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tuple[Array, Array]:
-    local, *_ = plans = plan.of_mask().pieces
+    plan = plan.of_mask()
+    local = plan.pieces[0]
 
     def attend(merged: tuple[Array, Array] | None, number: int, k: Array, v: Array) -> tuple[tuple[Array, Array], None]:
-        attended = kernel.forward(q, k, v, local, plans[number])
+        attended = kernel.forward(q, k, v, local, plan.pieces[number])
         return attended if merged is None else _merge(kernel, merged, attended), None
 
-    (out, lse), _ = _over_pieces(attend, None, k, v)
+    (out, lse), _ = _over_pieces(attend, None, k, v, plan)
     return out.astype(q.dtype), lse
 
 
@@ -187,13 +287,14 @@ def _keep(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tu
 def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    local, *_ = plans = plan.of_mask().pieces
+    plan = plan.of_mask()
+    local = plan.pieces[0]
 
     def gradients(d_q: Array | None, number: int, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        d_q_part, *of_keys = kernel.gradients(q, k, v, local, plans[number], d_out, lse, delta)
+        d_q_part, *of_keys = kernel.gradients(q, k, v, local, plan.pieces[number], d_out, lse, delta)
         return d_q_part if d_q is None else d_q + d_q_part, tuple(of_keys)
 
-    d_q, of_keys = _over_pieces(gradients, None, k, v)
+    d_q, of_keys = _over_pieces(gradients, None, k, v, plan)
     d_k, d_v = reduce(partial(jax.tree.map, jnp.add), of_keys)
     return *(total.astype(x.dtype) for total, x in zip((d_q, d_k, d_v), (q, k, v), strict=True)), None
 

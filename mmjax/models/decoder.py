@@ -1,7 +1,8 @@
-"""The text decoder: grouped-query attention, rotary positions, RMSNorm, a gated MLP, tied or untied output."""
+"""The text decoder: grouped-query attention or gated delta nets, rotary positions, RMSNorm, a gated MLP, an output."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import TextBatch
-from mmjax.config import DecoderConfig
+from mmjax.config import DecoderConfig, PlainRope
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
+from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, RMSNorm, TransformerLayer
 from mmjax.models.rope import text_rotation
@@ -80,8 +82,8 @@ def _logits_backward(dtype: jnp.dtype, residuals: Any, d_logits: Array) -> tuple
 _logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
 
 
-def decoder_layer_config(config: DecoderConfig) -> LayerConfig:
-    """Describe a decoder's layers."""
+def decoder_layer_config(config: DecoderConfig, delta: bool) -> LayerConfig:
+    """Describe a decoder's layers, those with a gated delta net or those with attention."""
     c = config
     return LayerConfig(
         width=c.width,
@@ -95,6 +97,8 @@ def decoder_layer_config(config: DecoderConfig) -> LayerConfig:
         gated=True,
         biases=c.biases,
         head_norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm == "head" else None,
+        attention_gate=c.attention_gate,
+        delta_net=partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation) if delta else None,
         post_norms=c.post_norms,
         scoring=Scoring(c.attention_scale, c.attention_cap),
     )
@@ -113,8 +117,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.embed = TokenTable(config.vocab, config.width, rngs)
-        block = decoder_layer_config(config)
-        self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs, config.windowed)
+        blocks = [decoder_layer_config(config, delta) for delta in config.delta_layers]
+        self.layers = LayerStacks(lambda i, rngs: TransformerLayer(blocks[i], rngs), plan, rngs, config.windowed)
         self.head = DecoderHead(config, rngs)
         self.config = config
         self.dropout = config.dropout
@@ -137,10 +141,14 @@ class Decoder(nnx.Module):
         if not c.windowed:
             # Without windows there is no `reach`, and the program has no comparison for it.
             return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads))
+        near = None
+        if c.window_rope_theta:
+            unscaled = replace(c, rope_theta=c.window_rope_theta, rope_scaling=PlainRope())
+            near = text_rotation(unscaled, position, mask.sample)
         # Both masks need a window, so that a scan over layers of both kinds can select one of two equal pytrees.
         window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
-        return Context(full_mask, rotation, window_mask=window_mask).planned(
+        return Context(full_mask, rotation, window_mask=window_mask, window_rotation=near).planned(
             c.attention, c.head_width, (c.heads, c.kv_heads)
         )
 

@@ -147,7 +147,7 @@ class VisionEncoder(nnx.Module):
         c = config
         self.embed = PatchEmbedding(c, rngs)
         block = encoder_layer_config(c)
-        self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed)
+        self.layers = LayerStacks(lambda _, rngs: TransformerLayer(block, rngs), plan, rngs, c.windowed)
         self.head = NORMS[c.head_norm_kind](c.width, c.norm_eps) if c.head_norm else None
         self.config = c
         self.max_block = block.max_block
@@ -265,7 +265,7 @@ class AudioEncoder(nnx.Module):
         c = config
         self.embed = AudioStem(c, rngs)
         block = encoder_layer_config(c)
-        self.layers = LayerStacks(lambda rngs: TransformerLayer(block, rngs), plan, rngs)
+        self.layers = LayerStacks(lambda _, rngs: TransformerLayer(block, rngs), plan, rngs)
         self.head = LayerNorm(c.width, c.norm_eps)
         self.config = c
         self.pool = c.pool

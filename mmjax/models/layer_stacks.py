@@ -1,5 +1,8 @@
 """A tower's layers as stacks ("runs"): contiguous layers of one remat policy on one stage, stored stacked and scanned.
 
+Where layers of several kinds take turns, such as three with a delta net and one with attention, a stack is one scan
+over the periods: the layers at each place of a period are stored stacked, under a name with a step, such as `3:32:4`.
+
 Scanning makes compile time independent of depth, and a pipeline may cut between stacks. Parameters are initialised as
 stacks and never restacked or sliced inside jit, which would hold them twice. Outside jit, `unstack_layers` and
 `stack_layers` convert between stacks and the numbered layers that checkpoints name, so that a run with other stacks
@@ -8,9 +11,8 @@ reads the same files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, get_args
 
@@ -21,7 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.config import Remat
-from mmjax.models.layers import Context, KeyValue, KVCacheView, recomputed_layer
+from mmjax.models.layers import Context, KVCacheView, LayerCache, recomputed_layer
 from mmjax.parallel.sharding import constrain
 
 _ATTENTION = ("attention_output", "attention_logsumexp")
@@ -37,7 +39,7 @@ SAVED: dict[Remat, tuple[str, ...]] = {
 
 
 Params = dict[str, Any]  # nested, by module and attribute; leaves are arrays
-KVCache = dict[str, KeyValue]  # by stack; those of several layers have a leading layer axis
+KVCache = dict[str, LayerCache]  # by name of stored layers; those of several layers have a leading layer axis
 
 
 class LayerInputs(NamedTuple):
@@ -46,28 +48,47 @@ class LayerInputs(NamedTuple):
     index: Array | None  # in the stack, where it has gradient accumulators
     number: Array | None  # index in the tower, for dropout
     windowed: Array | None  # 1 with a window, 0 without, where the stack has layers of both kinds
-    cache: KeyValue | None
+    cache: LayerCache | None
 
 
 @dataclass(frozen=True)
 class LayerStack:
-    """Layers `start` to `stop` (exclusive) of a tower, with one remat policy."""
+    """Layers `start` to `stop` (exclusive) of a tower, with one remat policy; their kinds repeat every `period`."""
 
     start: int
     stop: int
     remat: Remat = "none"
+    period: int = 1
 
     @property
-    def name(self) -> str:
-        """Return the key among the parameters: `3` for one layer, `3:7` for a stack."""
-        return str(self.start) if self.stop - self.start == 1 else f"{self.start}:{self.stop}"
+    def parts(self) -> dict[str, range]:
+        """Return the layers that are stored together, of one kind each, by their key among the parameters."""
+        ranges = [range(self.start + i, self.stop, self.period) for i in range(self.period)]
+        return {layers_name(layers): layers for layers in ranges}
 
 
-def plan_stacks(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] = ()) -> tuple[LayerStack, ...]:
+def layers_name(layers: range) -> str:
+    """Name layers that are stored together: `3` for one layer, `3:7` for a stack, `3:32:4` for every fourth layer."""
+    if len(layers) == 1:
+        return str(layers.start)
+    step = "" if layers.step == 1 else f":{layers.step}"
+    return f"{layers.start}:{layers.stop}{step}"
+
+
+def named_layers(name: str) -> range:
+    """Return the layers that a name stands for: the inverse of `layers_name`."""
+    numbers = [int(number) for number in name.split(":")]
+    return range(*numbers) if len(numbers) > 1 else range(numbers[0], numbers[0] + 1)
+
+
+def plan_stacks(
+    layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...] = (), kinds: Sequence[Hashable] = ()
+) -> tuple[LayerStack, ...]:
     """Divide layers into the fewest stacks with one remat policy each and a border before every layer in `cuts`.
 
-    Policies (a, a, b, b) and the cut 1 give the stacks 0, 1 and 2:4. Raises ValueError for a number of policies other
-    than one or `layers`, an unknown policy, a cut outside 1..layers-1.
+    Policies (a, a, b, b) and the cut 1 give the stacks 0, 1 and 2:4. kinds: of every layer; by default all are alike.
+    Between borders there is one scan over the periods of the kinds, and what is left of a period is divided by kind.
+    Raises ValueError for a number of policies other than one or `layers`, an unknown policy, a cut outside 1..layers-1.
     """
     policies = (remat,) * layers if isinstance(remat, str) else remat
     if len(policies) != layers:
@@ -82,18 +103,38 @@ def plan_stacks(layers: int, remat: str | tuple[str, ...], cuts: tuple[int, ...]
         )
     # A border lies before layer 0, behind the last, at every cut, and wherever the policy changes.
     borders = sorted({0, layers, *cuts, *(i for i in range(1, layers) if policies[i] != policies[i - 1])})
-    return tuple(LayerStack(start, stop, policies[start]) for start, stop in pairwise(borders))
+    stacks = []
+    for start, stop in pairwise(borders):
+        for kind_start, kind_stop, period in _periods(kinds[start:stop] or (None,) * (stop - start)):
+            stacks.append(LayerStack(start + kind_start, start + kind_stop, policies[start], period))
+    return tuple(stacks)
+
+
+def _periods(kinds: Sequence[Hashable]) -> list[tuple[int, int, int]]:
+    """Divide layers of these kinds into stacks: (start, stop, period) each.
+
+    Kinds a a b a a b a give (0, 6, 3) and (6, 7, 1).
+    """
+    length = len(kinds)
+    # The shortest period that repeats at least once, if only a part of one is left at the end.
+    repeats = (p for p in range(1, length // 2 + 1) if kinds[p:] == kinds[:-p])
+    if period := next(repeats, 0):
+        stop = length // period * period
+        rest = _periods(kinds[stop:]) if stop < length else []
+        return [(0, stop, period), *((stop + a, stop + b, p) for a, b, p in rest)]
+    changes = [i for i in range(1, length) if kinds[i] != kinds[i - 1]]
+    return [(a, b, 1) for a, b in pairwise([0, *changes, length])]
 
 
 class LayerStacks(nnx.Module):
-    """A tower's layers, in stacks. `make` builds one layer: a module called as `layer(x, context)`.
+    """A tower's layers, in stacks. `make(i, rngs)` builds a layer like layer i, which is called as `layer(x, context)`.
 
     windowed: indices of the layers that attend under the context's `window_mask`.
     """
 
     def __init__(
         self,
-        make: Callable[[nnx.Rngs], nnx.Module],
+        make: Callable[[int, nnx.Rngs], nnx.Module],
         plan: tuple[LayerStack, ...],
         rngs: nnx.Rngs,
         windowed: tuple[int, ...] = (),
@@ -103,7 +144,9 @@ class LayerStacks(nnx.Module):
         self.windowed = windowed
         # Gradient accumulators of scanned stacks by name, as `seed_accumulators` wants them; set by `models.model`.
         self.accumulators: dict[str, Any] = nnx.data({})
-        self.runs = nnx.Dict({run.name: _init_stack(make, run, key) for run in plan})
+        self.runs = nnx.Dict(
+            {name: _init_stack(make, layers, key) for run in plan for name, layers in run.parts.items()}
+        )
 
     def __call__(
         self,
@@ -129,10 +172,8 @@ class LayerStacks(nnx.Module):
         """Apply all layers; return their keys and values too, written into the cache of `past` if given (decode)."""
         x, cache = self._forward(x, context, add=add, with_kv=True, past=past)
         if past is not None:
-            # The third last axis is that of columns, with and without a leading layer axis.
-            write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=past.column, axis=-3)
-            cache = jax.tree.map(write, past.cache, cache)
-        return x, jax.tree.map(lambda kv: constrain(kv, "rows", None, "kv_heads", None), cache)
+            cache = {name: past.cache[name].updated(new, past.column) for name, new in cache.items()}
+        return x, {name: layer.constrained() for name, layer in cache.items()}
 
     def _forward(
         self,
@@ -150,14 +191,12 @@ class LayerStacks(nnx.Module):
         cache = {}
         for run in self.plan:
             if start <= run.start < stop:
-                windowed = tuple(i in self.windowed for i in range(run.start, run.stop))
-                run_past = past and past._replace(cache=past.cache[run.name])
-                sums = self.accumulators.get(run.name, {})
-                x, key_value, sums = _apply(self.runs[run.name], run, x, context, windowed, with_kv, run_past, sums)
-                if sums:
-                    self.accumulators[run.name] = sums
+                stored = {name: self.runs[name] for name in run.parts}
+                sums = {name: self.accumulators[name] for name in run.parts if self.accumulators.get(name)}
+                x, layer_cache, sums = _apply(stored, run, x, context, self.windowed, with_kv, past, sums)
+                self.accumulators.update(sums)
                 if with_kv:
-                    cache[run.name] = key_value
+                    cache |= layer_cache
                 # `add` has an entry for each of the LLM's first layers; `Model.build` made each of those a stack of its
                 # own.
                 if run.start - start < len(add):
@@ -182,85 +221,105 @@ class LayerStacks(nnx.Module):
         return outputs
 
 
-def _init_stack(make: Callable[[nnx.Rngs], nnx.Module], run: LayerStack, key: Array) -> nnx.Module:
+def _init_stack(make: Callable[[int, nnx.Rngs], nnx.Module], layers: range, key: Array) -> nnx.Module:
     """Initialise layers, stacked if several. Layer i's key depends on i alone, so stacks do not matter."""
 
     def layer(i: int | Array) -> nnx.Module:
         # The key of the tower, folded with the layer's index in it: under `vmap` i is a tracer, and the values are the
         # same.
-        return make(nnx.Rngs(params=jax.random.fold_in(key, i)))
+        return make(layers.start, nnx.Rngs(params=jax.random.fold_in(key, i)))
 
-    if run.stop - run.start == 1:
-        return layer(run.start)
+    if len(layers) == 1:
+        return layer(layers.start)
     # vmap over the indices initialises the layers stacked; their common structure comes from any one of them.
-    graph = nnx.graphdef(nnx.eval_shape(lambda: layer(run.start)))
-    stacked = jax.vmap(lambda i: nnx.state(layer(i)))(jnp.arange(run.start, run.stop))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: layer(layers.start)))
+    stacked = jax.vmap(lambda i: nnx.state(layer(i)))(jnp.asarray(layers))
     return nnx.merge(graph, stacked)
 
 
 def _apply(
-    layers: nnx.Module,
+    stored: Mapping[str, nnx.Module],
     run: LayerStack,
     x: Array,
     context: Context,
-    windowed: tuple[bool, ...],
+    windowed: tuple[int, ...],
     with_kv: bool,
     past: KVCacheView | None,
     accumulators: dict[str, Any],
-) -> tuple[Array, KeyValue | None, dict[str, Any]]:
-    """Apply a stack to `x`, with its keys and values if wanted; `past` has the cache of the whole stack.
+) -> tuple[Array, KVCache, dict[str, Any]]:
+    """Apply a stack, whose layers are `stored` by the names of its parts, to `x`; with what a cache keeps, if wanted.
 
-    accumulators: of some parameters of a scanned stack, returned for `seed_accumulators`.
+    windowed: layers of the tower with a window. past: has the cache of the whole tower. accumulators: by name, of some
+    parameters of a scanned stack; returned for `seed_accumulators`.
     """
-    accumulated = nnx.traversals.flatten_mapping(accumulators)
-    # The graph is static; of a stack every parameter has a leading axis of layers.
-    graph, *params = nnx.split(layers, lambda path, _: path in accumulated, ...)
-    scanned = run.stop - run.start > 1
-    # Only dropout needs a layer's number; without it the program has none.
-    numbers = None if context.dropout is None else jnp.arange(run.start, run.stop)
+    # The graphs are static; of a stack every parameter has a leading axis of layers.
+    graphs = {}
+    params = {}
+    for name, module in stored.items():
+        accumulated = nnx.traversals.flatten_mapping(accumulators.get(name, {}))
+        graphs[name], *params[name] = nnx.split(module, lambda path, _, paths=accumulated: path in paths, ...)
+    scanned = len(run.parts[next(iter(stored))]) > 1
     # Where all layers of a stack are alike, the mask is chosen here; a scan over both kinds takes one of two by index.
-    mixed = len(set(windowed)) > 1
-    context = context.stacked() if mixed else context.of_layers(windowed[0])
+    kinds = {i in windowed for i in range(run.start, run.stop)}
+    mixed = len(kinds) > 1
+    context = context.stacked() if mixed else context.of_layers(kinds.pop())
 
-    def layer(params: list[Any], x: Array, context: Context, inputs: LayerInputs) -> tuple[Array, KeyValue | None]:
+    def layer(
+        graph: Any, params: list[Any], x: Array, context: Context, inputs: LayerInputs
+    ) -> tuple[Array, LayerCache | None]:
         if inputs.number is not None:
             context = context._replace(dropout=context.dropout._replace(layer=inputs.number))
         if inputs.windowed is not None:
             context = context.of_layer(inputs.windowed)
         # Merged inside, because a scan and `jax.checkpoint` pass only arrays.
         module = nnx.merge(graph, *params)
-        key_value = None
+        layer_cache = None
         with recomputed_layer(run.remat != "none"):
             if with_kv:
-                x, key_value = module.forward_with_kv(x, context, past and past._replace(cache=inputs.cache))
+                x, layer_cache = module.forward_with_kv(x, context, past and past._replace(cache=inputs.cache))
             else:
                 x = module(x, context)
-        return constrain(x, "rows", "sequence", "width"), key_value
+        return constrain(x, "rows", "sequence", "width"), layer_cache
 
     if run.remat != "none" and not with_kv:
         # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
-        layer = jax.checkpoint(layer, policy=_policy(run.remat), prevent_cse=not scanned)
-    cache = past and past.cache
+        layer = jax.checkpoint(layer, policy=_policy(run.remat), prevent_cse=not scanned, static_argnums=0)
+    # Only dropout needs a layer's number; without it the program has none.
+    inputs = {
+        name: LayerInputs(
+            index=jnp.arange(len(layers)) if name in accumulators else None,
+            number=None if context.dropout is None else jnp.asarray(layers),
+            windowed=jnp.asarray([i in windowed for i in layers], jnp.int32) if mixed else None,
+            cache=past and past.cache[name],
+        )
+        for name, layers in run.parts.items()
+    }
     if not scanned:
-        number = None if numbers is None else numbers[0]
-        return *layer(params, x, context, LayerInputs(None, number, None, cache)), accumulators
+        (name,) = stored
+        number = None if context.dropout is None else inputs[name].number[0]
+        x, layer_cache = layer(graphs[name], params[name], x, context, inputs[name]._replace(number=number))
+        return x, {name: layer_cache} if with_kv else {}, {}
 
     def body(
-        carry: tuple[Array, dict[str, Any]], xs: tuple[list[Any], LayerInputs]
-    ) -> tuple[tuple[Array, dict[str, Any]], KeyValue | None]:
+        carry: tuple[Array, dict[str, Any]], xs: dict[str, tuple[list[Any], LayerInputs]]
+    ) -> tuple[tuple[Array, dict[str, Any]], KVCache]:
         x, accumulators = carry
-        (trained, others), inputs = xs
-        if inputs.index is not None:
-            trained, accumulators = _accumulate(trained, accumulators, inputs.index)
-        x, key_value = layer([trained, others], x, context, inputs)
-        return (x, accumulators), key_value
+        accumulators = dict(accumulators)
+        cache = {}
+        for name in stored:  # in the order of the layers, which dicts that JAX has passed on do not have
+            (trained, others), inputs = xs[name]
+            if inputs.index is not None:
+                trained, accumulators[name] = _accumulate(trained, accumulators[name], inputs.index)
+            x, layer_cache = layer(graphs[name], [trained, others], x, context, inputs)
+            if with_kv:
+                cache[name] = layer_cache
+        return (x, accumulators), cache
 
-    indices = jnp.arange(run.stop - run.start) if accumulators else None
-    inputs = LayerInputs(indices, numbers, jnp.asarray(windowed, jnp.int32) if mixed else None, cache)
-    # The carry is the residual stream; parameters, numbers and caches are sliced along their leading axis. Keys and
-    # values come out stacked.
-    (x, accumulators), key_value = jax.lax.scan(body, (x, accumulators), (params, inputs))
-    return x, key_value, accumulators
+    # The carry is the residual stream; parameters, numbers and caches are sliced along their leading axis. What a cache
+    # keeps comes out stacked.
+    xs = {name: (params[name], inputs[name]) for name in stored}
+    (x, accumulators), cache = jax.lax.scan(body, (x, accumulators), xs)
+    return x, cache, accumulators
 
 
 # A scan's gradients would come out stacked, as a second tree beside that of the sums of the microbatches before. So the
@@ -327,8 +386,7 @@ def split_layers(path: tuple[str, ...]) -> tuple[tuple[str, ...], range]:
     if "runs" not in path:
         return path, range(1)
     at = path.index("runs")
-    start, _, stop = path[at + 1].partition(":")
-    return (*path[:at], *path[at + 2 :]), range(int(start), int(stop or int(start) + 1))
+    return (*path[:at], *path[at + 2 :]), named_layers(path[at + 1])
 
 
 def split_scanned(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -352,13 +410,13 @@ def unstack_layers(params: Any, take: Callable[[Any, int], Any] = lambda leaf, i
         return {key: unstack_layers(value, take) for key, value in params.items()}
     layers = {}
     for name, run in params["runs"].items():
-        # `3` names one layer, `3:7` the layers 3 to 6.
-        start, _, stop = name.partition(":")
-        if not stop:
-            layers[start] = run
-        for i in range(int(start), int(stop or start)):
+        numbers = named_layers(name)
+        if len(numbers) == 1:
+            layers[name] = run
+            continue
+        for n, i in enumerate(numbers):
             # The default argument binds n now: a closure would see the loop's last one.
-            layers[str(i)] = jax.tree.map(lambda leaf, n=i - int(start): take(leaf, n), run)
+            layers[str(i)] = jax.tree.map(lambda leaf, n=n: take(leaf, n), run)
     return layers
 
 
@@ -376,16 +434,18 @@ def stack_layers(
     if not isinstance(params, dict):
         return _map_members(params, lambda x: stack_layers(x, runs, stack))
 
-    def join(layers: dict[str, Any], run: LayerStack) -> Any:
-        members = [layers[str(i)] for i in range(run.start, run.stop)]
+    def join(layers: dict[str, Any], numbers: range) -> Any:
+        members = [layers[str(i)] for i in numbers]
         return members[0] if len(members) == 1 else jax.tree.map(lambda *leaves: stack(list(leaves)), *members)
 
     out = {}
     for key, value in params.items():
         if key in runs and isinstance(value, dict) and "layers" in value:
             # A pipeline stage has some of the stacks.
-            stacks = [run for run in runs[key] if str(run.start) in value["layers"]]
-            out[key] = value | {"layers": {"runs": {run.name: join(value["layers"], run) for run in stacks}}}
+            parts = {name: layers for run in runs[key] for name, layers in run.parts.items()}
+            stacks = {name: layers for name, layers in parts.items() if str(layers.start) in value["layers"]}
+            joined = {name: join(value["layers"], layers) for name, layers in stacks.items()}
+            out[key] = value | {"layers": {"runs": joined}}
         else:
             out[key] = stack_layers(value, runs, stack)
     return out

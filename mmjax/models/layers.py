@@ -117,11 +117,47 @@ class KeyValue(NamedTuple):
     key: Array
     value: Array
 
+    def grown(self, room: int) -> KeyValue:
+        """Return them with room for more tokens, in columns behind."""
+        return jax.tree.map(lambda kv: jnp.pad(kv, [(0, 0)] * (kv.ndim - 3) + [(0, room), (0, 0), (0, 0)]), self)
+
+    def updated(self, new: KeyValue, column: Array) -> KeyValue:
+        """Return them with new tokens written from a column on."""
+        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=-3)
+        return jax.tree.map(write, self, new)
+
+    def constrained(self) -> KeyValue:
+        """Lay them out on the active mesh."""
+        return jax.tree.map(lambda kv: constrain(kv, "rows", None, "kv_heads", None), self)
+
+
+class RecurrentState(NamedTuple):
+    """State of a gated delta net behind a row's tokens; of a stack, with a leading layer axis."""
+
+    delta: Array  # float32 [B, M, K, V]
+    inputs: tuple[Array, Array, Array]  # [B, taps - 1, N]: the last ones of the convolutions of queries, keys, values
+
+    def grown(self, room: int) -> RecurrentState:
+        """Return it as it is: more tokens take no room."""
+        return self
+
+    def updated(self, new: RecurrentState, column: Array) -> RecurrentState:
+        """Return what new tokens have made of it."""
+        return new
+
+    def constrained(self) -> RecurrentState:
+        """Lay it out on the active mesh."""
+        inputs = tuple(constrain(x, "rows", None, "heads") for x in self.inputs)
+        return RecurrentState(constrain(self.delta, "rows", "heads", None, None), inputs)
+
+
+LayerCache = KeyValue | RecurrentState
+
 
 class KVCacheView(NamedTuple):
     """The KV cache that new tokens attend, columns to be written included, and where they go in it."""
 
-    cache: Any  # KeyValue of one layer or stack; where a tower's layers begin, of all by stack
+    cache: Any  # LayerCache of one layer or stack; where a tower's layers begin, of all by stack
     mask: MaskSpec  # of every column, [B, C]
     column: Array  # int32 []: of the first new token
 
@@ -133,6 +169,7 @@ class Context(NamedTuple):
     rotation: Rotation | None = None
     dropout: Dropout | None = None  # None: nothing is dropped
     window_mask: MaskSpec | None = None  # of the layers with sliding-window or window attention
+    window_rotation: Rotation | None = None  # of those layers; None: as of the others
     plan: Plan | None = None  # of attention under `mask`
     window_plan: Plan | None = None
 
@@ -143,24 +180,38 @@ class Context(NamedTuple):
 
     def of_layers(self, windowed: bool) -> Context:
         """Return what layers with or without a window see."""
-        mask = self.window_mask if windowed else self.mask
-        return self._replace(
-            mask=mask, plan=self.window_plan if windowed else self.plan, window_mask=None, window_plan=None
+        near = self._replace(
+            mask=self.window_mask, plan=self.window_plan, rotation=self.window_rotation or self.rotation
         )
+        return (near if windowed else self)._replace(window_mask=None, window_plan=None, window_rotation=None)
 
     def stacked(self) -> Context:
-        """Stack what layers without and with a window see, [B, 2, ...]; `of_layer` takes one of both in a scan."""
-        mask, plan = jax.tree.map(
-            lambda full, near: jnp.stack([full, near], axis=1),
-            (self.mask, self.plan),
-            (self.window_mask, self.window_plan),
-        )
-        return self._replace(mask=mask, plan=plan, window_mask=None, window_plan=None)
+        """Stack what layers without and with a window see, [B, 2, ...]; `of_layer` takes one of both in a scan.
+
+        Only what differs between them: one rotation of both kinds stays as it is.
+        """
+        full, near = self.of_layers(False), self.of_layers(True)
+
+        def stack(*fields: str) -> dict[str, Any]:
+            pairs = ([getattr(context, field) for field in fields] for context in (full, near))
+            stacks = jax.tree.map(lambda *pair: jnp.stack(pair, axis=1), *pairs)
+            return dict(zip(fields, stacks, strict=True))
+
+        differing = ("mask", "plan") if self.window_rotation is None else ("mask", "plan", "rotation")
+        return full._replace(**stack(*differing))
 
     def of_layer(self, index: Int[Array, ""]) -> Context:
         """Return what one layer sees, of what is `stacked`. The kernel's wrapper takes its plan itself."""
         take = partial(jax.lax.dynamic_index_in_dim, index=index, axis=1, keepdims=False)
-        return self._replace(mask=jax.tree.map(take, self.mask), plan=self.plan and self.plan._replace(index=index))
+        rotation = self.rotation
+        # Of both kinds it is [B, 2, T, H/2] beside masks [B, 2, T]; one for both is [B, T, H/2].
+        if rotation is not None and rotation.cos.ndim > self.mask.sample.ndim:
+            rotation = jax.tree.map(take, rotation)
+        return self._replace(
+            mask=jax.tree.map(take, self.mask),
+            rotation=rotation,
+            plan=self.plan and self.plan._replace(index=index),
+        )
 
 
 @keep_inputs
@@ -325,6 +376,8 @@ class LayerConfig:
     biases: tuple[Biased, ...]
     head_norm: Callable[[int], nnx.Module] | None = None  # of the queries and keys of each head
     width_norm: Callable[[int], nnx.Module] | None = None  # of the concatenated queries, or keys, of all heads
+    attention_gate: bool = False  # beside the queries of each head
+    delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of attention
     post_norms: bool = False  # of the outputs of attention and MLP
     layer_scale: bool = False  # learned per-channel scales of the same outputs
     scoring: Scoring = DEFAULT_SCORING
@@ -338,7 +391,9 @@ class SelfAttention(nnx.Module):
         b = block
         q_width = b.heads * b.head_width
         kv_width = b.kv_heads * b.head_width
-        self.query = Linear(b.width, q_width, ("embed", "heads"), rngs, bias="query" in b.biases)
+        # With a gate, the outputs of a head are its query, then its gate (as in Qwen3.5).
+        q_outputs = (1 + b.attention_gate) * q_width
+        self.query = Linear(b.width, q_outputs, ("embed", "heads"), rngs, bias="query" in b.biases)
         self.key = Linear(b.width, kv_width, ("embed", "kv_heads"), rngs, bias="key" in b.biases)
         self.value = Linear(b.width, kv_width, ("embed", "kv_heads"), rngs, bias="value" in b.biases)
         self.output = Linear(q_width, b.width, ("heads", "embed"), rngs, bias="output" in b.biases)
@@ -348,6 +403,7 @@ class SelfAttention(nnx.Module):
         norm = b.head_norm or b.width_norm
         self.query_norm = norm and norm(b.head_width if self.norm_heads else q_width)
         self.key_norm = norm and norm(b.head_width if self.norm_heads else kv_width)
+        self.gated = b.attention_gate
         self.heads = b.heads
         self.kv_heads = b.kv_heads
         self.head_width = b.head_width
@@ -363,7 +419,8 @@ class SelfAttention(nnx.Module):
         if self.query_norm is not None and not self.norm_heads:
             q = self.query_norm(q)
             k = self.key_norm(k)
-        q = q.reshape(*x.shape[:2], self.heads, self.head_width)
+        q = q.reshape(*x.shape[:2], self.heads, -1)
+        q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (k, v))
         if self.query_norm is not None and self.norm_heads:
             q = self.query_norm(q)
@@ -379,6 +436,14 @@ class SelfAttention(nnx.Module):
             keys = jax.lax.dynamic_update_slice_in_dim(past.cache.key, k, past.column, axis=1)
             values = jax.lax.dynamic_update_slice_in_dim(past.cache.value, v, past.column, axis=1)
             attn_out = dense_attention(q, keys, values, context.mask, past.mask, self.scoring)
+
+        # With the last product, whose operand is made again from the gate and from attention's output.
+        @keep_inputs
+        def output(attn_out: Array, gate: Array) -> Array:
+            return self.output((attn_out * jax.nn.sigmoid(gate)).reshape(*x.shape[:2], -1))
+
+        if gate is not None:
+            return output(attn_out, gate), KeyValue(k, v)
         return self.output(attn_out.reshape(*x.shape[:2], self.heads * self.head_width)), KeyValue(k, v)
 
 
@@ -400,12 +465,13 @@ def _post_module(block: LayerConfig) -> nnx.Module | None:
 
 
 class TransformerLayer(nnx.Module):
-    """Pre-norm attention, then a pre-norm MLP, each added to the residual stream."""
+    """Pre-norm attention or gated delta net, then a pre-norm MLP, each added to the residual stream."""
 
     def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
         b = block
         self.attention_norm = b.norm(b.width)
-        self.attention = SelfAttention(b, rngs)
+        self.attention = None if b.delta_net else SelfAttention(b, rngs)
+        self.delta_net = b.delta_net and b.delta_net(rngs)
         self.attention_after = _post_module(b)
         self.mlp_norm = b.norm(b.width)
         self.mlp = MLP(b.width, b.mlp_width, b.width, b.activation, rngs, gated=b.gated, biases=b.biases)
@@ -416,9 +482,10 @@ class TransformerLayer(nnx.Module):
 
     def forward_with_kv(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
-    ) -> tuple[Float[Array, "b t d"], KeyValue]:
-        """Apply the layer, on the cache of `past` if given; return the tokens' keys and values as well."""
-        attn_out, key_value = self.attention(self.attention_norm(x), context, past)
+    ) -> tuple[Float[Array, "b t d"], LayerCache]:
+        """Apply the layer, on the cache of `past` if given; return as well what the cache keeps of the tokens."""
+        mixer = self.attention if self.delta_net is None else self.delta_net
+        attn_out, layer_cache = mixer(self.attention_norm(x), context, past)
         if self.attention_after is not None:
             attn_out = self.attention_after(attn_out)
         x = x + drop(attn_out, context.dropout, ATTENTION)
@@ -427,7 +494,7 @@ class TransformerLayer(nnx.Module):
         mlp_out = self.mlp(self.mlp_norm(x))
         if self.mlp_after is not None:
             mlp_out = self.mlp_after(mlp_out)
-        return x + drop(mlp_out, context.dropout, MLP_SITE), key_value
+        return x + drop(mlp_out, context.dropout, MLP_SITE), layer_cache
 
 
 WHISPER_BIASES = ("query", "value", "output", "up", "down")  # all but the keys

@@ -68,7 +68,8 @@ class Model:
             layers = range(max(map(len, deepstacks.values()), default=0)) if name == "llm" else deepstacks.get(name, ())
             borders = [i + 1 for i in layers if i + 1 < c.layers]
             remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
-            runs[name] = plan_stacks(c.layers, remat, (*(cuts or {}).get(name, ()), *borders))
+            kinds = c.delta_layers if name == "llm" else ()
+            runs[name] = plan_stacks(c.layers, remat, (*(cuts or {}).get(name, ()), *borders), kinds)
         dtype = jnp.dtype(dtype)
         functions = functions or {}
         # Shapes only: nothing is allocated.
@@ -216,7 +217,8 @@ class Stage:
         """Select the stage's parameters. Tied embeddings are in the LLM's first and last stage: add their gradients."""
         tower = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
         tied = self.tower == "llm" and self.model.config.llm.tied
-        runs = {r.name for r in self.model.runs[self.tower] if self.start <= r.start < self.stop}
+        stacks = [run for run in self.model.runs[self.tower] if self.start <= run.start < self.stop]
+        runs = {name for run in stacks for name in run.parts}
         # The same nesting as the full parameters, so that `Model.module` can merge it.
         part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
         if self.first or (self.last and tied):
@@ -408,12 +410,12 @@ def _attach_adapters(model: MultimodalModel, config: ModelConfig, key: Array) ->
     for name, lora in adapters_by_layer(config).items():
         # A hash that does not change with the process, unlike Python's own.
         name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        for linear, run in _linear_layers(model, name):
-            linear.lora = _init_adapter(linear, lora, run, name_key)
+        for linear, layers in _linear_layers(model, name):
+            linear.lora = _init_adapter(linear, lora, layers, name_key)
 
 
-def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, LayerStack | None]]:
-    """Find the linear layers of this name: a connector's only one, or one per stack of a tower.
+def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, range | None]]:
+    """Find the linear layers of this name: a connector's only one, or one per stored layers of a tower that have it.
 
     Names are as in `mmjax.config.model`: `vision.connector.mlp.up`, `llm.layers.*.attention.query`.
     """
@@ -421,12 +423,14 @@ def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, 
     if part == "connector":
         yield reduce(getattr, path, model.connectors[tower]), None
         return
-    layers = (model.llm if tower == "llm" else model.encoders[tower]).layers
-    for run in layers.plan:
-        yield reduce(getattr, path[1:], layers.runs[run.name]), run
+    stacks = (model.llm if tower == "llm" else model.encoders[tower]).layers
+    for run in stacks.plan:
+        for stored, layers in run.parts.items():
+            if (mixer := getattr(stacks.runs[stored], path[1])) is not None:
+                yield reduce(getattr, path[2:], mixer), layers
 
 
-def _init_adapter(linear: Linear, lora: LoraConfig, run: LayerStack | None, key: Array) -> LowRank:
+def _init_adapter(linear: Linear, lora: LoraConfig, layers: range | None, key: Array) -> LowRank:
     """Draw `a` as PyTorch's default for linear layers (Kaiming uniform with a = sqrt(5)); `b` is zero."""
     *stack, inputs, outputs = linear.weight.shape
     limit = inputs**-0.5
@@ -434,7 +438,6 @@ def _init_adapter(linear: Linear, lora: LoraConfig, run: LayerStack | None, key:
     def uniform(i: int | Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(key, i), (inputs, lora.rank), jnp.float32, -limit, limit)
 
-    # Keys count from the stack's first layer in the tower, not from 0: other stacks draw the same values.
-    start = 0 if run is None else run.start
-    a = jax.vmap(uniform)(jnp.arange(start, run.stop)) if stack else uniform(start)
+    # Keys are those of the layers in the tower, not from 0: other stacks draw the same values.
+    a = jax.vmap(uniform)(jnp.asarray(layers)) if stack else uniform(0 if layers is None else layers.start)
     return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora_scale(lora))

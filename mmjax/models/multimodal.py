@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ AXES = ("t", "y", "x")  # of `ItemBatch.coordinates`
 
 
 class Connector(nnx.Module):
-    """A norm, concatenation of each group of neighbours, an MLP or one matrix, plus learned positions if configured.
+    """A norm, concatenation or mean of each group of neighbours, an MLP or one matrix, and learned positions.
 
     A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
     names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
@@ -59,12 +60,13 @@ class Connector(nnx.Module):
         self.merge = c.merge
         # Neighbours along every axis: 2 x 2 patches of an image, or 2 frames of a clip.
         self.group = c.merge ** len(axes)
-        merged = self.group * inputs
+        self.mean = c.merging == "mean"
+        merged = inputs if self.mean else self.group * inputs
         eps = c.norm_eps or eps
-        norms = {"layer": (LayerNorm, inputs), "rms": (RMSNorm, inputs), "merged_layer": (LayerNorm, merged)}
-        norm, width = norms.get(c.norm, (None, 0))
-        self.norm = None if norm is None else norm(width, eps)
-        self.norm_merged = c.norm == "merged_layer"
+        self.norm_merged = c.norm.startswith("merged")
+        width = merged if self.norm_merged else inputs
+        norms = {"layer": partial(LayerNorm, width, eps), "rms": partial(RMSNorm, width, eps, c.norm_offset)}
+        self.norm = None if c.norm == "none" else norms[c.norm.removeprefix("merged_")]()
         hidden = c.mlp_width
         self.mlp = MLP(merged, hidden, outputs, c.activation, rngs, biases=c.biases) if hidden else None
         bias = "down" in c.biases
@@ -89,7 +91,8 @@ class Connector(nnx.Module):
         if self.norm is not None and not self.norm_merged:
             x = self.norm(x)
         # After the norm, whose bias would make padding nonzero.
-        x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group * width)
+        x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group, width)
+        x = x.mean(2) if self.mean else x.reshape(*x.shape[:2], self.group * width)
         x = self.norm(x) if self.norm_merged else x
         x = self.linear(x) if self.mlp is None else self.mlp(x)
         # The first member of a group is its top left one, which an image that reaches into the group always has.
@@ -271,7 +274,7 @@ def _place_tokens(feature: Float[Array, "r m e"], text: TextBatch, encoder: str)
 class Cache(NamedTuple):
     """Decoding state of `B` rows in `C` columns: the prompts', then one for each token to be generated."""
 
-    layers: KVCache  # of the LLM, in the activations' dtype
+    layers: KVCache  # of the LLM, in the activations' dtype; states of delta nets in float32
     mask: MaskSpec  # [B, C], of the columns still to be written as well
     position: Array  # int32 [B]: RoPE position of the next token
     column: Array  # int32 []: of the next token
@@ -290,8 +293,7 @@ def prefill(
     x, layers = model.llm.layers.forward_with_kv(x, model.context("llm", text, None), add)
     # Each row's last token; a row without a prompt takes its first column, and nobody reads the result.
     last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
-    # Of a layer [B, S, heads, width], of a stack [layers, B, S, heads, width]: room goes behind the third last axis.
-    grown = jax.tree.map(lambda kv: jnp.pad(kv, [(0, 0)] * (kv.ndim - 3) + [(0, room), (0, 0), (0, 0)]), layers)
+    grown = {name: layer.grown(room) for name, layer in layers.items()}
     # With (t, y, x) positions, the next token follows the largest of all three, as in HF's Qwen-VL.
     rope_position = text.position if text.position.ndim == 2 else text.position.max(-1)
     next_position = 1 + jnp.max(jnp.where(prompt, rope_position, -1), axis=1)

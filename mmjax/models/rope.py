@@ -14,7 +14,7 @@ from mmjax.config import DecoderConfig, DynamicRope, LinearRope, Llama3Rope, Lon
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines by which rotary positions turn queries and keys. Both float32 [B, T, H/2]."""
+    """Cosines and sines by which rotary positions turn queries and keys. Both float32 [B, T, P], of P channel pairs."""
 
     cos: Array
     sin: Array
@@ -52,7 +52,7 @@ def text_rotation(config: DecoderConfig, position: Int[Array, "b t *n"], sample:
         longest = position.max(-1) if position.ndim == 3 else position
         frequencies = _frequencies_by_length(config, 1 + max_in_item(longest, sample)[..., None])
     else:
-        frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, config.head_width // 2))
+        frequencies = jnp.asarray(frequencies_of(scaling, config.rope_theta, config.rotary_pairs))
     # HF's `attention_scaling`: it multiplies cosines and sines, so scores get its square.
     scale = scaling.attention if isinstance(scaling, YarnRope | LongRope) else 1.0
     # Of one position `[B, T, 1]` and frequencies `[pairs]`, or of pairs each with its own position.
@@ -128,7 +128,7 @@ def max_in_item(x: Int[Array, "b t *n"], item: Int[Array, "b t"]) -> Int[Array, 
 def _frequencies_by_length(config: DecoderConfig, length: Int[Array, "b t 1"]) -> Float[Array, "b t p"]:
     """Compute radians per position of every channel pair, for tokens of samples of these lengths."""
     scaling = config.rope_scaling
-    pairs = config.head_width // 2
+    pairs = config.rotary_pairs
     if isinstance(scaling, LongRope):
         unscaled = _unscaled(config.rope_theta, pairs)
         short, long = (jnp.asarray(unscaled / np.array(f, np.float32)) for f in (scaling.short, scaling.long))
@@ -140,10 +140,11 @@ def _frequencies_by_length(config: DecoderConfig, length: Int[Array, "b t 1"]) -
 
 
 def rotate(x: Float[Array, "b t n h"], rotation: Rotation) -> Float[Array, "b t n h"]:
-    """Turn channel pairs (i, i + H/2) of every head; float32 inside."""
+    """Turn channel pairs (i, i + P) of every head, of its first 2 P channels; float32 inside."""
+    pairs = rotation.cos.shape[-1]
     # HF's layout, halves of a head; the paper pairs neighbouring channels.
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    first, second, rest = jnp.split(x.astype(jnp.float32), [pairs, 2 * pairs], axis=-1)
     cos = rotation.cos[:, :, None]
     sin = rotation.sin[:, :, None]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return turned.astype(x.dtype)

@@ -58,7 +58,7 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 
 def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig) -> None:
-    """Check that parallelism cuts no attention head. Raises UserError where it would."""
+    """Check that parallelism cuts no head, and no row of a gated delta net. Raises UserError where it would."""
     tensor, context = sizes["tensor"], sizes["context"]
     for key in ("heads", "kv_heads"):
         if (count := getattr(model.llm, key)) % tensor:
@@ -67,6 +67,17 @@ def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig
             raise UserError(
                 f"mesh.context_attention=heads: mesh.tensor={tensor} x mesh.context={context} does not divide "
                 f"model.llm.{key}={count}; use mesh.context_attention=gather, which cuts no head"
+            )
+    if delta_net := model.llm.delta_net:
+        if delta_net.key_heads % tensor:
+            raise UserError(
+                f"mesh.tensor={tensor} does not divide model.llm.delta_net.key_heads={delta_net.key_heads}; use a "
+                "divisor of it"
+            )
+        if context > 1:
+            raise UserError(
+                f"mesh.context={context}: a gated delta net (model.llm.delta_net) reads the tokens of a row in order, "
+                "and context parallelism deals them to devices; use mesh.context=1"
             )
     for name, encoder in model.encoders.items():
         if encoder.heads % tensor and config.encoders == "tensor":

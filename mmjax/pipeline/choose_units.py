@@ -12,6 +12,7 @@ import numpy as np
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import LINEAR, ActivationTracer
 from mmjax.config import Config, MeshConfig, ModelConfig, Remat, Unit
+from mmjax.config.model import head_counts
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
@@ -86,13 +87,11 @@ def allocation_problem(
     speed = replace(speed, measured=measured)
     tracer = ActivationTracer(config)
     towers = {"llm": config.model.llm, **config.model.encoders}
-    # All heads are cut; grouped keys as well.
     costs = {
         tower: [
             _tower_costs(config, cluster, tower, t, works, speed, tracer)
             for t in TENSOR
-            if t <= cluster.per_node
-            and all(getattr(towers[tower], heads, t) % t == 0 for heads in ("heads", "kv_heads"))
+            if t <= cluster.per_node and all(count % t == 0 for count in head_counts(towers[tower]))
         ]
         for tower in (*config.model.encoders, "llm")
     }

@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.autotune.compile_memory import slot_structs
+from mmjax.autotune.compile_memory import table_structs
 from mmjax.autotune.layer_profile import tower_batch
 from mmjax.autotune.memory_plan import apply_memory_plan
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Callbacks, Config
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, merge
-from mmjax.parallel.sharding import replicated, row_ranks, rows_sharding
+from mmjax.parallel.sharding import ShardingRules, replicated, row_ranks
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.pipeline.stage_plan import memory_plan_of
-from mmjax.pipeline.units import place_stages
+from mmjax.pipeline.units import batch_shardings, place_stages
 from mmjax.planning.memory import LOADED
 from mmjax.planning.remat import StagePlan
 from mmjax.planning.schedules import schedule_name, stage_cuts
@@ -65,11 +65,12 @@ def compile_stages(
         model,
         make_optimizer(config.optimizer, model.axes, model.dtype),
         place_stages(config, model, devices[:used]),
+        ShardingRules.of(config.mesh),
         sources=1,
         schedule=schedule_name(config),
         exchange=config.mesh.exchange,
         loss_chunks=config.training.loss_chunks or 1,
-        compiler_options=compiler_options(config.compiler, devices[0]),
+        compiler_options=compiler_options(config.compiler, devices[0], layout.topology.context),
     )
     hyper = hyperparameters(config, pipeline.modules, 0)
     compiled: dict[Any, tuple[dict[str, int], int]] = {}
@@ -155,12 +156,13 @@ def stage_batch(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> T
     _, stage, mesh = pipeline.stages[number]
     config = pipeline.model.config
     batch = tower_batch(config, stage.tower, shape.towers[stage.tower])
-    if encoders := stage.encoders:
-        ranks = row_ranks(mesh)
-        send = {name: jax.ShapeDtypeStruct((ranks, ranks, shape.widths[name]), np.int32) for name in encoders}
-        slots = {name: slot_structs(config.encoders[name], batch.token) for name in encoders}
-        batch = batch._replace(slots=slots, send=send)
-    return put_shapes(batch, rows_sharding(mesh))
+    if stage.encoders:
+        encoders = {name: config.encoders[name] for name in stage.encoders}
+        devices = row_ranks(mesh, pipeline.rules.token_rows)
+        rows = {name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in encoders}
+        tables = table_structs(encoders, batch.token, mesh, pipeline.rules, rows, shape.widths, row_ranks(mesh))
+        batch = batch._replace(**tables)
+    return put_shapes(batch, batch_shardings(batch, mesh, pipeline.rules))
 
 
 def stage_inputs(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> dict[str, jax.ShapeDtypeStruct]:
@@ -172,7 +174,8 @@ def stage_inputs(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> 
         params = merge(*stage_parameters(pipeline, producer))
         output = jax.eval_shape(program.forward_only, params, *operands, _noise(pipeline))
         taken = {name: x for name, x in output.items() if pipeline.passes.consumer[name] == number}
-        inputs |= put_shapes(taken, pipeline.programs[number].output)
+        layouts = pipeline.programs[number].layouts
+        inputs |= put_shapes(taken, {name: layouts[name] for name in taken})
     return inputs
 
 
@@ -217,7 +220,8 @@ def compile_stage(
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             outputs, residuals = jax.eval_shape(program.forward, *params, inputs, batch, _noise(pipeline))
             residuals = put_shapes(residuals, first.output_shardings[1])
-            gradients = put_shapes({name: outputs[name] for name in program.trained & set(outputs)}, program.output)
+            trained = program.trained & set(outputs)
+            gradients = put_shapes(*({name: x[name] for name in trained} for x in (outputs, program.layouts)))
             programs["backward"] = program.backward.lower(*params, sums, batch, residuals, gradients).compile()
     if hyper is not None:
         programs["update"] = lower_update(pipeline, number, hyper).compile()

@@ -24,12 +24,13 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge, modules_of, partition, restrict
-from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding
+from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, tokens_sharding
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.pipeline.stages import LossSums, zeros_like
 from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
 from mmjax.pipeline.units import TowerRows, put_batch
 from mmjax.planning.schedules import ScheduleName
+from mmjax.runtime.device_batch import ProcessReport, isolate_rows, merge_unreadable, put_report, weigh
 from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import (
     Hyperparameters,
@@ -39,17 +40,7 @@ from mmjax.runtime.state import (
     parameter_shardings,
     shardings_with_moments,
 )
-from mmjax.runtime.step import (
-    Accumulated,
-    ProcessReport,
-    StepReport,
-    is_valid,
-    isolate_rows,
-    merge_unreadable,
-    put_report,
-    report_step,
-    weigh,
-)
+from mmjax.runtime.step import Accumulated, StepReport, is_valid, report_step
 
 
 class PipelineState(NamedTuple):
@@ -67,6 +58,7 @@ class PipelineExecutor:
         model: Model,
         optimizer: Optimizer,
         stages: Sequence[PlacedStage],
+        rules: ShardingRules,
         *,
         sources: int,
         schedule: ScheduleName = "1f1b",
@@ -81,7 +73,7 @@ class PipelineExecutor:
         self.model = model
         self.optimizer = optimizer
         self.stages = tuple(stages)
-        self.rules = rules = ShardingRules()
+        self.rules = rules
         self.sources = sources
         self.schedule = schedule
         self.loss_chunks = loss_chunks
@@ -133,7 +125,7 @@ class PipelineExecutor:
         """Jit the programs of the whole step, on the last stage's mesh or on all devices, and every stage's update."""
         self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in self.stages]
         sink = self.stages[self.graph.sink].mesh
-        self._weigh = jax.jit(weigh, out_shardings=(replicated(sink), rows_sharding(sink, self.rules.rows)))
+        self._weigh = jax.jit(weigh, out_shardings=(replicated(sink), tokens_sharding(sink, self.rules)))
         self._isolate = jax.jit(isolate_rows)
         self._merge_unreadable = jax.jit(merge_unreadable, out_shardings=replicated(self.mesh))
         self._settle = jax.jit(self._settle_step, out_shardings=replicated(self.mesh))
@@ -307,7 +299,7 @@ class PipelineExecutor:
 
     def put(self, batch: Microbatch) -> StagedBatch:
         """Bring a packed microbatch to the devices: to each stage what its tower takes."""
-        return put_batch(self.stages, batch, self.rows)
+        return put_batch(self.stages, batch, self.rows, self.rules)
 
     def step(
         self,
@@ -484,7 +476,7 @@ class PipelineExecutor:
         # Every process bisects the same rows, so each needs the samples of all.
         owner = batch[sink].owner
         if not self.local[sink]:
-            owner = without_shards(owner.shape, owner.dtype, self.programs[sink].output)
+            owner = without_shards(owner.shape, owner.dtype, tokens_sharding(self.stages[sink].mesh, self.rules))
         self._walks += 1
         return np.asarray(self._meet(move_array(owner, replicated(self.mesh), (self._walks, "owners"))))
 

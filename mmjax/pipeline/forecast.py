@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.errors import UserError
-from mmjax.pipeline.stage_plan import plan_stages, shard_stages
+from mmjax.pipeline.stage_plan import device_batch, plan_stages, shard_stages
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding
 from mmjax.planning.remat import MemoryLimit, StagePlan
@@ -132,7 +132,7 @@ def _place_stages(
     config: Config, layout: RankLayout, plans: Sequence[StagePlan], cluster: Cluster, speed: Speed
 ) -> list[StageRun]:
     """Place planned stages on the devices of a cluster, in the order of the units."""
-    model = resolve_attention(config.model, speed.rates)
+    model = resolve_attention(config.model, speed.rates, layout.topology.context)
     tracer = ActivationTracer(replace(config, model=model))
     activation = ACTIVATION[config.training.precision]
     unsaved = {}
@@ -143,15 +143,17 @@ def _place_stages(
     runs = []
     for sharded, plan in zip(shard_stages(config), plans, strict=True):
         mesh = dict(sharded.mesh.shape)
-        sharding = ModelSharding(mesh["fsdp"] * mesh["tensor"], mesh["tensor"], mesh["tensor"])
+        sharding = ModelSharding(mesh["fsdp"] * mesh["context"] * mesh["tensor"], mesh["tensor"], mesh["tensor"])
         tower = sharded.stage.tower
+        chunks = config.training.loss_chunks or 1
+        machine = ClusterRun(cluster, mesh, sharding, speed, activation, chunks, config.mesh.context_attention)
         runs.append(
             StageRun(
                 tower=tower,
                 layers=plan.layers,
                 policies=plan.policies,
                 devices=sharded.devices,
-                machine=ClusterRun(cluster, mesh, sharding, speed, activation, config.training.loss_chunks or 1),
+                machine=machine,
                 trainable=sharded.trainable,
                 frozen=sharded.frozen,
                 moments=sharded.moments,
@@ -166,25 +168,25 @@ def _time_step(
     config: Config, layout: RankLayout, runs: Sequence[StageRun], microbatches: Sequence[MicrobatchPlan]
 ) -> StageTimes:
     """Estimate the seconds of a step's passes on every stage, and of a mean microbatch's transfers."""
-    model = resolve_attention(config.model, runs[0].machine.speed.rates)
+    model = resolve_attention(config.model, runs[0].machine.speed.rates, layout.topology.context)
     ranks = {run.tower: run.ranks for run in runs}
+    towers = ("llm", *model.encoders)
     totals = [layout.topology.ranks * rows for rows in layout.rows]
     graph = unit_graph(config)
     seconds = np.zeros((2, len(runs), len(microbatches)))
     transfers = np.zeros((len(graph.edges), len(microbatches)))
     for i, microbatch in enumerate(microbatches):
-        shape = {
-            tower: (total // ranks[tower], length)
-            for tower, total, length in zip(("llm", *model.encoders), totals, microbatch.shape.lengths, strict=True)
-        }
-        batch = DeviceBatch(
-            shape=shape,
-            widths=dict(zip(model.encoders, microbatch.shape.widths, strict=True)),
-            peers=layout.topology.peers,
-            pairs=visited_on_device(model, layout, microbatch, ranks),
-        )
+        pairs = visited_on_device(model, layout, microbatch, ranks)
+
+        def on_device(ranks: Mapping[str, int], microbatch: MicrobatchPlan = microbatch) -> DeviceBatch:
+            rows = {tower: total // ranks[tower] for tower, total in zip(towers, totals, strict=True)}
+            return device_batch(config, layout, rows, microbatch.shape)
+
         for n, run in enumerate(runs):
-            seconds[:, n, i] = pass_seconds(model, run, batch)
+            # The LLM's devices exchange encoders' tokens among them.
+            here = ranks | dict.fromkeys(model.encoders, run.shards) if run.tower == "llm" else ranks
+            seconds[:, n, i] = pass_seconds(model, run, replace(on_device(here), pairs=pairs))
+        batch = on_device(ranks)
         transfers[:, i] = [edge_seconds(model, runs[a], runs[b], batch) for a, b in graph.edges]
     by_edge = dict(zip(graph.edges, transfers.mean(1).tolist(), strict=True))
     # XLA's runtime waits for what it sends.

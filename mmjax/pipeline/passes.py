@@ -233,7 +233,7 @@ class Passes:
         # Of what a stage of other processes makes only the shape is known here, and a transfer is planned by that.
         if not self.local[number]:
             structs = self._output_structs(number, parameters, inputs, batch, noise)
-            outputs = {name: without_shards(x.shape, x.dtype, program.output) for name, x in structs.items()}
+            outputs = {name: without_shards(x.shape, x.dtype, program.layouts[name]) for name, x in structs.items()}
         elif program.has_backward:
             outputs, residuals = self.wait(program.forward(*parameters, inputs, batch, noise))
             run.residuals[number, microbatch] = residuals
@@ -243,7 +243,7 @@ class Passes:
             outputs = self.wait(program.forward_only(merge(*parameters), inputs, batch, noise))
         for name in self.stages[number].stage.outputs:
             consumer = self.consumer[name]
-            arrived = move_array(outputs[name], self.programs[consumer].output, (run.step, *action, name))
+            arrived = move_array(outputs[name], self.programs[consumer].layouts[name], (run.step, *action, name))
             run.inputs[consumer, microbatch][name] = arrived
 
     def _output_structs(
@@ -283,9 +283,9 @@ class Passes:
                 gradient = gradients.get(name)
                 # A gradient has the shape of what it is the gradient of.
                 if gradient is None:
-                    gradient = without_shards(*shapes[name], self.programs[number].output)
+                    gradient = without_shards(*shapes[name], self.programs[number].layouts[name])
                 producer = self.producer[name]
-                arrived = move_array(gradient, self.programs[producer].output, (run.step, *action, name))
+                arrived = move_array(gradient, self.programs[producer].layouts[name], (run.step, *action, name))
                 # Every array has one consumer: where a stage made several, its backward pass adds up their gradients.
                 run.output_gradients[producer, microbatch][name] = arrived
 

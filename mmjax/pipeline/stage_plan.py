@@ -20,11 +20,12 @@ from mmjax.config import Config, DecoderConfig, Remat
 from mmjax.config.model import Encoder
 from mmjax.config.training import unit_devices
 from mmjax.console import size
+from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model, Stage, modules_of, partition
-from mmjax.parallel.sharding import AXES, TENSOR, ShardingRules, row_ranks, sharding
+from mmjax.parallel.sharding import AXES, CONTEXT, TENSOR, ShardingRules, row_ranks, sharding
 from mmjax.pipeline.passes import trained_activations
 from mmjax.planning.flops import layer_policies, recompute_flops, stage_flops
 from mmjax.planning.memory import (
@@ -40,14 +41,17 @@ from mmjax.planning.memory import (
     layer_backward_bytes,
     loss_bytes,
     reordered_elements,
+    sent_slots,
     token_bytes,
 )
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, StagePlan, choose_policies
 from mmjax.planning.schedules import Schedule, list_stages, make_schedule, schedule_name, stage_cuts, unit_graph
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.step_time import Speed
-from mmjax.planning.work import row_work
+from mmjax.planning.work import resolve_attention, row_work
 from mmjax.runtime.state import make_optimizer, shardings_with_moments
+
+RULES = ShardingRules()  # of all stages
 
 
 class ShardedStage(NamedTuple):
@@ -82,7 +86,7 @@ def shard_stages(config: Config) -> list[ShardedStage]:
     for in_unit, stage in zip(list_stages(config), placed, strict=True):
         unit = config.units[in_unit.unit]
         count = unit_devices(unit) // unit.pipeline
-        mesh = AbstractMesh((unit.data, unit.fsdp, 1, unit.tensor), AXES)
+        mesh = AbstractMesh(tuple(getattr(unit, axis) for axis in AXES), AXES)
         first = firsts[in_unit.unit] + in_unit.part * count
         sharded.append(_shard_stage(config, in_unit.name, stage, mesh, range(first, first + count), trained))
     return sharded
@@ -91,10 +95,10 @@ def shard_stages(config: Config) -> list[ShardedStage]:
 def _shard_stage(
     config: Config, name: str, stage: Stage, mesh: AbstractMesh, devices: range, trained: frozenset[str]
 ) -> ShardedStage:
-    model, rules = stage.model, ShardingRules()
+    model = stage.model
     abstract = stage.select(model.abstract)
     layouts = jax.tree.map(
-        lambda axes, leaf: sharding(mesh, rules, leaf.shape, axes),
+        lambda axes, leaf: sharding(mesh, RULES, leaf.shape, axes),
         stage.select(model.axes),
         abstract,
         is_leaf=lambda x: isinstance(x, tuple),
@@ -135,6 +139,8 @@ def plan_stages(config: Config, layout: RankLayout, speed: Speed, limit: MemoryL
 
     Stages that share devices share their memory. Raises UserError where a stage fits under no policies.
     """
+    if layout.topology.context > 1:
+        config = replace(config, model=resolve_attention(config.model, speed.rates, layout.topology.context))
     stages = shard_stages(config)
     schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
     tracer = ActivationTracer(config)
@@ -160,7 +166,7 @@ def _plan_stage(
     sharded = stages[number]
     stage, mesh = sharded.stage, sharded.mesh
     tower = stage.tower
-    rows = _rows_on_device(config, layout, stages)
+    rows = _rows_on_device(config, layout, stages, mesh if tower == "llm" else None)
     batch = _longest_batch(config, layout, rows, tower)
     saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
     in_flight = schedule.in_flight_bound(number)
@@ -217,10 +223,23 @@ def _towers(config: Config) -> dict[str, DecoderConfig | Encoder]:
 def _longest_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], tower: str) -> DeviceBatch:
     """Return a device's part of the compiled shape with a tower's longest rows; memory is planned for it."""
     longest = max(layout.shapes, key=lambda shape: shape.lengths[list(rows).index(tower)])
+    return device_batch(config, layout, rows, longest)
+
+
+def device_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], shape: Shape) -> DeviceBatch:
+    """Return the part of a microbatch of this shape that each device of a tower gets. rows: of every tower."""
+    context = layout.topology.context
+    lengths = shape.lengths[0] // context, *shape.lengths[1:]
+    pairs = {}
+    if context > 1:  # a device's queries attend the keys of the others too
+        whole_rows = row_work(config.model, {"llm": (rows["llm"], shape.lengths[0])})
+        pairs["llm"] = whole_rows["llm"].pairs / context
     return DeviceBatch(
-        shape=dict(zip(rows, zip(rows.values(), longest.lengths, strict=True), strict=True)),
-        widths=dict(zip(config.model.encoders, longest.widths, strict=True)),
+        shape=dict(zip(rows, zip(rows.values(), lengths, strict=True), strict=True)),
+        widths=dict(zip(config.model.encoders, shape.widths, strict=True)),
         peers=layout.topology.peers,
+        context=context,
+        pairs=pairs,
     )
 
 
@@ -249,7 +268,7 @@ def _fixed_bytes(
     activation = ACTIVATION[config.training.precision]
     positions = row_work(config.model, batch.shape)[tower].positions
     parts = mesh.shape[TENSOR]
-    sharding = ModelSharding(mesh.shape["fsdp"] * parts, parts, parts)
+    sharding = ModelSharding(mesh.shape["fsdp"] * mesh.shape[CONTEXT] * parts, parts, parts)
     computes_loss = tower == "llm" and stage.last
     # Gradients of scanned stacks are added to their sums layer by layer, the others behind the backward pass.
     gradients = trainable - sharded.scanned
@@ -268,7 +287,7 @@ def _fixed_bytes(
     # Tables that say which tokens are sent lie where the exchange is, and not with the encoders.
     alone, tables = replace(batch, widths={}), 0
     if stage.encoders:
-        tables = 4 * batch.peers * sum(batch.widths.values())
+        tables = 4 * sum(sent_slots(config.model, batch).values())
         # Encoders' tokens are exchanged before copies are made, and their gradients when the layers are done with.
         transient = max(transient, exchange_bytes(config.model, batch, activation) - copies)
     return {
@@ -299,19 +318,22 @@ def _deepstack_bytes(
         # Beside activations and the embeddings of an encoder's tokens.
         if tower not in (stage.tower, name):
             shape = _longest_batch(config, layout, rows, tower).shape
-            tokens = row_work(config.model, shape)[tower].tokens * row_ranks(source.mesh) / row_ranks(mesh)
+            made_on, added_on = (row_ranks(m, RULES.token_rows) for m in (source.mesh, mesh))
+            tokens = row_work(config.model, shape)[tower].tokens * made_on / added_on
             size_of_token = config.model.llm.width * ACTIVATION[config.training.precision]
             # Those of a microbatch come before all stages between, and its maker has it in flight as long.
             bytes_ += schedule.in_flight_bound(producers[name]) * tokens * size_of_token
     return bytes_
 
 
-def _rows_on_device(config: Config, layout: RankLayout, stages: Sequence[ShardedStage]) -> dict[str, int]:
-    """Count the rows of every tower on each of its devices."""
-    meshes = {sharded.stage.tower: sharded.mesh for sharded in stages}
+def _rows_on_device(
+    config: Config, layout: RankLayout, stages: Sequence[ShardedStage], receiver: AbstractMesh | None = None
+) -> dict[str, int]:
+    """Count the rows of every tower on each of its devices; with a receiver, those whose tokens each of its gets."""
+    meshes = {sharded.stage.tower: receiver or sharded.mesh for sharded in stages}
     totals = [layout.topology.ranks * rows for rows in layout.rows]
     return {
-        name: total // row_ranks(meshes[name])
+        name: total // row_ranks(meshes[name], RULES.rows if name == "llm" else RULES.item_rows)
         for name, total in zip(("llm", *config.model.encoders), totals, strict=True)
     }
 
@@ -335,7 +357,9 @@ def _seconds(
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else tuple(policies)
     layers = range(stage.start, stage.stop)
-    flops = stage_flops(config.model, tower, layers, counted, batch.shape, config.training.loss_chunks or 1)
+    flops = stage_flops(
+        config.model, tower, layers, counted, batch.shape, config.training.loss_chunks or 1, batch.pairs
+    )
     times = [x / parts / speed.rates.flops for x in flops[:2]]
     if measured:
         times[0] += count * measured["forward"] / parts

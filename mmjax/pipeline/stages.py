@@ -19,7 +19,14 @@ from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params, key_names, split_scanned
 from mmjax.models.model import Activations, Stage, merge, modules_of, partition
-from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, rows_sharding, sharding
+from mmjax.parallel.sharding import (
+    ShardingRules,
+    activations_on,
+    replicated,
+    rows_sharding,
+    sharding,
+    tokens_sharding,
+)
 from mmjax.runtime.losses import losses_in_chunks, step_loss, worst_samples
 
 
@@ -119,16 +126,21 @@ class StageProgram:
         # A frozen encoder with a frozen connector has no backward pass. A frozen LLM behind something trained has one:
         # gradients pass through it.
         self.has_backward = bool(self.gradient_inputs or jax.tree.leaves(self.abstract[0]))
-        self.output = rows_sharding(mesh, rules.rows)
+        # Of what the stage takes and makes. Tokens of encoders lie on the ranks that encode, or exchange them.
+        encoded = rows_sharding(mesh, rules.token_rows)
+        of_text = tokens_sharding(mesh, rules)
+        names = (*stage.inputs, *stage.outputs)
+        self.layouts = {name: of_text if name.startswith("llm.") else encoded for name in names}
+        outputs = None if self.computes_loss else {name: self.layouts[name] for name in stage.outputs}
         on_all = replicated(mesh)
         sums = jax.tree.map(lambda x: x.sharding, self.sums)
         self.zeros = jax.jit(lambda: zeros_like(self.sums), out_shardings=sums)
         self.reduce = jax.jit(self._reduce, out_shardings=self.shardings[0], donate_argnums=0)
         jit = partial(jax.jit, compiler_options=compiler_options or None)
         self.forward = jit(self._forward)
-        self.forward_only = jit(self._outputs, out_shardings=self.output)
+        self.forward_only = jit(self._outputs, out_shardings=outputs)
         # Gradients of inputs lie as the inputs do: the way back is the way there.
-        inputs = dict.fromkeys(sorted(self.gradient_inputs), self.output)
+        inputs = {name: self.layouts[name] for name in sorted(self.gradient_inputs)}
         self.backward = jit(self._backward, donate_argnums=2, out_shardings=(sums, inputs))
         report = LossSums._make(on_all for _ in LossSums._fields)
         self.forward_backward = jit(self._forward_backward, donate_argnums=2, out_shardings=(sums, inputs, report))
@@ -194,8 +206,9 @@ class StageProgram:
 
         # What a frozen encoder's layers pass on has no gradient, though its connector's tokens may have one.
         outputs, vjp, others = jax.vjp(run, rest, differentiated, sums, has_aux=True)
-        # Rows lie over ranks and nothing else, as transfers are planned; residuals lie as the layers leave them.
-        outputs = jax.lax.with_sharding_constraint(outputs | others, self.output)
+        # Outputs lie as transfers are planned; residuals lie as the layers leave them.
+        outputs = outputs | others
+        outputs = jax.lax.with_sharding_constraint(outputs, {name: self.layouts[name] for name in outputs})
         return outputs, Residuals.of(vjp, (trainable, frozen, batch, sums))
 
     def _backward(

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import rows_sharding
+from mmjax.parallel.sharding import CONTEXT, ShardingRules, rows_sharding, tokens_sharding
 from mmjax.pipeline.passes import PlacedStage, StagedBatch
 from mmjax.planning.schedules import list_stages, stage_cuts
 from mmjax.runtime.units import UnitRanks, unit_meshes
@@ -50,7 +50,9 @@ def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str
     return rows
 
 
-def put_batch(stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[str, TowerRows] | None) -> StagedBatch:
+def put_batch(
+    stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[str, TowerRows] | None, rules: ShardingRules
+) -> StagedBatch:
     """Bring a packed microbatch to the devices: to each stage what its tower takes.
 
     rows: which of each tower's rows this process packs; None: all. Stages of other processes get shapes alone.
@@ -60,47 +62,60 @@ def put_batch(stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[st
     for _, stage, mesh in stages:
         part: TextBatch | ItemBatch
         if stage.tower == "llm":
-            text = batch.text
             # Only the stages that take encoders' tokens need the tables that place them.
-            slots, send = ({e: table[e] for e in stage.encoders if e in table} for table in (text.slots, text.send))
-            part = text._replace(slots=slots, send=send)
+            tables = {f: getattr(batch.text, f) for f in ("slots", "send", "spread")}
+            taken = {f: {e: table[e] for e in stage.encoders if e in table} for f, table in tables.items()}
+            part = batch.text._replace(**taken)
         else:
             part = batch.items[stage.tower]
         key = (mesh, stage.tower, stage.encoders)
         if key not in put:
             local = any(device.process_index == jax.process_index() for device in mesh.devices.flat)
             tower = None if rows is None else rows[stage.tower]
-            put[key] = _put_rows(part, tower, rows_sharding(mesh)) if local else _row_shapes(part, tower)
+            if local:
+                put[key] = _put_rows(part, tower, batch_shardings(part, mesh, rules))
+            else:
+                put[key] = _row_shapes(part, tower, mesh.shape[CONTEXT])
         batches.append(put[key])
     return tuple(batches)
 
 
-def _put_rows(part: TextBatch | ItemBatch, rows: TowerRows | None, layout: NamedSharding) -> TextBatch | ItemBatch:
+def batch_shardings(part: TextBatch | ItemBatch, mesh: Mesh, rules: ShardingRules) -> TextBatch | ItemBatch:
+    """Return the sharding of every array of a tower's batch."""
+    if isinstance(part, ItemBatch):
+        return jax.tree.map(lambda _: rows_sharding(mesh, rules.item_rows), part)
+    of_devices = rows_sharding(mesh, rules.token_rows)
+    tables = jax.tree.map(lambda _: of_devices, {"send": part.send, "spread": part.spread})
+    tokens = tokens_sharding(mesh, rules)
+    return jax.tree.map(lambda _: tokens, part._replace(send={}, spread={}))._replace(**tables)
+
+
+def _put_rows(part: TextBatch | ItemBatch, rows: TowerRows | None, layouts: Any) -> TextBatch | ItemBatch:
     """Put this process's rows of a tower's batch on its devices."""
 
-    def put(x: np.ndarray) -> jax.Array:
+    def put(x: np.ndarray, layout: NamedSharding) -> jax.Array:
         if rows is None:
             return jax.make_array_from_callback(x.shape, layout, x.__getitem__)
-        # `send` has one entry for each rank, the others as many as the rank has rows.
+        # Tables of the exchange have an entry for each device of a rank, the others as many as the rank has rows.
         per_rank = len(x) // len(rows.local)
         shape = (per_rank * rows.ranks, *x.shape[1:])
 
         def shard(index: tuple[slice, ...]) -> np.ndarray:
             first, last, _ = index[0].indices(shape[0])
-            return x[first - per_rank * rows.local.start : last - per_rank * rows.local.start]
+            return x[first - per_rank * rows.local.start : last - per_rank * rows.local.start, *index[1:]]
 
         return jax.make_array_from_callback(shape, layout, shard, dtype=x.dtype)
 
-    return jax.tree.map(put, part)
+    return jax.tree.map(put, part, layouts)
 
 
-def _row_shapes(part: TextBatch | ItemBatch, rows: TowerRows) -> TextBatch | ItemBatch:
-    """Return the shapes of a tower's batch that lies on other processes."""
+def _row_shapes(part: TextBatch | ItemBatch, rows: TowerRows, context: int) -> TextBatch | ItemBatch:
+    """Return the shapes of a tower's batch that lies on other processes. context: devices that share a row."""
 
     def struct(x: np.ndarray, per_rank: int = rows.per_rank) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((per_rank * rows.ranks, *x.shape[1:]), x.dtype)
 
     if isinstance(part, ItemBatch):
         return jax.tree.map(struct, part)
-    send = jax.tree.map(partial(struct, per_rank=1), part.send)
-    return jax.tree.map(struct, part._replace(send={}))._replace(send=send)
+    tables = jax.tree.map(partial(struct, per_rank=context), {"send": part.send, "spread": part.spread})
+    return jax.tree.map(struct, part._replace(send={}, spread={}))._replace(**tables)

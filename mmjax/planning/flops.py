@@ -29,6 +29,7 @@ from mmjax.config.model import (
     frozen_by_adapters,
     layer_count,
     linear_layers,
+    merged_width,
     module_of_layer,
 )
 from mmjax.kernels.tiles import padded_width
@@ -37,9 +38,9 @@ from mmjax.planning.work import (
     Work,
     connector_mlps,
     connector_weights,
+    head_width,
     layer_positions,
     layer_sizes,
-    merged_positions,
     norm_parameters,
     row_work,
     useful_work,
@@ -64,13 +65,16 @@ class Products(NamedTuple):
     data: int  # weights times data, which needs no gradient
     weights: int  # weights times activations
     attention: int  # activations times activations
+    recurrence: int = 0  # of gated delta nets, beside their weights
+    chunked: int = 0  # the same as it runs, in chunks
 
 
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
     llm = model.llm
     # Layers, final norm, and a table of embeddings that a tied output table shares.
-    counts = {"llm": llm.layers * layer_sizes(llm).parameters + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
+    layers = round(llm.layers * layer_sizes(llm).parameters)  # a mean where they are of several kinds
+    counts = {"llm": layers + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
     for name, encoder in model.encoders.items():
         c = encoder.connector
         width = encoder.width
@@ -78,15 +82,15 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         # A norm after the last layer: a scale, and a bias unless it is an RMSNorm; audio towers always have one.
         head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
         counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_sizes(encoder).parameters + head
-        merged = merged_positions(encoder) * width
+        merged = merged_width(encoder)
         # A norm has a scale, and with "layer" a bias too; each further MLP of a deepstack norms what it merges.
-        norm = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged}[c.norm]
+        norms = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged, "merged_rms": merged}
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
         mlp = connector_weights(encoder, llm.width) + biases
         # Each has a norm of the merged width, scale and bias, and an MLP like the connector's own.
         deeper = (connector_mlps(encoder) - 1) * (2 * merged + mlp)
         tables = (2 if vision else 1) * c.position_grid + c.newline
-        counts[f"{name}.connector"] = norm + mlp + deeper + tables * llm.width
+        counts[f"{name}.connector"] = norms[c.norm] + mlp + deeper + tables * llm.width
     return counts | adapter_parameters(model)
 
 
@@ -121,8 +125,9 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
         backward = trainable * (p.data + p.weights) + lora.backward
         if trainable or upstream or has_adapters:
             # With any trainable parameter here or before, gradients flow through the activations.
-            backward += p.weights - lora.spared_weights + 2 * p.attention - lora.spared_attention
-        flops[module] = Flops(2 * (p.data + p.weights + p.attention + lora.forward), 2 * backward)
+            backward += p.weights - lora.spared_weights + 2 * p.attention - lora.spared_attention + 2 * p.recurrence
+        forward = p.data + p.weights + p.attention + p.recurrence + lora.forward
+        flops[module] = Flops(2 * forward, 2 * backward)
     return flops
 
 
@@ -188,10 +193,12 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
         config = model.llm if name == "llm" else model.encoders[name]
         layer = layer_sizes(config)
         # Per position each element of a matrix is one multiply-add.
-        weights = config.layers * layer.weights * w.positions
-        attention = config.layers * 2 * layer.queries * w.pairs  # scores, and the weighted sum of values
+        weights = round(config.layers * layer.weights) * w.positions
+        attention = config.layers * 2 * layer.attended * w.pairs  # scores, and the weighted sum of values
         if isinstance(config, DecoderConfig):
-            products[name] = Products(0, weights + config.vocab * config.width * w.positions, attention)
+            weights += config.vocab * config.width * w.positions
+            recurrence, chunked = (round(config.layers * x) * w.positions for x in (layer.recurrence, layer.chunked))
+            products[name] = Products(0, weights, attention, recurrence, chunked)
             continue
         if isinstance(config, VisionConfig):
             data = config.frames * config.patch**2 * config.channels * config.width * w.inputs
@@ -244,7 +251,8 @@ def executed(
         # The blockwise kernel computes the gradients of queries, keys and values together, needed or not.
         attention -= lora.spared_attention if config.attention == "dense" else 0
         backward = trainable * (p.data + p.weights) + lora.backward
-        backward += has_backward * (p.weights - lora.spared_weights + attention)
+        # A chunk's forward pass runs again in backward, under any policy.
+        backward += has_backward * (p.weights - lora.spared_weights + attention + 3 * p.chunked)
         recompute = again = 0
         if module == tower:
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
@@ -256,7 +264,7 @@ def executed(
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
         backward = 2 * backward + has_backward * (backward_ops + recompute)
-        forward = 2 * (p.data + p.weights + p.attention + lora.forward) + forward_ops
+        forward = 2 * (p.data + p.weights + p.attention + p.chunked + lora.forward) + forward_ops
         kernel = flash * (2 * p.attention + has_backward * (2 * attention + again))
         flops[module] = Flops(forward, backward, kernel)
     return flops
@@ -279,6 +287,9 @@ def stage_flops(
     last = layers.stop == whole.layers
     part = {"layers": len(policies), "remat": tuple(policies)}
     if tower == "llm":
+        if policies and (delta_net := model.llm.delta_net):
+            chosen = tuple(n for n, i in enumerate(layers) if i in delta_net.layers)
+            part["delta_net"] = replace(delta_net, layers=chosen)
         changed = replace(model, llm=replace(model.llm, **part))
     else:
         changed = replace(model, encoders={**model.encoders, tower: replace(model.encoders[tower], **part)})
@@ -345,7 +356,7 @@ def recompute_flops(config: DecoderConfig | Encoder, work: Work, policy: Remat) 
         "attention": layer.width * layer.mlp,
         "full": layer.width * layer.mlp,
     }[policy]
-    products = 2 * (layer.weights - saved_weights) * work.positions
+    products = 2 * (layer.weights - saved_weights + layer.chunked) * work.positions
     return products + recomputed_attention(config, work, policy) + layer_elementwise(config, work)[0]
 
 
@@ -353,12 +364,12 @@ def recomputed_attention(config: DecoderConfig | Encoder, work: Work, policy: Re
     """Count the FLOPs of attention in `recompute_flops`."""
     if policy == "none" or (config.attention != "dense" and policy != "full"):
         return 0
-    return 2 * 2 * layer_sizes(config).queries * work.pairs * _padding(config)
+    return 2 * 2 * layer_sizes(config).attended * work.pairs * _padding(config)
 
 
 def _padding(config: DecoderConfig | Encoder) -> float:
     """Return by how much the attention kernel widens heads: those of 80 channels are computed as 128."""
-    width = layer_sizes(config).queries // config.heads
+    width = head_width(config)
     return padded_width(width) / width if config.attention in ("flash", "auto") else 1
 
 
@@ -401,7 +412,7 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
     return _sum(
         (rates.width, layer.width * work.positions),
         (rates.mlp, layer.mlp * work.positions),
-        (ROTARY_QUERIES, rotary * layer.queries * work.positions),
+        (ROTARY_QUERIES, rotary * layer.attended * work.positions),
         (ROTARY_KEYS, rotary * layer.keys * work.positions),
         (rates.scores, layer.heads * work.pairs),
         (rates.pairs, work.pairs),
@@ -489,14 +500,15 @@ def adapter_work(
         # Backward has the gradients of a and b, as many multiply-adds as forward, and as many again for the adapter's
         # input.
         return AdapterWork(forward, 2 * forward)
-    if not spares or not forward:
+    # What the first layer spares is counted for attention alone.
+    if not spares or not forward or (module == "llm" and model.llm.delta_net):
         return AdapterWork(forward, 2 * forward, stem)
     live, attention = _live(set(adapters), connector, sizes)
     # With nothing trainable before it, an adapter's input needs no gradient: rank * in multiply-adds less.
     unread = sum(lora.rank * sizes[name][0] for name, lora in adapters.items() if name not in live) * positions
     dead = sum(sizes[name][0] * sizes[name][1] for name in sizes if name not in live) * positions
     # Of four products of attention's backward, those that no adapter of the first layer needs.
-    unneeded = 0 if connector else (4 - attention) * layer_sizes(config).queries * work.pairs
+    unneeded = 0 if connector else (4 - attention) * layer_sizes(config).attended * work.pairs
     return AdapterWork(forward, 2 * forward - unread, dead + stem, unneeded)
 
 

@@ -44,14 +44,14 @@ def saved_bytes_of_policy(
     """
     layer = layer_sizes(config)
     stream = layer.width * activation
-    output = layer.queries * activation
+    output = layer.attended * activation
     blockwise = config.attention != "dense"
     logsumexp = LOGSUMEXP * layer.heads * blockwise
     # With frozen weights and dense attention nobody reads the output in backward.
     attention = logsumexp + (trainable or blockwise) * output
-    # Outputs of the linear layers: query, key and value, attention's output, and up (and gate) of the MLP.
+    # Outputs of the linear layers: query, key and value, gates, attention's output, and up (and gate) of the MLP.
     mlp = (1 + layer.gated) * layer.mlp
-    products = attention + (layer.queries + 2 * layer.keys + layer.width + mlp) * activation
+    products = attention + (layer.queries + 2 * layer.keys + layer.extra + layer.width + mlp) * activation
     return {
         "full": SavedBytes(stream),
         "attention": SavedBytes(stream + logsumexp + output),
@@ -266,8 +266,8 @@ def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, 
 
 
 def kv_cache_bytes(llm: DecoderConfig, sharding: ModelSharding, activation: int) -> float:
-    """Bytes on one device that each position of a generated row takes: keys and values of all layers."""
-    return 2 * llm.layers * llm.kv_heads * llm.head_width * activation / sharding.llm
+    """Bytes on one device that each position of a generated row takes: keys and values of the layers with attention."""
+    return 2 * (llm.layers - sum(llm.delta_layers)) * llm.kv_heads * llm.head_width * activation / sharding.llm
 
 
 def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
@@ -293,9 +293,17 @@ def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: i
 
 
 def exchange_bytes(model: ModelConfig, batch: DeviceBatch, activation: int) -> float:
-    """Count the bytes of the tokens that a rank sends to its peers and receives from them, padding included."""
-    sent = sum(n * connector_mlps(model.encoders[name]) for name, n in batch.widths.items())
-    return 2 * batch.peers * sent * model.llm.width * activation
+    """Count the bytes of the tokens that a device sends and receives, to peers and on its rank, padding included."""
+    sent = sum(slots * connector_mlps(model.encoders[name]) for name, slots in sent_slots(model, batch).items())
+    return 2 * sent * model.llm.width * activation
+
+
+def sent_slots(model: ModelConfig, batch: DeviceBatch) -> dict[str, int]:
+    """Count the tokens for which a device's sends have room, by encoder: `send` and `spread` of a TextBatch."""
+    work = row_work(model, batch.shape) if batch.context > 1 else {}
+    slots = {name: batch.peers * width for name, width in batch.widths.items()}
+    # Each of the rank's devices may get all that came and that is here.
+    return {name: n + (batch.context * (n + work[name].tokens) if work else 0) for name, n in slots.items()}
 
 
 def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:

@@ -26,7 +26,7 @@ from mmjax.errors import UserError
 KEYS = ("config", "cluster", "settings", "expected")
 SETTINGS = (
     r"mesh\.(data|fsdp|context|tensor|sequence_parallel)|model\.(llm|encoders\.\w+)\.remat|batch\.(balance|balance\.locality|microbatches)"
-    r"|batch\.rows\.\w+|units|units\.\w+\.(data|fsdp|tensor|pipeline|virtual|cuts|modules)|training\.loss_chunks"
+    r"|batch\.rows\.\w+|units|units\.\w+\.(data|fsdp|context|tensor|pipeline|virtual|cuts|modules)|training\.loss_chunks"
 )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from numba import njit
 
 from mmjax.config import Config
+from mmjax.config.training import unit_devices
 from mmjax.planning.flops import layer_policies, stage_flops
 from mmjax.planning.schedules import ScheduleName, StageGraph, list_stages, make_schedule, schedule_name, unit_graph
 from mmjax.planning.simulate import list_needs, total_order
@@ -51,7 +52,7 @@ def make_reordering(config: Config, rows: Sequence[int], lengths: Sequence[Seque
     for number, stage in enumerate(stages):
         unit = config.units[stage.unit]
         policies = layer_policies(towers[stage.tower])[stage.layers.start : stage.layers.stop]
-        share = dict(zip(towers, rows, strict=True))[stage.tower] / (unit.data * unit.fsdp * unit.tensor)
+        share = dict(zip(towers, rows, strict=True))[stage.tower] * unit.pipeline / unit_devices(unit)
         for k, shape in enumerate(lengths):
             one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
             flops[:, number, k] = stage_flops(config.model, stage.tower, stage.layers, policies, one_row)[:2]

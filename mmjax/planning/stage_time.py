@@ -19,6 +19,7 @@ from mmjax.planning.step_time import (
     ClusterRun,
     all_reduce_seconds,
     collective_seconds,
+    context_seconds,
     exchange_seconds,
     muon_seconds,
     recomputed_reduces,
@@ -43,8 +44,13 @@ class StageRun:
 
     @property
     def ranks(self) -> int:
-        """Count the ranks over which its rows lie."""
-        return self.machine.mesh["data"] * self.machine.mesh["fsdp"]
+        """Count the ranks over which its rows lie; those of the LLM may be spread over several devices each."""
+        return self.shards // (self.machine.mesh["context"] if self.tower == "llm" else 1)
+
+    @property
+    def shards(self) -> int:
+        """Count the parts into which its positions are divided."""
+        return self.machine.mesh["data"] * self.machine.parameter_shards
 
     def config(self, model: ModelConfig) -> DecoderConfig | Encoder:
         """Return the tower's config."""
@@ -53,8 +59,9 @@ class StageRun:
 
 def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tuple[float, float]:
     """Estimate the seconds of a microbatch's forward and backward pass. batch: on each device."""
-    machine, config = stage.machine, stage.config(model)
-    rates, parts, fsdp = machine.speed.rates, machine.mesh["tensor"], machine.mesh["fsdp"]
+    machine = stage.machine
+    config = stage.config(model)
+    rates, parts, fsdp = machine.speed.rates, machine.mesh["tensor"], machine.parameter_shards
     work = row_work(model, batch.shape, batch.pairs)[stage.tower]
     measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
     # Layers that were timed are taken out of the operations, and their times added.
@@ -86,11 +93,13 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     # The LLM's first ranks send encoders' tokens on to those whose rows they are in.
     takes_tokens = stage.tower == "llm" and stage.layers.start == 0
     exchange = exchange_seconds(model, batch, machine) if takes_tokens else 0.0
-    forward = max(forward, gathered) + 2 * len(stage.policies) * reduce + exchange
+    late = context_seconds(model.llm, batch, machine) if stage.tower == "llm" else (0.0, 0.0)
+    forward = max(forward, gathered) + len(stage.policies) * (2 * reduce + late[0]) + exchange
     if not stage.has_backward:
         return forward, 0.0
     reduces = 2 * (len(stage.policies) + recomputed_reduces(stage.policies))
-    return forward, max(backward, gathered + scattered) + reduces * reduce + exchange
+    waits = len(stage.policies) * late[1] + stage.policies.count("full") * late[0]
+    return forward, max(backward, gathered + scattered) + reduces * reduce + waits + exchange
 
 
 def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch: DeviceBatch) -> float:
@@ -103,8 +112,8 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
     numbers = work.positions * sender.config(model).width
     if sender.tower != receiver.tower:
         numbers = work.tokens * connector_mlps(model.encoders[sender.tower]) * model.llm.width
-    total = numbers * sender.machine.activation * sender.ranks
-    largest = max(total / receiver.ranks, total * receiver.machine.mesh["tensor"] / len(sender.devices))
+    total = numbers * sender.machine.activation * sender.shards
+    largest = max(total / receiver.shards, total * receiver.machine.mesh["tensor"] / len(sender.devices))
     cluster = sender.machine.cluster
     nodes = {device // cluster.per_node for device in (*sender.devices, *receiver.devices)}
     return largest / (cluster.device.link_rate if len(nodes) == 1 else cluster.device.network_rate)
@@ -113,7 +122,8 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
 def reduce_seconds(stage: StageRun) -> float:
     """Estimate the seconds in which the ranks of `data` add up a step's float32 gradients: an all-reduce."""
     mesh = stage.machine.mesh
-    return collective_seconds(2 * stage.trainable, mesh["data"], mesh["fsdp"] * mesh["tensor"], stage.machine.cluster)
+    stride = stage.machine.parameter_shards * mesh["tensor"]
+    return collective_seconds(2 * stage.trainable, mesh["data"], stride, stage.machine.cluster)
 
 
 def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConfig) -> float:

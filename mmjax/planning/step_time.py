@@ -148,26 +148,28 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
 
 
 def _context(llm: DecoderConfig, batch: DeviceBatch, machine: ClusterRun) -> float:
-    """Estimate the seconds in which the LLM's layers wait for keys and values, or exchange heads for tokens.
+    forward, backward = context_seconds(llm, batch, machine)
+    return (llm.layers + recomputed_attention(layer_policies(llm))) * forward + llm.layers * backward
+
+
+def context_seconds(llm: DecoderConfig, batch: DeviceBatch, machine: ClusterRun) -> tuple[float, float]:
+    """Estimate the seconds in which a layer waits for keys and values, or exchanges heads for tokens, by pass.
 
     Keys arrive while the kernel works on others; the first ones are the device's own.
     """
     if batch.context == 1:
-        return 0.0
+        return 0.0, 0.0
     layer, tensor, rates = layer_sizes(llm), machine.mesh["tensor"], machine.speed.rates
     positions = math.prod(batch.shape["llm"])
-    again = recomputed_attention(layer_policies(llm))
     channel = positions * machine.activation / machine.sharding.llm
     if context_form(machine.context_attention, (llm.heads, llm.kv_heads), batch.context, tensor) == "heads":
         exchanged = _all_to_all(2 * (layer.queries + layer.keys) * channel, batch.context, tensor, machine.cluster)
-        return (2 * llm.layers + again) * exchanged
+        return exchanged, exchanged
     arrive = collective_seconds(2 * layer.keys * channel * batch.context, batch.context, tensor, machine.cluster)
     # Of a pair, two products in forward and five in backward; gradients of keys and values return as float32.
     product = 2 * batch.pairs["llm"] * layer.queries / machine.sharding.llm / (rates.attention or rates.flops)
     hidden = (batch.context - 1) / batch.context * product
-    forward = max(0.0, arrive - 2 * hidden)
-    backward = max(0.0, (1 + MASTER / machine.activation) * arrive - 5 * hidden)
-    return (llm.layers + again) * forward + llm.layers * backward
+    return max(0.0, arrive - 2 * hidden), max(0.0, (1 + MASTER / machine.activation) * arrive - 5 * hidden)
 
 
 def recomputed_attention(policies: Sequence[Remat]) -> int:

@@ -14,11 +14,12 @@ import numpy as np
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ROW, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.config.model import CONV_STRIDE, Encoder
+from mmjax.config.model import CONV_STRIDE, Encoder, merged_width
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
 
 CONV_TAPS = 3  # kernel size of both convolutions of the audio encoder
+CHUNK = 64  # tokens of a chunk of a gated delta net (`models.gated_delta_net`)
 BLOCK = 256  # queries and keys of a block of blockwise attention
 
 
@@ -32,33 +33,89 @@ class Work(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Sizes of one transformer layer."""
+    """Sizes of one transformer layer; of a tower with layers of several kinds, their mean."""
 
     width: int
-    queries: int  # heads * head width
-    keys: int
-    heads: int
+    queries: float  # inputs of the last matrix before the MLP: heads * head width
+    keys: float
+    heads: float  # of attention
     mlp: int
     gated: bool
-    vectors: int  # parameters outside the matrices: norms and biases
+    vectors: float  # parameters outside the matrices: norms, biases and short convolutions
+    extra: float = 0  # outputs of further matrices of the layer's width: gates, decays
+    attended: float = 0  # channels of the queries that attend
+    recurrence: float = 0  # multiply-adds per position that a gated delta net needs beside its matrices
+    chunked: float = 0  # those that it runs, in chunks
 
     @property
-    def weights(self) -> int:
+    def weights(self) -> float:
         """Count the elements of the matrices, which is also the multiply-adds per position."""
-        return self.width * (2 * self.queries + 2 * self.keys) + (2 + self.gated) * self.width * self.mlp
+        projections = self.width * (2 * self.queries + 2 * self.keys + self.extra)
+        return projections + (2 + self.gated) * self.width * self.mlp
 
     @property
-    def parameters(self) -> int:
+    def parameters(self) -> float:
         """Count all parameters."""
         return self.weights + self.vectors
 
 
+def kinds_of_layers(config: DecoderConfig | Encoder) -> list[tuple[DecoderConfig | Encoder, float]]:
+    """Return, for each kind of layer of a tower, the tower with that kind alone and the kind's share of the layers."""
+    if not isinstance(config, DecoderConfig) or not any(config.delta_layers):
+        return [(config, 1)]
+    every = replace(config.delta_net, layers=tuple(range(config.layers)))
+    share = sum(config.delta_layers) / config.layers
+    kinds = [(replace(config, delta_net=every), share), (replace(config, delta_net=None), 1 - share)]
+    return [(kind, part) for kind, part in kinds if part]
+
+
 def layer_sizes(config: DecoderConfig | Encoder) -> LayerSizes:
     """Compute the sizes of a tower's layers."""
+    kinds = kinds_of_layers(config)
+    if len(kinds) == 1:
+        return _sizes_of_kind(*kinds[0][:1])
+    sizes = [_sizes_of_kind(kind) for kind, _ in kinds]
+    means = (sum(part * x for x, (_, part) in zip(xs, kinds, strict=True)) for xs in zip(*sizes, strict=True))
+    return LayerSizes(*means)._replace(width=config.width, mlp=config.mlp_width, gated=sizes[0].gated)
+
+
+def _delta_net_sizes(config: DecoderConfig) -> LayerSizes:
+    """Compute the sizes of layers with a gated delta net."""
+    c = config.delta_net
+    keys = c.key_heads * c.key_width
+    values = c.value_heads * c.value_width
+    # Beside both of the layer's norms, the gated norm's scale, filters, and of every head a decay's rate and bias.
+    vectors = 2 * config.width + c.value_width + c.taps * (2 * keys + values) + 2 * c.value_heads
+    state = c.key_width * c.value_width
+    # Of a head and token: decay, read, write and query, of which the first has no addition.
+    recurrence = c.value_heads * 3.5 * state
+    # Three products with the state; within a chunk queries and keys by keys (once for a key head), both right sides of
+    # the system, and the outputs; the inverse.
+    shared = c.key_heads / c.value_heads
+    in_chunk = CHUNK * (2 * c.key_width * shared + c.key_width + 2 * c.value_width) + CHUNK**2 / 3
+    return LayerSizes(
+        width=config.width,
+        queries=values,
+        keys=keys,
+        heads=0,
+        mlp=config.mlp_width,
+        gated=True,
+        vectors=vectors,
+        extra=values + 2 * c.value_heads,
+        recurrence=recurrence,
+        chunked=c.value_heads * (3 * state + in_chunk),
+    )
+
+
+def _sizes_of_kind(config: DecoderConfig | Encoder) -> LayerSizes:
     c = config
     queries = keys = c.width
     gated = True
+    extra = 0
     if isinstance(c, DecoderConfig):
+        if c.delta_net is not None and any(c.delta_layers):
+            return _delta_net_sizes(c)
+        extra = c.attention_gate * c.heads * c.head_width
         queries = c.heads * c.head_width
         keys = c.kv_heads * c.head_width
         biases = c.biases
@@ -71,11 +128,24 @@ def layer_sizes(config: DecoderConfig | Encoder) -> LayerSizes:
         gated = False
         biases = ("query", "value", "output", "up", "down")
         vectors = 2 * norm_parameters(c)
-    outputs = {"query": queries, "key": keys, "value": keys, "output": c.width, "down": c.width}
+    outputs = {"query": queries + extra, "key": keys, "value": keys, "output": c.width, "down": c.width}
     vectors += sum(outputs.get(name, c.mlp_width) for name in biases)
     return LayerSizes(
-        width=c.width, queries=queries, keys=keys, heads=c.heads, mlp=c.mlp_width, gated=gated, vectors=vectors
+        width=c.width,
+        queries=queries,
+        keys=keys,
+        heads=c.heads,
+        mlp=c.mlp_width,
+        gated=gated,
+        vectors=vectors,
+        extra=extra,
+        attended=queries,
     )
+
+
+def head_width(config: DecoderConfig | Encoder) -> int:
+    """Return the channels of a head of attention."""
+    return config.head_width if isinstance(config, DecoderConfig) else config.width // config.heads
 
 
 def norm_parameters(config: Encoder) -> int:
@@ -88,14 +158,20 @@ def connector_mlps(encoder: Encoder) -> int:
     return 1 + (len(encoder.deepstack) if isinstance(encoder, VisionConfig) else 0)
 
 
-def resolve_attention(model: ModelConfig, rates: Rates) -> ModelConfig:
-    """Return the model with what `attention=auto` is on a device: the kernel where that has a rate, else blocks."""
+def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> ModelConfig:
+    """Return the model with what `attention=auto` is on a device: the kernel where that has a rate, else blocks.
+
+    context: devices that share a row of the LLM, on which `dense` is blocks as well.
+    """
     backend = "blockwise" if rates.attention is None else "flash"
 
     def resolved(tower: Any) -> Any:
         return replace(tower, attention=backend) if tower.attention == "auto" else tower
 
-    return replace(model, llm=resolved(model.llm), encoders={name: resolved(e) for name, e in model.encoders.items()})
+    llm = resolved(model.llm)
+    if context > 1 and llm.attention == "dense":
+        llm = replace(llm, attention="blockwise")
+    return replace(model, llm=llm, encoders={name: resolved(e) for name, e in model.encoders.items()})
 
 
 def _mean_pairs(config: DecoderConfig | Encoder, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
@@ -117,7 +193,7 @@ def layer_positions(encoder: Encoder) -> int:
 
 def connector_weights(encoder: Encoder, outputs: int) -> int:
     """Count the elements of a connector's matrices, which is also the multiply-adds per token."""
-    inputs = merged_positions(encoder) * encoder.width
+    inputs = merged_width(encoder)
     hidden = encoder.connector.mlp_width
     return hidden * (inputs + outputs) if hidden else inputs * outputs
 
@@ -217,10 +293,9 @@ def _blocks(config: DecoderConfig | Encoder, length: int) -> tuple[int, int]:
     """Return the queries and the keys of a block; a row that is shorter than a block is one of its own length."""
     if config.attention == "blockwise":
         return min(BLOCK, length), min(BLOCK, length)
-    head_width = layer_sizes(config).queries // config.heads
     windows = isinstance(config, VisionConfig) and config.windowed
     max_block = window_block(config.window) if windows else MAX_BLOCK
-    tiles = tiles_for(min(head_width, max(TILES)), length, max_block).forward
+    tiles = tiles_for(min(head_width(config), max(TILES)), length, max_block).forward
     return tiles.q, tiles.k
 
 

@@ -154,7 +154,8 @@ class CheckpointStore:
     def save(self, state: TrainState, config: str, data: DataState) -> None:
         """Copy the state to the host and write it in the background; it appears whole or not at all."""
         self.wait()
-        parts, sums = [], {}
+        parts = []
+        sums = {}
         for number, part in enumerate(self._executor.parts(state)):
             if self._local[number]:
                 part, part_sums = self._unstack[number](part)

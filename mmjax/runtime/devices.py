@@ -207,21 +207,6 @@ def set_gpu_memory_fraction() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(USABLE))
 
 
-THREADS_PER_DEVICE = 4
-
-
-def set_cpu_threads() -> None:
-    """Let XLA have threads for the collectives of all of a process's CPU devices; before JAX starts.
-
-    A collective holds a thread until all devices have come. XLA has as many threads as cores, and where devices do two
-    collectives in another order, too few of them wait for each other for good. NPROC is what it reads, undocumented: to
-    go when XLA's collectives on CPUs hold no threads.
-    """
-    devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
-    if devices.isdigit() and int(devices) > 1:
-        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * int(devices))))
-
-
 def choose_devices(
     device: Literal["auto", "cpu", "gpu", "tpu"], nvidia: Path = Path("/proc/driver/nvidia/version")
 ) -> list[jax.Device]:

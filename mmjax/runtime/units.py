@@ -11,17 +11,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mmjax.config import Config, Unit
-from mmjax.config.training import cut_tower, unit_devices, unit_modules
+from mmjax.config.training import cut_tower, encoder_ranks, unit_devices, unit_modules
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import AXES, local_ranks, owned_ranks
+from mmjax.parallel.sharding import AXES, ShardingRules, local_ranks, owned_ranks, row_ranks
 
 
 def units_topology(units: Mapping[str, Unit]) -> Topology:
     """Return the ranks of units: the LLM's, and for encoders a multiple of these that the ranks of all units divide."""
-    ranks = {name: unit.data * unit.fsdp for name, unit in units.items()}
-    llm = next(ranks[name] for name, unit in units.items() if "llm" in unit_modules(name, unit))
-    return Topology(llm, llm, llm, math.lcm(*ranks.values()) // llm)
+    llm = next(unit for name, unit in units.items() if "llm" in unit_modules(name, unit))
+    ranks = llm.data * llm.fsdp
+    return Topology(ranks, ranks, ranks, math.lcm(*map(encoder_ranks, units.values())) // ranks, llm.context)
 
 
 def unit_meshes(config: Config, devices: Sequence[jax.Device]) -> dict[str, list[Mesh]]:
@@ -34,8 +34,8 @@ def unit_meshes(config: Config, devices: Sequence[jax.Device]) -> dict[str, list
     if needed != len(devices):
         parts = " + ".join(f"{name} {unit_devices(unit)}" for name, unit in config.units.items())
         raise UserError(
-            f"the units need {needed} devices ({parts}) and there are {len(devices)}; change data, fsdp, tensor or "
-            "pipeline of a unit"
+            f"the units need {needed} devices ({parts}) and there are {len(devices)}; change data, fsdp, context, "
+            "tensor or pipeline of a unit"
         )
     meshes: dict[str, list[Mesh]] = {}
     first = 0
@@ -43,7 +43,8 @@ def unit_meshes(config: Config, devices: Sequence[jax.Device]) -> dict[str, list
         size = unit_devices(unit) // unit.pipeline
         meshes[name] = []
         for _ in range(unit.pipeline):
-            grid = np.asarray(devices[first : first + size]).reshape(unit.data, unit.fsdp, 1, unit.tensor)
+            sizes = [getattr(unit, axis) for axis in AXES]
+            grid = np.asarray(devices[first : first + size]).reshape(sizes)
             meshes[name].append(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
             first += size
     return meshes
@@ -64,24 +65,22 @@ def unit_ranks(config: Config, devices: Sequence[jax.Device]) -> UnitRanks:
     its stages; on the first stage's processes they count.
     """
     topology = units_topology(config.units)
+    rules = ShardingRules()
     local: dict[str, range] = {}
     own: dict[str, frozenset[int]] = {}
     for (name, unit), meshes in zip(config.units.items(), unit_meshes(config, devices).values(), strict=True):
         modules = unit_modules(name, unit)
         for tower in modules:
+            # The LLM's tokens are packed with their rows, whichever of the context devices they go to.
+            axes = rules.rows if tower == "llm" else rules.item_rows
             total = topology.ranks * (1 if tower == "llm" else topology.encoders_per_rank)
-            each = total // (unit.data * unit.fsdp)
             stages = meshes if tower == cut_tower(modules) else meshes[:1]
-            here = [set(_process_ranks(mesh)) for mesh in stages]
+            each = total // row_ranks(stages[0], axes)
+            here = [set(local_ranks(mesh, axes) if mesh.local_devices else ()) for mesh in stages]
             # One range for all stages that are here, since a tower's rows are packed once for them.
             ranks = set().union(*here)
             local[tower] = range(each * min(ranks), each * (max(ranks) + 1)) if ranks else range(0)
-            first = owned_ranks(stages[0]) if here[0] else ()
+            first = owned_ranks(stages[0], axes) if here[0] else ()
             own[tower] = frozenset(each * rank + n for rank in first for n in range(each))
     encoders = {tower: ranks for tower, ranks in local.items() if tower != "llm"}
     return UnitRanks(local["llm"], encoders, (own["llm"], {tower: own[tower] for tower in encoders}))
-
-
-def _process_ranks(mesh: Mesh) -> range:
-    """Return the ranks of a mesh on this process's devices, which may be none."""
-    return local_ranks(mesh) if mesh.local_devices else range(0)

@@ -21,7 +21,7 @@ from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder
 from mmjax.hf.layout import TRANSPOSED, TensorNames, TensorSlice
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
-from mmjax.models.layer_stacks import Params
+from mmjax.models.layer_stacks import Params, named_layers
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, module_of, parameter_group
 from mmjax.runtime.checkpoint import SavedParameters
 
@@ -85,9 +85,9 @@ def _sources(model: Model, folder: HfFolder, modules: Mapping[str, TensorNames])
         shape = leaf.shape
         # ("layers", "runs", "4:8", ..) is a stack of layers 4 to 7; ("layers", "runs", "4", ..) is layer 4 alone.
         if inside[:2] == ("layers", "runs"):
-            start, _, stop = inside[2].partition(":")
-            paths = [("layers", str(i), *inside[3:]) for i in range(int(start), int(stop or int(start) + 1))]
-            shape = leaf.shape[1:] if stop else leaf.shape
+            numbers = named_layers(inside[2])
+            paths = [("layers", str(i), *inside[3:]) for i in numbers]
+            shape = leaf.shape[1:] if len(numbers) > 1 else leaf.shape
         layers = []
         for path in paths:
             if (part := modules[module].find(path)) is None:

@@ -15,8 +15,9 @@ from mmjax.console import print_lines
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
+from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport
 from mmjax.runtime.losses import MAX_WORST
-from mmjax.runtime.step import MAX_UNREADABLE, ProcessReport, Runner, StepReport
+from mmjax.runtime.step import Runner, StepReport
 
 
 class UnreadableSamples:

@@ -114,7 +114,8 @@ class BestMetric:
         # NaN is the only value that differs from itself.
         better = value == value and (not self.step or sign * value > sign * self.value)
         if better:
-            self.value, self.step = value, step
+            self.value = value
+            self.step = step
         self.stale = 0 if better else self.stale + 1
         return better
 

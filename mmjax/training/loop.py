@@ -45,6 +45,7 @@ from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan
 from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.compiler_options import compiler_options
+from mmjax.runtime.device_batch import ProcessReport, padding_microbatches
 from mmjax.runtime.devices import (
     CompileCounter,
     choose_devices,
@@ -54,15 +55,7 @@ from mmjax.runtime.devices import (
 )
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import (
-    Accumulated,
-    Executor,
-    ProcessReport,
-    Runner,
-    StepReport,
-    check_updated,
-    padding_microbatches,
-)
+from mmjax.runtime.step import Accumulated, Executor, Runner, StepReport, check_updated
 from mmjax.runtime.units import unit_ranks
 from mmjax.startup import activity
 from mmjax.startup import seconds as startup_seconds
@@ -142,9 +135,8 @@ class Trainer:
         self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
         check_heads(self.mesh.shape, config.mesh, config.model)
         enable_compilation_cache(folder.programs)  # before anything is compiled
-        self.compiler_options = compiler_options(
-            config.compiler, self.mesh.local_devices[0], self.mesh.shape["context"]
-        )
+        context = max(self.mesh.shape["context"], *(unit.context for unit in config.units.values()), 1)
+        self.compiler_options = compiler_options(config.compiler, self.mesh.local_devices[0], context)
         self.programs = CompileCounter()
 
         with activity("opening the data"):
@@ -203,6 +195,7 @@ class Trainer:
                 model,
                 make_optimizer(config.optimizer, model.axes, model.dtype),
                 place_stages(config, model, list(self.mesh.devices.flat)),
+                ShardingRules.of(config.mesh),
                 sources=self.data.sources,
                 schedule=schedule_name(config),
                 carrier=config.pipeline.carrier,

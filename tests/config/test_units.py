@@ -39,6 +39,16 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
             "units.vision.pipeline=1",
         ),
         ((*GOOD, "mesh.fsdp=2"), "mesh.fsdp: modules with units have their devices from these"),
+        ((*GOOD, "mesh.context=2"), "leave mesh as it is, or units empty, or set units.llm.context=2"),
+        (
+            ("units.vision.context=2", *GOOD[1:]),
+            "units.vision.context=2: items of encoders are not cut, only rows of the LLM; use units.vision.data=2",
+        ),
+        (
+            (*GOOD[:2], "units.llm.context=2", "units.llm.tensor=2", "mesh.context_attention=heads"),
+            "units.llm.context=2 x tensor=2 does not divide model.llm.kv_heads=2; use mesh.context_attention=gather",
+        ),
+        ((*GOOD[:2], "units.llm.context=0"), "units.llm.context=0: must be at least 1"),
         ((*GOOD, "pipeline.schedule=interleaved"), "set units.llm.virtual=2"),
         (("units.vision.virtual=2", *GOOD[1:]), "divides the layers of an LLM that is alone in its unit"),
         (
@@ -114,3 +124,13 @@ def test_encoders_rows_are_planned_for_ranks_that_all_units_divide():
     config = load(find_config("tiny_omni"), ("units.vision.data=3", "units.audio.data=1", "units.llm.data=2"))
     topology = units_topology(config.units)
     assert (topology.ranks, topology.encoders_per_rank) == (2, 3)
+
+
+def test_devices_that_share_a_row_of_the_llm_take_as_many_encoder_rows_each():
+    words = ("units.vision.data=3", "units.audio.data=1", "units.llm.data=2", "units.llm.context=2")
+    config = load(find_config("tiny_omni"), words)
+    topology = units_topology(config.units)
+    # 12 encoder ranks, 3 for each of the LLM's 4 devices.
+    assert (topology.ranks, topology.context, topology.encoders_per_rank) == (2, 2, 6)
+    meshes = unit_meshes(config, jax.devices())
+    assert [dict(mesh.shape) for mesh in meshes["llm"]] == [{"data": 2, "fsdp": 1, "context": 2, "tensor": 1}]

@@ -25,6 +25,7 @@ QWEN_AUDIO = (*CHATML, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
 INTERNVL = (*CHATML, "<img>", "</img>", "<IMG_CONTEXT>", "<video>")
 LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 GEMMA = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
+GEMMA_IMAGES = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 
 
 def special(*tokens: str) -> list[AddedToken]:
@@ -78,15 +79,15 @@ def unigram() -> Backend:
     return with_bos(backend, "<s>")
 
 
-def gemma() -> Backend:
+def gemma(tokens: tuple[str, ...] = ()) -> Backend:
     """BPE over a text whose spaces are ▁, without one before it; <bos> before a text."""
     backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    first = [*GEMMA, *(f"<0x{i:02X}>" for i in range(256))]
+    first = [*GEMMA, *tokens, *(f"<0x{i:02X}>" for i in range(256))]
     backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=600, special_tokens=first))
-    backend.add_special_tokens(special(*GEMMA))
+    backend.add_special_tokens(special(*GEMMA, *tokens))
     return with_bos(backend, "<bos>")
 
 
@@ -232,6 +233,24 @@ QWEN2_AUDIO = (
     "Audio {{ audio_count.value }}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
     "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GEMMA3 = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{%- if messages[0]['content'] is string -%}"
+    "{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}{%- else -%}"
+    "{%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}{%- endif -%}"
+    "{%- set loop_messages = messages[1:] -%}{%- else -%}{%- set first_user_prefix = '' -%}"
+    "{%- set loop_messages = messages -%}{%- endif -%}{%- for message in loop_messages -%}"
+    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif -%}"
+    "{%- if (message['role'] == 'assistant') -%}{%- set role = 'model' -%}{%- else -%}"
+    "{%- set role = message['role'] -%}{%- endif -%}"
+    "{{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else '') }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
+    "{%- elif message['content'] is iterable -%}{%- for item in message['content'] -%}"
+    "{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}"
+    "{%- else -%}{{ raise_exception('Invalid content type') }}{%- endif -%}{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
 )
 INTERNVL_HF = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}"

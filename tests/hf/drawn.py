@@ -17,8 +17,13 @@ DECODERS = {
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
     "mistral": transformers.MistralConfig,
+    "phi3": transformers.Phi3Config,
+    "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
 }
+IN_LLAVA = [name for name in DECODERS if name != "qwen3_5_text"]  # as the text of any vision tower
 
 
 def pick(rng: np.random.Generator, *options: Any) -> Any:
@@ -67,10 +72,12 @@ def text_sizes(rng: np.random.Generator, vocab: int = 97) -> tuple[Fields, int]:
 
 def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) -> transformers.PreTrainedConfig:
     """The config of a text decoder of a family. own: fields that win over what is drawn."""
+    if family == "qwen3_5_text":
+        return transformers.Qwen3_5TextConfig(**qwen3_5_text(rng) | own)
     sizes, head_width = text_sizes(rng, vocab)
     given = sizes | rope(rng, head_width // 2)
-    given["hidden_activation" if family == "gemma2" else "hidden_act"] = pick(rng, *ACTIVATIONS)
-    if family in ("llama", "qwen3", "gemma2"):
+    given["hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act"] = pick(rng, *ACTIVATIONS)
+    if family in ("llama", "qwen3", "gemma", "gemma2", "gemma3"):
         given["attention_bias"] = pick(rng, False, True)
     if family == "llama":
         given["mlp_bias"] = pick(rng, False, True)
@@ -80,7 +87,13 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         given["hidden_size"] = given["num_attention_heads"] * given.pop("head_dim")
     if family in ("qwen2", "qwen3"):
         given |= late_windows(rng, given["num_hidden_layers"])
-    if family == "gemma2":
+    if family == "phi3":
+        given |= phi3_fields(rng, given)
+    if family == "gemma3":
+        near = {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)}
+        given["rope_parameters"] = {"full_attention": given["rope_parameters"], "sliding_attention": near}
+        given["hidden_size"] = given["num_attention_heads"] * between(rng, 3, 12)
+    if family in ("gemma2", "gemma3"):
         given |= {
             "query_pre_attn_scalar": pick(rng, 7, 13, 256),
             "attn_logit_softcapping": pick(rng, None, 2.0, 20.0),
@@ -90,6 +103,22 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         if rng.integers(2):
             given["layer_types"] = layer_types(rng, given["num_hidden_layers"])
     return DECODERS[family](**given | own)
+
+
+def phi3_fields(rng: np.random.Generator, given: Fields) -> Fields:
+    """Phi-3's heads of even width, its RoPE, default or LongRoPE, and its window."""
+    heads = given["num_attention_heads"]
+    head_width = 2 * between(rng, 2, 8)
+    share = pick(rng, 1.0, 0.75, 0.5) if head_width % 8 == 0 else 1.0
+    turned: Fields = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    own = {"hidden_size": heads * head_width, "head_dim": head_width, "sliding_window": pick(rng, None, 4, 6)}
+    if rng.integers(2):
+        factors = {
+            f"{name}_factor": (1 + 3 * rng.random(round(share * head_width / 2))).tolist() for name in ("short", "long")
+        }
+        turned |= {"rope_type": "longrope", **factors}
+        own["original_max_position_embeddings"] = 16
+    return own | {"rope_parameters": turned, "pad_token_id": 0, "eos_token_id": None}
 
 
 def late_windows(rng: np.random.Generator, layers: int) -> Fields:
@@ -111,7 +140,37 @@ def layer_types(rng: np.random.Generator, layers: int) -> list[str]:
 
 def any_decoder(rng: np.random.Generator, vocab: int = 97, **own: Any) -> transformers.PreTrainedConfig:
     """The config of a text decoder of any family."""
-    return decoder(rng, pick(rng, *DECODERS), vocab, **own)
+    return decoder(rng, pick(rng, *IN_LLAVA), vocab, **own)
+
+
+def qwen3_5_text(rng: np.random.Generator, sections: bool = False) -> Fields:
+    """The text of Qwen3.5: gated delta nets and gated attention, and RoPE that turns a part of each head."""
+    sizes, _ = text_sizes(rng)
+    key_heads, layers = pick(rng, 1, 2, 3), between(rng, 1, 6)
+    share, head_width = pick(rng, (0.25, 16), (0.5, 12), (0.25, 24), (1.0, 10))
+    pairs = int(head_width * share) // 2
+    given = rope(rng, pairs)
+    given["rope_parameters"]["partial_rotary_factor"] = share
+    if sections:
+        y = between(rng, 0, pairs // 2)
+        x = between(rng, 0, pairs // 2)
+        own = {"mrope_section": [pairs - y - x, y, x], "mrope_interleaved": True}
+        given = {"rope_parameters": {"rope_type": "default", "rope_theta": pick(rng, 1e4, 5e6)} | own}
+        given["rope_parameters"]["partial_rotary_factor"] = share
+    sizes |= {
+        "head_dim": head_width,
+        "num_hidden_layers": layers,
+        "hidden_act": pick(rng, "silu", "silu", *ACTIVATIONS),
+        "attention_bias": pick(rng, False, True),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * pick(rng, 1, 2, 3),
+        "linear_key_head_dim": between(rng, 8, 16),
+        "linear_value_head_dim": between(rng, 8, 16),
+        "linear_conv_kernel_dim": pick(rng, 2, 3, 4, 4),
+    }
+    if rng.integers(2):
+        sizes["layer_types"] = [pick(rng, "linear_attention", "full_attention") for _ in range(layers)]
+    return sizes | given
 
 
 def tower_sizes(rng: np.random.Generator, most: int) -> Fields:
@@ -145,6 +204,22 @@ def two_norm_tower(rng: np.random.Generator, most: int = 5) -> tuple[transformer
         return transformers.CLIPVisionConfig(**sizes), own | {"vision_feature_select_strategy": "default"}
     tower = transformers.SiglipVisionConfig(**sizes, vision_use_head=pick(rng, False, True))
     return tower, own | {"vision_feature_select_strategy": "full"}
+
+
+def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Gemma 3: a SigLIP whose squares of patches become one token each, windows longer than an image."""
+    vision = tower_sizes(rng, 5)
+    pooled = pick(rng, 1, 2, 3)
+    side = between(rng, 1, 3)
+    vision["image_size"] = vision["patch_size"] * pooled * side
+    text = decoder(rng, "gemma3", vocab, sliding_window=side**2 + between(rng, 0, 3))
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config=transformers.SiglipVisionConfig(**vision, vision_use_head=False),
+        mm_tokens_per_image=side**2,
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
 
 
 def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfig, Fields]:
@@ -207,6 +282,19 @@ def qwen_tower(rng: np.random.Generator, outputs: int) -> Fields:
     }
 
 
+def qwen2_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen2-VL: a tower whose layers see the whole image, with names of its own."""
+    text = qwen_text(rng, interleaved=False)
+    vision = qwen_tower(rng, text["hidden_size"])
+    vision["embed_dim"] = vision.pop("hidden_size")
+    vision["hidden_size"] = vision.pop("out_hidden_size")
+    vision["mlp_ratio"] = between(rng, 1, 4)
+    del vision["intermediate_size"]
+    return transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
+    )
+
+
 def qwen2_5_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
     """Qwen2.5-VL: a tower of windows, some layers of which see the whole image."""
     text = qwen_text(rng, interleaved=False)
@@ -230,6 +318,17 @@ def qwen3_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrained
         "deepstack_visual_indexes": [i for i in range(vision["depth"] + 2) if rng.integers(2)],
     }
     return transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
+    )
+
+
+def qwen3_5(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen3.5: gated delta nets in the text, and Qwen3-VL's tower without its deepstack."""
+    text = qwen3_5_text(rng, sections=True)
+    del text["tie_word_embeddings"]
+    vision = qwen_tower(rng, text["hidden_size"])
+    vision["num_position_embeddings"] = between(rng, 2, 7) ** 2
+    return transformers.Qwen3_5Config(
         text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
     )
 

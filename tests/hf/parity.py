@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 import transformers
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from mmjax.batch import PADDING, Microbatch, TextBatch
 from mmjax.config import MeshConfig, ModelConfig
@@ -95,10 +97,13 @@ def logits_there(model: torch.nn.Module, tokens: np.ndarray, **inputs: Any) -> t
 
 def forget_longer_texts(model: torch.nn.Module) -> None:
     """Reset what dynamic RoPE there keeps of the longest text so far, which turns all shorter ones after it."""
-    for module in model.modules():
-        if hasattr(module, "max_seq_len_cached"):
-            module.max_seq_len_cached = module.original_max_seq_len
-            module.register_buffer("inv_freq", module.original_inv_freq.clone(), persistent=False)
+    # A tower's rotary embedding is never dynamic, and has no such length.
+    for module in (module for module in model.modules() if hasattr(module, "original_max_seq_len")):
+        for name, original in dict(module.named_buffers(recurse=False)).items():
+            if name.endswith("original_inv_freq"):  # with the layer's type before it where types differ
+                kind = name.removesuffix("original_inv_freq")
+                setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
+                module.register_buffer(f"{kind}inv_freq", original.clone(), persistent=False)
 
 
 def same_logits(ours: np.ndarray, theirs: torch.Tensor, number: int) -> None:
@@ -179,8 +184,28 @@ def float64_gradients(model: torch.nn.Module, loss_there: Loss) -> HfFolder:
     model.zero_grad()
     for module in model.double().modules():
         module.register_forward_pre_hook(cast, with_kwargs=True)
-    loss_there(model).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        # Theirs computes in float32 whatever it is given.
+        patch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_rule_by_token)
+        loss_there(model).backward()
     return saved_gradients(model)
+
+
+def delta_rule_by_token(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Compute the gated delta rule of one sample `[1, T, heads, width]` token by token, in the tensors' own dtype."""
+    group = value.shape[2] // key.shape[2]
+    normalized = lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)  # noqa: E731
+    query, key = (normalized(x[0]).repeat_interleave(group, dim=1) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    state, outputs = key.new_zeros(*key.shape[1:], value.shape[-1]), []
+    for q, k, v, decay, rate in zip(query, key, value[0], g[0].exp(), beta[0], strict=True):
+        state = state * decay[:, None, None]
+        change = rate[:, None] * (v - (k[..., None] * state).sum(1))
+        state = state + k[..., None] * change[:, None]
+        outputs.append((q[..., None] * state).sum(1))
+    return torch.stack(outputs)[None], None
 
 
 def same_gradients(ours: Params, layout: Layout, theirs: HfFolder, rounded: HfFolder | None = None) -> None:

@@ -48,7 +48,20 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
-@pytest.mark.default_cases("llama-0", "llama-1", "qwen2-0", "qwen2-1", "qwen3-0", "mistral-0", "gemma2-0", "gemma2-1")
+@pytest.mark.default_cases(
+    "llama-0",
+    "llama-1",
+    "qwen2-0",
+    "qwen2-1",
+    "qwen3-0",
+    "mistral-0",
+    "phi3-0",
+    "gemma-0",
+    "gemma2-0",
+    "gemma2-1",
+    "gemma3-0",
+    "qwen3_5_text-0",
+)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", drawn.DECODERS)
 def test_a_decoder_is_what_transformers_makes_of_it(family, seed, tmp_path):
@@ -245,6 +258,46 @@ def test_configs_that_cannot_be_read_are_refused_by_field(tmp_path, change, mess
     edit_config(tmp_path, lambda config: config.update(change))
     with pytest.raises(UserError, match=message):
         from_hf(tmp_path)
+
+
+QWEN3_5 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_output_gate": False}, r"attn_output_gate=False is not supported; known: True"),
+        ({"output_gate_type": "sigmoid"}, r"output_gate_type='sigmoid' is not supported; known: 'swish', 'silu'"),
+        ({"mamba_ssm_dtype": "bfloat16"}, r"mamba_ssm_dtype='bfloat16' is not supported"),
+        ({"linear_num_value_heads": 3}, r"linear_num_value_heads=3 is no multiple of linear_num_key_heads=2"),
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            r"layer_types must give each of 4 layers one of full_attention, lin",
+        ),
+    ],
+)
+def test_what_qwen3_5_does_not_support_is_refused_by_field(tmp_path, change, message):
+    transformers.Qwen3_5TextConfig(**COMMON | QWEN3_5).save_pretrained(tmp_path)
+    from_hf(tmp_path)
+    edit_config(tmp_path, lambda config: config.update(change))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
+def test_tensors_of_multi_token_prediction_are_not_read_and_said_once(tmp_path, capsys):
+    saved(tmp_path, transformers.Qwen3_5TextConfig, **QWEN3_5)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"mtp.layers.0.norm.weight": torch.ones(4)}))
+    loaded(tmp_path)
+    loaded(tmp_path)
+    said = f"note: {tmp_path}: mtp.* (prediction several tokens ahead) is not read; an export copies it as it is\n"
+    assert capsys.readouterr().err.count(said) == 1
 
 
 @pytest.mark.parametrize("cut", [4, 100, 5000])

@@ -16,7 +16,7 @@ from parity_samples import Given, Part, given, is_text
 from test_any_res import NEXT, ONEVISION, inputs, processor_of, saved
 from test_audio_towers import AUDIO_TOKEN, HOP, clip, features_there, qwen2_audio, words
 from test_decoders import COMMON
-from test_qwen_vl import GRIDS, inputs_of, qwen2_5, qwen3, samples_of
+from test_qwen_vl import GRIDS, inputs_of, qwen2_5, qwen3, qwen3_5, samples_of
 from test_vision_language import IMAGE, LLAMA, MEAN, QWEN2, SIDE, STD, TOWER, samples, save
 
 from mmjax.config import MeshConfig
@@ -69,6 +69,7 @@ def texts(vocab: int) -> list[list[Part]]:
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
@@ -80,8 +81,9 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         (transformers.LlamaConfig, {"rope_parameters": LONG}),
         (transformers.LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
         (transformers.Qwen3Config, {"head_dim": 24}),
+        (transformers.Gemma3TextConfig, {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL}),
     ],
-    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3"],
+    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3", "gemma3"],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):
     model = random_model(kind(**COMMON | own))
@@ -126,8 +128,8 @@ def test_llava_next_and_onevision_write_what_they_write_there_of_images_in_tiles
     check(model, tmp_path, test_any_res.samples(), of)
 
 
-@pytest.mark.default_cases("qwen3")
-@pytest.mark.parametrize("make", [qwen2_5, qwen3])
+@pytest.mark.default_cases("qwen3", "qwen3_5")
+@pytest.mark.parametrize("make", [qwen2_5, qwen3, qwen3_5])
 def test_qwen_vl_writes_what_it_writes_there_after_images_of_several_sizes(make, tmp_path):
     model = make()
     model.save_pretrained(tmp_path)

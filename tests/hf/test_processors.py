@@ -12,6 +12,7 @@ from image_shapes import picture
 from PIL import Image
 from transformers import WhisperFeatureExtractor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
@@ -44,6 +45,7 @@ PROCESSORS = {
         Qwen2VLImageProcessorPil,
         {"size": {"shortest_edge": 1024, "longest_edge": 9000}, "patch_size": 16, "image_mean": [0.5, 0.5, 0.5]},
     ),
+    "Gemma3ImageProcessor": (Gemma3ImageProcessorPil, {"size": {"height": 40, "width": 40}}),
     "GotOcr2ImageProcessor": (
         GotOcr2ImageProcessorPil,
         {"size": {"height": 40, "width": 40}, "crop_to_patches": True, "max_patches": 6, "min_patches": 2},

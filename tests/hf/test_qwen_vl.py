@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL compute what transformers computes of packed images and text, and learn the same."""
+"""Qwen2-VL to Qwen3.5 compute what transformers computes of packed images and text, and learn the same."""
 
 from __future__ import annotations
 
@@ -86,6 +86,18 @@ def qwen3(text=None, vision=None, rope=ROPE, sections=SECTIONS3, **own):
         **own,
     )
     return random_whole(config, transformers.Qwen3VLForConditionalGeneration)
+
+
+def qwen3_5(text=None, vision=None, **own):
+    rope = ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    delta_net = {"linear_key_head_dim": 8, "linear_value_head_dim": 12} | heads
+    text = TEXT | {"head_dim": 16, "num_hidden_layers": 5, "rope_parameters": rope} | delta_net | (text or {})
+    tower = {name: value for name, value in VISION3.items() if name != "deepstack_visual_indexes"}
+    config = transformers.Qwen3_5Config(
+        text_config=text, vision_config=tower | (vision or {}), image_token_id=IMAGE, video_token_id=VIDEO, **own
+    )
+    return random_whole(config, transformers.Qwen3_5ForConditionalGeneration)
 
 
 def random_whole(config, kind):
@@ -183,12 +195,14 @@ def check_positions(model, batch, samples, inputs):
 
 
 WHOLE = {
+    "qwen2_vl": (drawn.qwen2_vl, transformers.Qwen2VLForConditionalGeneration),
     "qwen2_5_vl": (drawn.qwen2_5_vl, transformers.Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (drawn.qwen3_vl, transformers.Qwen3VLForConditionalGeneration),
+    "qwen3_5": (drawn.qwen3_5, transformers.Qwen3_5ForConditionalGeneration),
 }
 
 
-@pytest.mark.default_cases("qwen2_5_vl-0", "qwen3_vl-0")
+@pytest.mark.default_cases("qwen2_vl-0", "qwen2_5_vl-0", "qwen3_vl-0", "qwen3_5-0")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
@@ -199,8 +213,9 @@ def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
-    there = qwen2_5(tie_word_embeddings=True)
+@pytest.mark.parametrize("make", [qwen2_5, qwen3_5])
+def test_ten_steps_of_adamw_have_the_losses_that_torch_has(make, tmp_path):
+    there = make(tie_word_embeddings=True)
     there.save_pretrained(tmp_path)
     unit = there.config.vision_config.patch_size * there.config.vision_config.spatial_merge_size
     samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)

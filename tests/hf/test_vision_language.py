@@ -17,6 +17,7 @@ from parity_samples import check_samples, is_text
 from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPVisionConfig,
+    Gemma3ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     InternVLVisionConfig,
@@ -58,7 +59,7 @@ def samples(side=SIDE, seed=0):
     ]
 
 
-def theirs(tokens_per_image):
+def theirs(tokens_per_image, token_types=False):
     def logits(model, sample):
         tokens = [part if is_text(part) else np.full(tokens_per_image, IMAGE) for part in sample]
         images = [(part / 255 - MEAN) / STD for part in sample if not is_text(part)]
@@ -66,6 +67,8 @@ def theirs(tokens_per_image):
         if images:
             inputs["pixel_values"] = torch.tensor(np.stack(images).transpose(0, 3, 1, 2), dtype=torch.float32)
         ids = torch.tensor(np.concatenate(tokens))[None].long()
+        if token_types:  # by which Gemma knows which tokens are an image's
+            inputs["token_type_ids"] = (ids == IMAGE).long()
         return model(input_ids=ids, use_cache=False, **inputs).logits[0]
 
     return logits
@@ -105,6 +108,26 @@ def test_internvl_is_what_transformers_makes_of_it(seed, tmp_path):
     save(model, tmp_path, side)
     tokens = round(side // patch * config.downsample_ratio) ** 2
     check_samples(model, tmp_path, samples(side), theirs(tokens))
+
+
+@pytest.mark.default_cases("0", "1")
+@pytest.mark.parametrize("seed", range(12))
+def test_gemma3_is_what_transformers_makes_of_it_and_its_images_attend_both_ways(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    config = drawn.gemma3(rng, VOCAB, image_token_index=IMAGE)
+    model = random_model(config, Gemma3ForConditionalGeneration)
+    side = config.vision_config.image_size
+    save(model, tmp_path, side)
+    check_samples(model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True))
+
+
+def test_gemma3_with_images_longer_than_a_window_is_refused(tmp_path):
+    config = drawn.gemma3(np.random.default_rng(0), VOCAB, image_token_index=IMAGE)
+    config.text_config.sliding_window, config.mm_tokens_per_image = 3, 4
+    config.text_config.layer_types = ["sliding_attention"] * config.text_config.num_hidden_layers
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"mm_tokens_per_image=4 is more than text_config.sliding_window=3"):
+        from_hf(tmp_path)
 
 
 CLIP_CROP = {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 12, "width": SIDE}}
@@ -232,9 +255,10 @@ def open_layout(folder):
 @pytest.mark.parametrize("tied", [True, False])
 def test_opengvlabs_own_layout_is_the_same_model(tied, tmp_path):
     own = {} if tied else {"use_qk_norm": True, "attention_bias": True, "norm_type": "rms_norm"}
+    text = transformers.Qwen2Config if tied else transformers.Qwen3Config  # InternVL3, and 3.5
     config = InternVLConfig(
         vision_config=InternVLVisionConfig(**TOWER | own),
-        text_config=transformers.Qwen2Config(**TEXT, tie_word_embeddings=tied),
+        text_config=text(**TEXT, tie_word_embeddings=tied),
         image_token_id=IMAGE,
         tie_word_embeddings=tied,
     )

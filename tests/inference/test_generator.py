@@ -21,8 +21,8 @@ from mmjax.inference.generator import Generator, Sampling
 from mmjax.inference.prompts import BatchLimits, QuestionPrompts, answer_tokens, decode_answer
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
+from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.state import parameter_shardings
-from mmjax.runtime.step import put_rows
 
 END, DEFAULT_MAX_TOKENS = 1, 8
 DRAWN = Sampling(0.8, top_k=20, top_p=0.9, seed=5)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 import jax
@@ -10,11 +11,17 @@ import numpy as np
 import pytest
 from test_attention import random_case
 
+from mmjax.balance.baselines.token_blocks import KINDS
+from mmjax.balance.mask_work import block_work, token_order
+from mmjax.balance.sample_blocks import block_samples, distribute_samples, visible_keys
 from mmjax.config import MeshConfig
+from mmjax.kernels.masks import MaskSpec
 from mmjax.models.attention import attention, plan_attention
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring
 from mmjax.models.context_attention import MAX_PIECES, pieces
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
+
+RULES = replace(ShardingRules(), context_attention="gather")
 
 
 def gradients(backend, scoring):
@@ -63,6 +70,68 @@ def test_rows_over_several_devices_attend_as_on_one(mesh, form, backend, window)
         found = gradients(backend, scoring)(q, k, v, mask, weight)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """Do on CPUs, which have no such collective, what JAX documents of it; NaN where the sizes of two do not agree."""
+    per_device = len(send_sizes) // jax.lax.axis_size(axis_name)
+    of_me = partial(jax.lax.dynamic_slice_in_dim, start_index=jax.lax.axis_index(axis_name) * per_device)
+    agreed = (jax.lax.all_to_all(recv_sizes, axis_name, 0, 0, tiled=True) == send_sizes).all()
+    place = jnp.arange(len(output))
+    sent = jax.lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
+    for of_device, *slices in zip(*sent, strict=True):
+        begin, size, to = (of_me(x, slice_size=per_device)[:, None] for x in slices)
+        arrives = (place >= to) & (place < to + size)  # [slice, token]
+        origin = jnp.where(arrives, place - to + begin, 0).sum(0)
+        output = jnp.where(arrives.any(0)[:, None], of_device[origin], output)
+    return jnp.where(agreed, output, jnp.nan)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "backend", "window"),
+    [(MeshConfig(context=2, data=1), "flash", 20), (MeshConfig(context=4, data=2), "blockwise", 0)],
+    ids=["2", "data 2 x 4"],
+)
+def test_keys_that_no_query_of_a_device_may_attend_are_not_needed_there(monkeypatch, mesh, backend, window):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    devices = mesh.context * max(1, mesh.data)
+    *arrays, mask = shuffled(random_case(devices + window, 64, 4, 2), 5, 8)
+    if window:
+        mask = mask._replace(reach=jnp.full_like(mask.pos, window))
+    arrays.append(jnp.asarray(np.random.default_rng(3).normal(size=arrays[0].shape), jnp.float32))
+    q, k, v, weight = arrays
+    wanted = gradients("dense", DEFAULT_SCORING)(q, k, v, mask, weight)
+    with activations_on(make_mesh(mesh, jax.devices()[:devices]), RULES, "ragged"):
+        found = gradients(backend, DEFAULT_SCORING)(q, k, v, mask, weight)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_device_is_sent_hardly_more_than_its_queries_may_attend():
+    length, devices, block = 1 << 14, 4, 128
+    mask = KINDS["MP"](length, np.random.default_rng(0))
+    rank = distribute_samples(block_work(mask, block), block_samples(mask, block), devices)
+    order = token_order(rank, length, block)[0]
+    of_row = MaskSpec(*(jnp.asarray(field[order][None]) for field in mask))
+    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RULES, "ragged"):
+        plan = jax.jit(lambda mask: plan_attention(mask, "blockwise", 8, (4, 2)))(of_row)
+    owner = np.repeat(rank, block)
+    attended = visible_keys(mask, owner, devices) & (owner != np.arange(devices)[:, None])
+    assert attended.sum() <= plan.needed.size.sum() <= 1.05 * attended.sum()
+    assert plan.asked.size.sum() == plan.needed.size.sum()
+
+
+def test_a_ragged_exchange_is_compiled_for_gpus_and_returns_gradients_in_float32():
+    """Each piece of keys and of values arrives in forward and in backward, and its gradients return once."""
+    devices = 4
+    q, k, v, mask = random_case(0, 64, 4, 2, jnp.bfloat16, rows=1)
+    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RULES, "ragged"):
+        program = gradients("blockwise", DEFAULT_SCORING).trace(q, k, v, mask, jnp.ones(q.shape))
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    sent = re.findall(r"@ragged_all_to_all.*-> tensor<[\dx]+x(\w+)>", text)
+    assert sorted(sent) == ["bf16"] * 4 * (devices - 1) + ["f32"] * 2 * (devices - 1)
+    permuted = re.findall(r"collective_permute.*-> tensor<[\dx]+x(\w+)>", text)
+    assert set(permuted) == {"i32"}  # masks, and which slices are needed
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8, 9, 64])

@@ -101,7 +101,7 @@ MIXES = (
 @pytest.mark.default_cases("dense")
 @pytest.mark.parametrize("backend", ["dense", "blockwise"])
 def test_every_mix_of_remat_policies_gives_equal_gradients(backend):
-    """Exactly, but for what LLVM makes of sums in programs that differ: with its optimizations up to 4e-6."""
+    """Exactly, but for what LLVM makes of sums in programs that differ, which depends on the processor: up to 4e-6."""
     rng = np.random.default_rng(0)
     encoders = ("vision",) if backend == "dense" else ()
     samples = [random_sample(rng, [9, *[(2, 3)] * len(encoders), 4]), random_sample(rng, [7])]
@@ -112,7 +112,7 @@ def test_every_mix_of_remat_policies_gives_equal_gradients(backend):
         gradient = jax.jit(jax.grad(lambda p, m=model: token_losses(m, p, batch).sum()))(params)
         gradients.append(unstack_layers(gradient))
     for found in gradients[1:]:
-        assert_trees_close(found, gradients[0], 1e-6)
+        assert_trees_close(found, gradients[0], 4e-6)
 
 
 def squares(model, batch):

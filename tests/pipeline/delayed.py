@@ -25,14 +25,15 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.distributed import coordination
 from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.passes import Passes
 from mmjax.pipeline.transfer import Links
 from mmjax.pipeline.units import place_stages, tower_rows
 from mmjax.planning.schedules import make_schedule, stage_cuts
 from mmjax.planning.simulate import total_order
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import ProcessReport
 from mmjax.runtime.units import unit_ranks, units_topology
 
 UNITS = {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2)}
@@ -56,6 +57,7 @@ def prepare(folder: Path, steps: int) -> tuple[Config, PipelineExecutor, list[Lo
         model,
         make_optimizer(config.optimizer, model.axes),
         place_stages(config, model, jax.devices()),
+        ShardingRules(),
         sources=len(config.data.sources),
         rows=tower_rows(config, layout, ranks),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
@@ -16,14 +18,17 @@ from tiny_run import load_steps, make_executor, tiny_config, weight, worst_leaf
 
 from mmjax.batch import Microbatch
 from mmjax.config import AdamW, Config, LoraConfig, MeshConfig, Muon, Unit
+from mmjax.config.training import unit_devices
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
+from mmjax.parallel.sharding import ShardingRules
 from mmjax.pipeline.executor import PipelineExecutor
+from mmjax.pipeline.transfer import Transfer
 from mmjax.pipeline.units import place_stages
 from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.runtime.device_batch import ProcessReport, put_rows
 from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import ProcessReport, put_rows
 from mmjax.runtime.units import units_topology
 
 BY_MODULE = {"vision": Unit(data=2), "audio": Unit(fsdp=2), "llm": Unit(pipeline=2, tensor=2)}
@@ -34,6 +39,11 @@ UNITS = {
     "tensor parallel": {"encoders": Unit(modules=("audio", "vision")), "llm": Unit(pipeline=2, tensor=2)},
     "unequal ranks": {"vision": Unit(data=3), "audio": Unit(), "llm": Unit(data=2, pipeline=2)},
     "interleaved": {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2, virtual=2)},
+    "context": {"vision": Unit(data=3), "audio": Unit(), "llm": Unit(pipeline=2, context=2)},
+    "context of four": {"vision": Unit(fsdp=2), "audio": Unit(), "llm": Unit(context=4)},
+    "context, several ranks": {"encoders": Unit(modules=("vision", "audio")), "llm": Unit(data=2, context=2)},
+    "context with the encoders": {"all": Unit(modules=("llm", "vision", "audio"), pipeline=2, context=2, tensor=2)},
+    "context, interleaved": {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2, context=2, virtual=2)},
     # Cut inside a deepstack, as `deepstack_config_of` makes it.
     "deep": {"vision": Unit(pipeline=2), "audio": Unit(), "llm": Unit(pipeline=2, cuts=(1,))},
     "deeper": {"vision": Unit(pipeline=3), "audio": Unit(), "llm": Unit(pipeline=4)},
@@ -78,11 +88,12 @@ def deepstack_config_of(units: str, **changes: Any) -> Config:
 def make_pipeline(config: Config, schedule: str = "auto") -> PipelineExecutor:
     config = replace(config, pipeline=replace(config.pipeline, schedule=schedule))
     model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
-    devices = sum(unit.data * unit.fsdp * unit.tensor * unit.pipeline for unit in config.units.values())
+    devices = sum(map(unit_devices, config.units.values()))
     return PipelineExecutor(
         model,
         make_optimizer(config.optimizer, model.axes),
         place_stages(config, model, jax.devices()[:devices]),
+        ShardingRules.of(config.mesh),
         sources=len(config.data.sources),
         schedule=schedule_name(config),
         loss_chunks=config.training.loss_chunks or 1,
@@ -104,15 +115,13 @@ def fill_adapters(state: Any) -> Any:
 
 def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") -> PipelineExecutor:
     """The pipeline's gradients and losses are those of one device."""
-    (batches,) = steps_of(config, folder, 1)
+    (batches,), (plain,) = steps_of(config, folder, 1), load_steps(config, folder, 1)
     one, pipeline = make_executor(config, MeshConfig(1)), make_pipeline(config, schedule)
     noise = np.array([0, 0], np.uint32) if one.model.drops else None
     state, accumulated = fill_adapters(one.init(jax.random.key(0))), one.zeros()
-    for batch in batches:
+    for batch in plain:
         put = put_rows(batch, one.mesh, one.rules)
-        accumulated = one.accumulate(
-            state.trainable, state.frozen, accumulated, put, np.float32(weight(batches)), noise
-        )
+        accumulated = one.accumulate(state.trainable, state.frozen, accumulated, put, np.float32(weight(plain)), noise)
     expected = jax.device_get(accumulated)
 
     staged = fill_adapters(pipeline.init(jax.random.key(0)))
@@ -133,7 +142,7 @@ def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") 
     return pipeline
 
 
-@pytest.mark.default_cases("by module-auto-True-none-1-0.1")
+@pytest.mark.default_cases("by module-auto-True-none-1-0.1", "context-auto-True-none-1-0.1")
 @pytest.mark.parametrize(
     ("units", "schedule", "tied", "remat", "chunks", "dropout"),
     [
@@ -147,12 +156,32 @@ def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") 
         ("unequal ranks", "auto", True, "full", 1, 0.0),
         ("unequal ranks", "eager", False, "none", 2, 0.1),
         ("interleaved", "auto", True, "none", 2, 0.1),
+        ("context", "auto", True, "none", 1, 0.1),
+        ("context", "eager", False, "full", 2, 0.0),
+        ("context of four", "auto", False, "products", 1, 0.1),
+        ("context of four", "gpipe", True, "none", 2, 0.0),
+        ("context, several ranks", "auto", True, "full", 1, 0.1),
+        ("context with the encoders", "auto", True, "none", 1, 0.1),
+        ("context with the encoders", "gpipe", False, "full", 2, 0.0),
+        ("context, interleaved", "auto", True, "products", 1, 0.1),
     ],
 )
 def test_gradients_are_those_of_one_program(units, schedule, tied, remat, chunks, dropout, tmp_path):
     config = config_of(units, tied=tied, remat=remat, dropout=dropout)
     config = replace(config, training=replace(config.training, loss_chunks=chunks))
     assert_same_gradients(config, tmp_path, schedule)
+
+
+def test_between_stages_with_context_everything_goes_once_and_each_device_gets_its_part():
+    pipeline = make_pipeline(config_of("context"))
+    shape = 12, 8, 4  # rows, tokens, width
+    for name, consumer in pipeline.passes.consumer.items():
+        source, target = (pipeline.programs[n].layouts[name] for n in (pipeline.passes.producer[name], consumer))
+        arrived = Counter()
+        for move in Transfer(shape, np.float32, source, target).moves:
+            arrived[move.target] += math.prod(last - first for first, last in move.placed)
+        assert set(arrived.values()) == {math.prod(shape) // 2}
+        assert set(arrived) == {device.id for device in pipeline.stages[consumer].mesh.devices.flat}
 
 
 @pytest.mark.exhaustive

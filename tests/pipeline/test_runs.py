@@ -26,6 +26,7 @@ from mmjax.training.pass_times import read_timelines
 STAGES = ("units.llm.pipeline=2", "batch.microbatches=2")
 BY_MODULE = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=2", "batch.microbatches=2")
 OTHERS = ("units.encoders.modules=vision,audio", "units.llm.data=2", "batch.microbatches=2")
+CONTEXT = ("units.encoders.modules=vision,audio", "units.llm.context=2", "units.llm.pipeline=2", "batch.microbatches=2")
 
 
 def assert_same_losses(steps: dict, expected: dict) -> None:
@@ -142,6 +143,40 @@ def test_units_over_processes_give_the_losses_of_one_mesh_and_go_on_from_each_ot
     words = (*words, "batch.microbatches=2", f"run={two}", "--resume", "units={}")
     assert together(2, *words, devices=2, monkeypatch=monkeypatch).code == 0
     assert_same_losses(steps_of(two), expected)
+
+
+@pytest.mark.exhaustive
+def test_an_llm_with_context_over_processes_gives_the_losses_of_one_mesh_and_goes_on_with_any_context(
+    runs, monkeypatch
+):
+    words = (
+        TINY_MEDIA,
+        "training.steps=8",
+        "training.checkpoint_every=2",
+        "training.evaluate_every=0",
+        "training.keep=4",
+        "model.llm.layers=2",
+        "batch.microbatches=2",
+    )
+    one, five = runs / "one_without_context", runs / "five_with_context"
+    assert together(1, *words, f"run={one}", devices=1, monkeypatch=monkeypatch).code == 0
+    expected = steps_of(one)
+    # Each process one device: the encoders', and two for each of the LLM's stages, which share its rows.
+    ended = together(5, *words, *CONTEXT, f"run={five}", devices=1, monkeypatch=monkeypatch)
+    assert ended.code == 0, ended
+    assert "; 0 programs compiled after the start" in ended.out
+    assert_same_losses(steps_of(five), expected)
+    # On from step 2 on one mesh, from step 4 on one with context, and from step 6 with units again.
+    for done, settings, devices in (
+        ((8, 6, 4), ("units={}",), 2),
+        ((8, 6), ("units={}", "mesh.data=1", "mesh.context=2"), 2),
+        ((8,), ("mesh.data=-1", "mesh.context=1", *CONTEXT), 5),
+    ):
+        go_back(five, *done)
+        resume = (*words, f"run={five}", "--resume", *settings)
+        ended = together(1, *resume, devices=devices, monkeypatch=monkeypatch)
+        assert ended.code == 0, ended
+        assert_same_losses(steps_of(five), expected)
 
 
 KILLS = 5

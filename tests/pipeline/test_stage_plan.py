@@ -66,6 +66,27 @@ def test_the_llms_first_stage_holds_what_its_ranks_exchange(tmp_path):
             assert after.memory == before.memory
 
 
+def test_devices_that_share_a_row_hold_their_part_of_it_and_room_for_all_tokens_of_their_rank(tmp_path):
+    config = config_of("context", tied=False)
+    llm = replace(config.model.llm, attention="blockwise")
+    config = replace(config, model=replace(config.model, llm=llm))
+    alone = replace(config, units=config.units | {"llm": Unit(pipeline=2)})
+    index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
+    plans = []
+    for of in (alone, config):
+        layout = make_planner(index, of, [1.0], units_topology(of.units))[1]
+        plans.append({p.name: p for p in plan_stages(of, layout, SPEED, MemoryLimit(math.inf))})
+    one, two = plans
+    assert two["llm[0:2]"].mesh == {"context": 2}
+    for name in ("llm[0:2]", "llm[2:4]"):
+        for kind in ("parameters", "optimizer", "activations", "messages"):
+            assert two[name].memory[kind] == pytest.approx(one[name].memory[kind] / 2, rel=0.2), (name, kind)
+        assert two[name].forward == pytest.approx(one[name].forward / 2, rel=0.2)
+    # The tables say of all tokens of a rank which go to each of its devices.
+    assert two["llm[0:2]"].memory["batch"] > two["llm[2:4]"].memory["batch"]
+    assert one["llm[0:2]"].memory["batch"] == one["llm[2:4]"].memory["batch"]
+
+
 @pytest.mark.exhaustive
 def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens_that_wait(tmp_path):
     def plan(config: Config) -> dict:

@@ -19,6 +19,7 @@ from mmjax.config import (
     AudioConfig,
     ConnectorConfig,
     DecoderConfig,
+    DeltaNetConfig,
     LogMel,
     ModelConfig,
     Remat,
@@ -356,17 +357,45 @@ def test_what_a_window_forbids_is_not_needed() -> None:
     assert work.length_work(model, np.array([9, 4]), none, none, none)["llm"].pairs == pairs
 
 
+DELTA_NET = DeltaNetConfig((0, 1, 4), key_heads=2, value_heads=6, key_width=5, value_width=7, taps=3)
+
+
+def test_delta_nets_need_work_in_proportion_to_tokens_and_attention_only_in_its_own_layers() -> None:
+    model = make_model(layers=7, delta_net=DELTA_NET, attention_gate=True)
+    counts = []
+    for lengths in ([40], [20, 20]):
+        llm, none = np.array(lengths), np.zeros(0, np.int64)
+        given = {"llm": work.length_work(model, llm, none, none, none)["llm"]}
+        counts.append(model_flops(model, given, frozenset())["llm"])
+    c, net = model.llm, DELTA_NET
+    # Of two samples the scores of 20 x 20 pairs less, forward; of four layers with attention.
+    assert counts[0].forward - counts[1].forward == 4 * 2 * 2 * c.heads * c.head_width * 20 * 20
+    plain = c.width * (2 * c.heads + 2 * c.kv_heads + c.heads) * c.head_width
+    keys, values = net.key_heads * net.key_width, net.value_heads * net.value_width
+    linear = c.width * (2 * keys + 3 * values + 2 * net.value_heads)
+    recurrence = round(3 * net.value_heads * 3.5 * net.key_width * net.value_width)
+    per_token = 4 * plain + 3 * linear + 7 * 3 * c.width * c.mlp_width + c.vocab * c.width + recurrence
+    pairs = 4 * 2 * c.heads * c.head_width * 40 * 41 // 2
+    assert counts[0].forward == 2 * (40 * per_token + pairs)
+    assert counts[0].backward == 2 * counts[0].forward
+    positions = {"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}
+    remat = [executed(replace(model, llm=replace(c, remat=p)), positions, frozenset())["llm"] for p in ("none", "full")]
+    assert remat[1].forward == remat[0].forward
+    assert remat[1].backward > remat[0].backward > 2 * remat[0].forward
+
+
 @pytest.mark.parametrize(
     "llm",
     [
         {},
         {"tied": False, "biases": ("query", "key", "value"), "qk_norm": "head"},
         {"biases": ("output", "gate", "up", "down"), "post_norms": True},
+        {"layers": 7, "delta_net": DELTA_NET, "attention_gate": True, "biases": ("query",), "qk_norm": "head"},
     ],
 )
 @pytest.mark.parametrize("grid", [0, 8])
 def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
-    model = make_model(encoder_layers=3, **llm)
+    model = make_model(**{"encoder_layers": 3} | llm)
     towers = {e: replace(c, connector=replace(c.connector, position_grid=grid)) for e, c in model.encoders.items()}
     plain = replace(model, encoders=towers)
     for model in (plain, pooled(plain)):

@@ -20,8 +20,9 @@ CLUSTER = parse_cluster("h100x4x8")
 
 
 def stage(layers: range, devices: range = range(1), policy: str = "none", **mesh: int) -> StageRun:
-    sizes = {"data": 1, "fsdp": 1, "tensor": 1} | mesh
-    sharding = ModelSharding(sizes["fsdp"] * sizes["tensor"], sizes["tensor"], sizes["tensor"])
+    sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | mesh
+    shards = sizes["fsdp"] * sizes["context"] * sizes["tensor"]
+    sharding = ModelSharding(shards, sizes["tensor"], sizes["tensor"])
     share = len(layers) / MODEL.llm.layers / sharding.shards
     count = parameters(MODEL)["llm"] * share
     return StageRun(
@@ -38,7 +39,7 @@ def stage(layers: range, devices: range = range(1), policy: str = "none", **mesh
     )
 
 
-@pytest.mark.parametrize("mesh", [{}, {"tensor": 4}])
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 4}, {"context": 4}])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_stages_together_take_what_one_mesh_takes(policy, mesh):
     ends = (range(9), range(9, 20), range(20, 28))
@@ -46,11 +47,16 @@ def test_stages_together_take_what_one_mesh_takes(policy, mesh):
     whole = replace(MODEL, llm=replace(MODEL.llm, remat=policy))
     # The first of the LLM's stages exchanges encoders' tokens.
     batch = replace(BATCH, widths={"vision": 4096}, peers=16)
+    if "context" in mesh:
+        batch = replace(batch, context=mesh["context"], pairs={"llm": 4096.0 * 512})  # of short samples
     found = step_time(whole, (batch,), {"llm": 300e3}, stages[0].machine, AdamW())
     passes = [sum(pass_seconds(MODEL, one, batch)) for one in stages]
-    assert sum(passes) == pytest.approx(found.compute + found.recompute + found.tensor + found.exchange, rel=0.01)
-    assert passes[0] - sum(pass_seconds(MODEL, stages[0], BATCH)) == pytest.approx(found.exchange)
+    apart = found.tensor + found.exchange + found.context
+    assert sum(passes) == pytest.approx(found.compute + found.recompute + apart, rel=0.01)
+    alone = sum(pass_seconds(MODEL, stages[0], replace(batch, widths={})))
+    assert passes[0] - alone == pytest.approx(found.exchange)
     assert found.exchange > 0.01 * found.compute
+    assert (found.context > 0) == ("context" in mesh)
     assert sum(update_seconds(MODEL, one, AdamW()) for one in stages) == pytest.approx(found.update, rel=1e-6)
 
 
@@ -72,6 +78,13 @@ def test_activations_cross_the_network_between_nodes_and_links_inside():
     size = 2 * 4096 * MODEL.llm.width * 2
     assert edge_seconds(MODEL, sender, inside, BATCH) == pytest.approx(size / (BANDWIDTH_EFFICIENCY * 450e9))
     assert edge_seconds(MODEL, sender, outside, BATCH) == pytest.approx(size / (BANDWIDTH_EFFICIENCY * 50e9))
+
+
+def test_devices_that_share_a_row_pass_their_own_tokens_on():
+    sender, receiver = (stage(range(14), range(n, n + 4), context=4) for n in (0, 4))
+    batch = DeviceBatch({"llm": (1, 4096)}, {}, context=4)
+    size = 4096 * MODEL.llm.width * 2
+    assert edge_seconds(MODEL, sender, receiver, batch) == pytest.approx(size / (BANDWIDTH_EFFICIENCY * 450e9))
 
 
 def test_gradients_are_added_over_data_alone():

@@ -26,8 +26,9 @@ from mmjax.runtime.checkpoint import (
     restore_parameters,
 )
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer, parameter_shardings
-from mmjax.runtime.step import Executor, ProcessReport
+from mmjax.runtime.step import Executor
 
 CONFIG = load(TINY_MEDIA)
 DATA = DataState(4, "an index", {"rows": [4, 1, 1], "shapes": [[128, 96, 192]]})

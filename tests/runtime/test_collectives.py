@@ -24,9 +24,10 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
+from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.state import make_optimizer
-from mmjax.runtime.step import Executor, put_rows
+from mmjax.runtime.step import Executor
 
 RANKS = 8
 WIDTH = 56  # of the connectors' output and the LLM; no other size of the model, nor a part of it on a device

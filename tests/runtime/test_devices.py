@@ -9,7 +9,7 @@ from mmjax.config import MeshConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import make_mesh
-from mmjax.runtime.devices import mesh_topology, set_cpu_threads, set_gpu_memory_fraction
+from mmjax.runtime.devices import mesh_topology, set_gpu_memory_fraction
 
 
 @pytest.mark.parametrize(
@@ -38,15 +38,3 @@ def test_most_of_a_gpus_memory_is_used_unless_somebody_said_how_much(said, used,
         monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     set_gpu_memory_fraction()
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == used
-
-
-@pytest.mark.parametrize(
-    ("devices", "said", "used"), [("1", None, None), ("64", None, "256"), ("64", "3", "3"), ("many", None, None)]
-)
-def test_several_cpu_devices_get_threads_for_all_their_collectives(devices, said, used, monkeypatch):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
-    monkeypatch.setenv("NPROC", said or "")
-    if said is None:
-        monkeypatch.delenv("NPROC")
-    set_cpu_threads()
-    assert os.environ.get("NPROC") == used

@@ -13,9 +13,10 @@ from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_con
 from mmjax.batch import Microbatch
 from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
 from mmjax.data.plan.placement import Topology
+from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport, put_rows
 from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.state import TrainState, all_parameters, hyperparameters
-from mmjax.runtime.step import MAX_UNREADABLE, Executor, ProcessReport, put_rows
+from mmjax.runtime.step import Executor
 
 STEPS = 12
 

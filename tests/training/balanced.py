@@ -37,9 +37,10 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.distributed import coordination
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, encoder_axes, local_ranks, make_mesh, replicated
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor, ProcessReport
+from mmjax.runtime.step import Executor
 
 STEPS = 20
 GROUPINGS = {"none": NoGrouping(24), "isf": IsfGrouping(chunk_steps=24), "pack": PackGrouping(24)}

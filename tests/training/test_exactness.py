@@ -31,9 +31,10 @@ from tiny_run import (
 from mmjax.batch import Microbatch
 from mmjax.config import Muon
 from mmjax.data.plan.placement import ONE_RANK, Topology
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.state import hyperparameters
-from mmjax.runtime.step import Accumulated, Executor, ProcessReport
+from mmjax.runtime.step import Accumulated, Executor
 
 CONFIG = tiny_config()
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4

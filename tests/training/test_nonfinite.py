@@ -13,9 +13,9 @@ from tiny_run import MESHES, load_steps, make_executor, tiny_config
 from mmjax.config import BatchConfig, PackGrouping, Samples, TrainingConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
+from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import hyperparameters
-from mmjax.runtime.step import put_rows
 from mmjax.training.bad_samples import MAX_SKIPPED, MIN_NORMS, NonFiniteWatch, bisect_bad, samples_with_bad_gradients
 
 TINY = tiny_config(batch=BatchConfig(Samples(24), {"llm": 8, "vision": 8, "audio": 8}, 2, PackGrouping(chunk_steps=4)))

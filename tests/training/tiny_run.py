@@ -41,8 +41,9 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import ALPHABET
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.state import TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor, put_rows
+from mmjax.runtime.step import Accumulated, Executor
 
 MERGE = {"vision": 2 * 2, "audio": 2 * 2}  # encoder positions per LLM token: a square of patches; stride and merge
 VOCAB = len(ALPHABET) + 3  # one more than there are tokens, so that tensor=2 divides it
@@ -59,6 +60,7 @@ MESHES = {
     "context=4": MeshConfig(1, context=4),
     "context=8": MeshConfig(1, context=8),
     "data=2 x context=2 x tensor=2": MeshConfig(2, context=2, tensor=2),
+    "data=2 x context=2 x tensor=2, overlap": MeshConfig(2, context=2, tensor=2, sequence_parallel="overlap"),
     "fsdp=4 x context=2, heads": MeshConfig(1, fsdp=4, context=2, context_attention="heads"),
     "fsdp=2 x context=2 x tensor=2, encoders=data": MeshConfig(1, fsdp=2, context=2, tensor=2, encoders="data"),
 }

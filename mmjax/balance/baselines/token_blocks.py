@@ -1,4 +1,4 @@
-"""For comparison only: what `token_blocks` is measured against, Cornstarch sections 4.3.2, 5.3 and 6.5, appendix A.
+"""For comparison only: what `mask_work` and `sample_blocks` are measured against (Cornstarch 4.3.2, 5.3, 6.5, A).
 
 Plain LPT leaves unequal counts; zigzag, ring and random do not look at the work; the integer program is exact but takes
 seconds for tens of blocks.
@@ -22,6 +22,7 @@ ITEM = 2
 LEAST_TOKENS = 64
 _SPANS = 16
 _SAMPLES = 32
+_SHORT = 1024  # tokens of a short sample, on average
 _SPREAD = 1.0  # of the logarithm of a sample's length
 
 
@@ -70,8 +71,22 @@ def packed(tokens: int, rng: np.random.Generator) -> Mask:
     return _make_mask(sample, np.concatenate(begins), np.concatenate(sizes))
 
 
+def mixed(tokens: int, rng: np.random.Generator) -> Mask:
+    """Make the mask of rows that mix lengths: half is one sample of text, the rest samples of about 1,024 tokens.
+
+    Lengths are log-normal. Raises ValueError below 64 tokens.
+    """
+    _check_tokens(tokens)
+    lengths = [tokens // 2]
+    while (room := tokens - sum(lengths)) > 0:
+        lengths.append(min(max(round(rng.lognormal(np.log(_SHORT) - _SPREAD**2 / 2, _SPREAD)), 1), room))
+    sample = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    no_spans = np.zeros(0, np.int64)
+    return _make_mask(sample, no_spans, no_spans)
+
+
 KINDS: Mapping[str, Callable[[int, np.random.Generator], Mask]] = MappingProxyType(
-    {"EP": prepended, "EE": embedded, "MP": packed}
+    {"EP": prepended, "EE": embedded, "MP": packed, "mixed": mixed}
 )
 
 

@@ -1,14 +1,16 @@
 """Spread the tokens of packed rows over the devices of context parallelism, with as much attention for each.
 
 Blocks of tokens are dealt so that each device has as many and their queries attend as many keys (Cornstarch section
-4.3.2). Which these are is data, as everything that says where a token is: other rows compile nothing.
+4.3.2), and so that samples stay on few devices, short ones on one. Which these are is data, as everything that says
+where a token is: other rows compile nothing.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from mmjax.balance.mask_work import Mask, block_work, distribute, token_order
+from mmjax.balance.mask_work import Mask, block_work, token_order
+from mmjax.balance.sample_blocks import block_samples, distribute_samples
 from mmjax.batch import PADDING, TOKEN_FIELDS, Microbatch, TextBatch, WeightedSlots
 from mmjax.config.model import Encoder
 from mmjax.data.loading.packing import Arrays
@@ -61,11 +63,12 @@ def spread_over_context(batch: Microbatch, plan: MicrobatchPlan, arrays: Arrays,
 
 
 def _balanced_order(text: TextBatch, row: int, context: int) -> np.ndarray:
-    """Order a row's tokens so that each device's are contiguous and attend as many keys: int32 `[T]`."""
+    """Order a row's tokens by device, which all attend as many keys, cutting few samples: int32 `[T]`."""
     mask = Mask(*(getattr(text, field)[row] for field in Mask._fields))
     length = len(mask.sample)
     block = context_block(length, context)
-    return token_order(distribute(block_work(mask, block), context), length, block)[0]
+    rank = distribute_samples(block_work(mask, block), block_samples(mask, block), context)
+    return token_order(rank, length, block)[0]
 
 
 def _reorder(text: TextBatch, order: np.ndarray) -> TextBatch:

@@ -34,6 +34,7 @@ class Arrays:
     encoders: dict[str, VisionConfig | AudioConfig]
     items: str  # DecoderConfig.items
     vocab: int
+    in_order: bool = False  # layers read a sample's tokens one after the other, so it can have no branches
     axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
 
     @classmethod
@@ -41,7 +42,13 @@ class Arrays:
         """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its encoders apart."""
         if (count := len(model.encoders)) > MAX_ENCODERS:
             raise UserError(f"model.encoders has {count}; the attention mask tells {MAX_ENCODERS} apart")
-        return cls(dict(model.encoders), model.llm.items, model.llm.vocab, len(model.llm.rope_sections))
+        return cls(
+            encoders=dict(model.encoders),
+            items=model.llm.items,
+            vocab=model.llm.vocab,
+            in_order=model.llm.delta_net is not None,
+            axes=len(model.llm.rope_sections),
+        )
 
     def features(self, encoder: str) -> int:
         """Return the width of one patch or frame."""
@@ -232,10 +239,16 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
                 numbers.append(number)
             lengths.append(_tokens_of(segment, places, arrays))
             continue
-        tokens, weights = segment.tokens, segment.weights
+        tokens = segment.tokens
+        weights = segment.weights
         lengths.append(len(tokens))
         if not 0 <= segment.branch <= MAX_BRANCHES:
             raise ValueError(f"it has a branch {segment.branch}; the attention mask tells 0 to {MAX_BRANCHES}")
+        if segment.branch and arrays.in_order:
+            raise ValueError(
+                f"it has a branch {segment.branch}, and a gated delta net (model.llm.delta_net) reads all tokens in "
+                "order; make each branch a sample of its own"
+            )
         if len(tokens) != len(weights):
             raise ValueError(f"a text has {len(tokens)} tokens and {len(weights)} loss weights")
         if len(tokens) and not (tokens.min() >= 0 and tokens.max() < arrays.vocab):

@@ -68,6 +68,11 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 # Each frame is written as an image is.
                 video = replace(image, written=named.get("video_token", "<video>"), token=image.written)
                 return {"image": image, "video": video}
+            case "gemma3":
+                begin = named.get("boi_token", "<start_of_image>")
+                end = named.get("eoi_token", "<end_of_image>")
+                token = named.get("image_token", "<image_soft_token>")
+                return {"image": Placeholder(begin, token, before=f"\n\n{begin}", after=f"{end}\n\n")}
             case "internvlchat":
                 return {"image": Placeholder("<image>", "<IMG_CONTEXT>", "<img>", "</img>")}
     return {}

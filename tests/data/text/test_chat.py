@@ -22,6 +22,7 @@ from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoTokenizer,
+    Gemma3Processor,
     InternVLProcessor,
     LlavaProcessor,
     Qwen2_5_VLProcessor,
@@ -30,6 +31,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -46,6 +48,7 @@ from mmjax.inference.prompts import make_prompt
 IMAGE, CLIP = MediaPlace("image"), MediaPlace("audio")
 CHATML = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
 def said(*turns: tuple[str, Any]) -> Conversation:
@@ -379,6 +382,14 @@ def internvl_processor() -> tuple[Any, Any]:
     return without_video(InternVLProcessor)(images, text, None, **options), None
 
 
+def gemma_processor() -> tuple[Any, Any]:
+    begin, end, image = checkpoints.GEMMA_IMAGES
+    extra = {"extra_special_tokens": {"boi_token": begin, "eoi_token": end, "image_token": image}}
+    text = tokenizer(checkpoints.gemma(checkpoints.GEMMA_IMAGES), **GEMMA, **extra)
+    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+    return Gemma3Processor(images, text, chat_template=checkpoints.GEMMA3, image_seq_length=4), [4] * 3
+
+
 def audio_processor() -> tuple[Any, Any]:
     text = tokenizer(checkpoints.byte_level(checkpoints.QWEN_AUDIO), **CHATML)
     processor = Qwen2AudioProcessor(
@@ -418,7 +429,12 @@ LOOK = said(
 
 @pytest.mark.parametrize(
     ("make", "token"),
-    [(llava_processor, "<image>"), (qwen_processor, "<|image_pad|>"), (internvl_processor, "<IMG_CONTEXT>")],
+    [
+        (llava_processor, "<image>"),
+        (qwen_processor, "<|image_pad|>"),
+        (internvl_processor, "<IMG_CONTEXT>"),
+        (gemma_processor, "<image_soft_token>"),
+    ],
 )
 def test_images_take_the_positions_that_the_processor_gives_them(tmp_path: Path, make: Any, token: str) -> None:
     processor, counts = make()
@@ -439,7 +455,7 @@ def test_images_take_the_positions_that_the_processor_gives_them(tmp_path: Path,
     assert [s.number for s in sample.segments if isinstance(s, Item)] == list(range(len(positions)))
     assert all(chat.tokenizer.id(token) not in s.tokens for s in sample.segments if isinstance(s, Text))
     assert chat.text_tokens([LOOK]) == [len(ids) - sum(positions)]
-    end = " " if token == "<image>" else "<|im_end|>"
+    end = {"<image>": " ", "<image_soft_token>": "<end_of_turn>"}.get(token, "<|im_end|>")
     assert [said.strip() for said in trained(chat, sample)] == [
         f"{message.parts[0]}{end}".strip() for message in LOOK.messages if message.role == "assistant"
     ]

@@ -31,8 +31,9 @@ TEMPLATES = {
     "qwen2_vl": (checkpoints.QWEN2_VL, {"add_vision_id": True}),
     "qwen2_audio": (checkpoints.QWEN2_AUDIO, {}),
     "internvl": (checkpoints.INTERNVL_HF, {}),
+    "gemma3": (checkpoints.GEMMA3, {}),
 }
-LISTS = {"llava", "qwen2_vl", "qwen2_audio", "internvl"}
+LISTS = {"llava", "qwen2_vl", "qwen2_audio", "internvl", "gemma3"}
 
 
 def said(*turns: tuple[str, str]) -> Conversation:
@@ -97,7 +98,8 @@ def test_an_answer_is_what_the_assistant_says_and_the_end_of_its_turn(tmp_path: 
     template = template_of(tmp_path, source, **variables)
     messages = template.messages(said(("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e")), WRITTEN)
     rendered = template.rendered(messages)
-    ends = {"gemma": "<end_of_turn>\n", "llama3": "<|eot_id|>", "mistral": "<|eot_id|>", "llava": " "}
+    turn = dict.fromkeys(("gemma", "gemma3"), "<end_of_turn>\n")
+    ends = {**turn, "llama3": "<|eot_id|>", "mistral": "<|eot_id|>", "llava": " "}
     end = ends.get(name, "<|im_end|>" if name == "marked" else "<|im_end|>\n")
     before = " " if name == "mistral" else ""
     answers = [rendered.text[begin:stop] for begin, stop in rendered.answers]

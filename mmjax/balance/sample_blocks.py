@@ -1,0 +1,266 @@
+"""Distribute the blocks of packed rows over context-parallel ranks so that few samples are cut.
+
+A rank needs the keys of a sample from other ranks only if it has some of its blocks, but not all. Ranks are bisected
+recursively into halves that get as many blocks and as much work; samples stay whole except one, which is cut so that
+both come out even. So a short sample ends on one rank, and a long one on as many as it has work for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from mmjax.balance.mask_work import Mask, check_ranks, distribute, excess, exchange_while_better
+
+MAX_EXCESS = 1e-3  # of the largest rank's work over the mean; beyond, samples are cut without regard
+_ENOUGH = 9e-5  # excess that ends the exchange of blocks
+_EVEN = 2e-4  # part of a half's work that it may differ by
+_CUTS = 12  # samples that are tried as the one to cut; of many blocks fewer, so that it takes milliseconds
+_BLOCKS_TRIED = 20_000
+_EXCHANGES = 8  # at most, to cut a sample evenly
+
+
+def distribute_samples(work: np.ndarray, sample: np.ndarray, ranks: int) -> np.ndarray:
+    """Assign each block a rank, int32 `[B]`, with few samples on several; counts differ by one at most.
+
+    work: int `[B]`, as of `block_work`. sample: int `[B]`, of most of a block's tokens, -1 = padding; those of one are
+    one after the other. The largest work of a rank is at most `MAX_EXCESS` above the mean, or that of `distribute`.
+    Raises ValueError for ranks below 1.
+    """
+    check_ranks(ranks)
+    work = np.ascontiguousarray(work, np.int64)
+    rank = _exchanged(work, _bisect(work, np.ascontiguousarray(sample, np.int64), ranks), ranks)
+    if excess(work, rank, ranks) <= MAX_EXCESS:
+        return rank
+    balanced = distribute(work, ranks)
+    return min(rank, balanced, key=lambda found: excess(work, found, ranks))
+
+
+def block_samples(mask: Mask, block: int) -> np.ndarray:
+    """Return the sample of the token in the middle of each block, int32 `[ceil(T / block)]`."""
+    begin = np.arange(0, len(mask.sample), block)
+    return mask.sample[np.minimum(begin + block // 2, len(mask.sample) - 1)]
+
+
+def visible_keys(mask: Mask, rank: np.ndarray, ranks: int) -> np.ndarray:
+    """Find the keys that queries of each rank may attend, bool `[ranks, T]`. rank: int `[T]`, of each token."""
+    visible = np.zeros((ranks, len(rank)), np.bool_)
+    in_sample = mask.sample >= 0
+    sample = np.where(in_sample, mask.sample, 0)
+    # A number for each span of each sample.
+    pairs = sample * (mask.span.max(initial=0) + np.int64(1)) + mask.span
+    spans, span = np.unique(pairs, return_inverse=True)
+    kinds = {kind: in_sample & (mask.kind == kind) for kind in np.unique(mask.kind)}
+    in_span = in_sample & (mask.span != 0)
+    for number, keys in enumerate(visible):
+        queries = np.flatnonzero(in_sample & (rank == number))
+        for kind, of_kind in kinds.items():
+            seeing = queries[mask.sees[queries] & kind != 0]
+            # Of a kind, a rank's last query that sees it may attend all that any of its queries may.
+            last = np.full(sample.max(initial=0) + 1, -1, np.int64)
+            np.maximum.at(last, sample[seeing], mask.pos[seeing])
+            keys |= of_kind & (mask.pos <= last[sample])
+        with_queries = np.zeros(len(spans), np.bool_)
+        with_queries[span[queries]] = True
+        keys |= in_span & with_queries[span]
+    return visible
+
+
+def _exchanged(work: np.ndarray, rank: np.ndarray, ranks: int) -> np.ndarray:
+    """Exchange blocks of the ranks with most work until they have little more than the mean, or none helps."""
+    count = np.bincount(rank, minlength=ranks)
+    load = np.zeros(ranks, np.int64)
+    np.add.at(load, rank, work)
+    blocks = np.zeros((ranks, count.max(initial=0)), np.int64)
+    # Those of a rank one after the other, heaviest first.
+    blocks[np.arange(blocks.shape[1]) < count[:, None]] = np.lexsort((-work, rank))
+    exchange_while_better(work, blocks, count, load, work.sum() / ranks * (1 + _ENOUGH))
+    exchanged = np.empty(len(work), np.int32)
+    filled = np.arange(blocks.shape[1]) < count[:, None]
+    exchanged[blocks[filled]] = np.repeat(np.arange(ranks), count)
+    return exchanged
+
+
+@njit(cache=True)
+def _bisect(work, sample, ranks):
+    """Bisect ranks, and blocks with them, until each rank has its own: int32 [B]."""
+    rank = np.zeros(len(work), np.int32)
+    blocks = np.arange(len(work))
+    # Slices of `blocks` to be shared, each with the first and the number of the ranks that share it.
+    pending = np.zeros((ranks, 4), np.int64)
+    pending[0] = 0, len(work), 0, ranks
+    slices = 1
+    while slices > 0:
+        slices -= 1
+        begin, end, first, among = pending[slices]
+        if among == 1:
+            rank[blocks[begin:end]] = first
+            continue
+        half = among // 2
+        count = (end - begin) * half // among
+        members = blocks[begin:end].copy()
+        chosen = _halve(work[members], sample[members], count, work[members].sum() * (half / among))
+        blocks[begin : begin + count] = members[chosen]
+        blocks[begin + count : end] = members[~chosen]
+        pending[slices] = begin, begin + count, first, half
+        pending[slices + 1] = begin + count, end, first + half, among - half
+        slices += 2
+    return rank
+
+
+@njit(cache=True)
+def _halve(work, sample, count, target):
+    """Choose so many blocks with about this work, cutting few samples: bool [n]."""
+    n = len(work)
+    total = work.sum()
+    start, sizes, works = _runs(work, sample)
+    order = np.argsort(-works, kind="mergesort")  # heaviest first
+    blocks_of = np.array([count, n - count])
+    work_of = np.array([target, total - target])
+    best = np.zeros(n, np.bool_)
+    best[:count] = True
+    lowest = np.inf
+    tries = min(len(order), _CUTS, max(3, _BLOCKS_TRIED // n))
+    for t in range(tries):
+        # From the lightest sample to the heaviest: the lighter it is, the fewer keys travel.
+        cut = order[(len(order) - 1) * (tries - 1 - t) // max(tries - 1, 1)]
+        chosen = np.zeros(n, np.bool_)
+        free_blocks = blocks_of.copy()
+        free_work = work_of.copy()
+        keys = 0
+        # The sample to be cut comes last, when the blocks and the work that remain are its own.
+        for i in range(len(order) + 1):
+            run = cut if i == len(order) else order[i]
+            if i < len(order) and run == cut:
+                continue
+            begin = start[run]
+            end = begin + sizes[run]
+            side = -1
+            if i < len(order):
+                side = _side(sizes[run], works[run], free_blocks, free_work, blocks_of, work_of)
+            if side >= 0:
+                if side == 0:
+                    chosen[begin:end] = True
+                free_blocks[side] -= sizes[run]
+                free_work[side] -= works[run]
+                continue
+            part, part_work = _share(sizes[run], works[run], free_blocks, free_work)
+            cut_in = _choose(work[begin:end], part, part_work)
+            chosen[begin:end] = cut_in
+            keys += _sent_keys(cut_in)
+            chosen_work = work[begin:end][cut_in].sum()
+            free_blocks[0] -= part
+            free_blocks[1] -= sizes[run] - part
+            free_work[0] -= chosen_work
+            free_work[1] -= works[run] - chosen_work
+        uneven = abs(free_work[0]) / max(min(target, total - target), 1.0)
+        cost = keys if uneven <= _EVEN else n * (1 + 1e6 * uneven)
+        if cost < lowest:
+            lowest = cost
+            best = chosen
+        if cost <= sizes[cut]:
+            break
+    return best
+
+
+@njit(cache=True)
+def _runs(work, sample):
+    """Find the first block, the number of blocks and the work of each sample, int64 [R]; padding is one each."""
+    start = np.zeros(len(work), np.int64)
+    sizes = np.zeros(len(work), np.int64)
+    works = np.zeros(len(work), np.int64)
+    runs = 0
+    for i in range(len(work)):
+        if i == 0 or sample[i] != sample[i - 1] or sample[i] < 0:
+            start[runs] = i
+            runs += 1
+        sizes[runs - 1] += 1
+        works[runs - 1] += work[i]
+    return start[:runs], sizes[:runs], works[:runs]
+
+
+@njit(cache=True)
+def _side(size, work, free_blocks, free_work, blocks_of, work_of):
+    """Choose the side with more room for a whole sample, by what it has more of; -1: it fits neither."""
+    best = -1
+    highest = -np.inf
+    for side in range(2):
+        if size <= free_blocks[side] and work <= free_work[side] + _EVEN * work_of[side]:
+            heavy = free_work[side] / max(work_of[side], 1.0) * work / max(work_of.sum(), 1.0)
+            room = heavy + free_blocks[side] / max(blocks_of[side], 1) * size / blocks_of.sum()
+            if room > highest:
+                highest = room
+                best = side
+    return best
+
+
+@njit(cache=True)
+def _share(size, work, free_blocks, free_work):
+    """Return how many blocks of a sample go to the first side, as it has room, and how much work."""
+    part = round(size * free_blocks[0] / max(free_blocks.sum(), 1))
+    part = max(size - free_blocks[1], min(part, free_blocks[0]))
+    if size == free_blocks.sum():
+        return part, free_work[0]
+    return part, work * max(0.0, min(1.0, free_work[0] / max(free_work.sum(), 1.0)))
+
+
+@njit(cache=True)
+def _choose(work, count, target):
+    """Choose so many blocks of a sample with the sum of work nearest to `target`, mostly one behind the other."""
+    n = len(work)
+    chosen = np.zeros(n, np.bool_)
+    # By work, which is the order of the row under a causal mask: sums of a window of it only grow along it.
+    order = np.argsort(work, kind="mergesort")
+    total = work[order[:count]].sum()
+    begin = 0
+    missing = target - total
+    for i in range(n - count):
+        total += work[order[i + count]] - work[order[i]]
+        if abs(target - total) < abs(missing):
+            begin = i + 1
+            missing = target - total
+    chosen[order[begin : begin + count]] = True
+    for _ in range(_EXCHANGES):
+        if abs(missing) <= _EVEN / 10 * target:
+            break
+        give, take = _nearest_exchange(work, order, chosen, missing)
+        if give < 0:
+            break
+        chosen[give] = False
+        chosen[take] = True
+        missing -= work[take] - work[give]
+    return chosen
+
+
+@njit(cache=True)
+def _nearest_exchange(work, order, chosen, missing):
+    """Find the exchange of a chosen block for another that brings the sum nearest to what is missing; -1: none does."""
+    lowest = abs(missing)
+    give = -1
+    take = -1
+    inside = order[chosen[order]]
+    outside = order[~chosen[order]]
+    k = 0
+    for block in inside:
+        # Both ascend, and so does what a block is best exchanged for.
+        while k < len(outside) and work[outside[k]] < work[block] + missing:
+            k += 1
+        for j in range(max(k - 1, 0), min(k + 1, len(outside))):
+            difference = abs(missing - (work[outside[j]] - work[block]))
+            if difference < lowest:
+                lowest = difference
+                give = block
+                take = outside[j]
+    return give, take
+
+
+@njit(cache=True)
+def _sent_keys(chosen):
+    """Count the blocks of a causal sample that each side needs of the other: those before its own last one."""
+    last = np.zeros(2, np.int64)
+    count = np.zeros(2, np.int64)
+    for i in range(len(chosen)):
+        side = 0 if chosen[i] else 1
+        last[side] = i + 1
+        count[side] += 1
+    return last.sum() - count.sum()

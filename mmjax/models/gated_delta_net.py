@@ -1,0 +1,265 @@
+"""The gated delta net (Yang et al. 2025, "Gated Delta Networks"), as the linear attention of Qwen3.5.
+
+A head keeps a matrix S instead of keys and values, and every token t decays it and writes into it:
+`S_t = e^g_t S_(t-1) + k_t (beta_t (v_t - k_t' e^g_t S_(t-1)))'`, then reads `o_t = S_t' q_t`.
+
+Rows hold several samples: the state and the short convolution before it begin anew wherever `sample` changes. What
+belongs to another sample enters as a product with an exact zero, as in attention, so it cannot change a bit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.config import Activation, DeltaNetConfig
+from mmjax.models.layers import ACTIVATIONS, Context, KVCacheView, Linear, RecurrentState, apply_linears, keep_inputs
+from mmjax.parallel.sharding import constrain
+
+CHUNK = 64  # tokens whose outputs are computed together, by matrix products
+L2_EPS = 1e-6  # added to the squared norms of queries and keys
+
+# Operands are float32, and products on accelerators would round them by default.
+_matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def gated_delta_rule(
+    q: Float[Array, "b t n k"],
+    k: Float[Array, "b t n k"],
+    v: Float[Array, "b t m v"],
+    g: Float[Array, "b t m"],
+    beta: Float[Array, "b t m"],
+    sample: Int[Array, "b t"],
+    state: Float[Array, "b m k v"] | None = None,
+) -> tuple[Float[Array, "b t m v"], Float[Array, "b m k v"]]:
+    """Compute the outputs of every token, in the dtype of `v`, and the state after the last one; float32 inside.
+
+    Each of the `n` key heads serves `m / n` value heads. g: logarithms of the decays, not positive. sample: samples are
+    contiguous; padding has k = beta = g = 0 and the sample before it. state: of the first token's sample, else zeros.
+
+    In chunks of tokens, of which backward keeps the inputs and the state before each. With c_i the sum of g over the
+    chunk's tokens up to i, and D_ij = e^(c_i - c_j) for j <= i, else 0 (section 3.3 of the paper):
+    (1 + strictly lower part of diag(beta) K K' * D) [U | W] = diag(beta) [V | diag(e^c) K], N = U - W S,
+    O = diag(e^c) Q S + (Q K' * D) N, and the next S = e^c_last S + (diag(e^(c_last - c)) K)' N.
+    """
+    (rows, length, key_heads, key_width), (value_heads, value_width) = k.shape, v.shape[2:]
+    group = value_heads // key_heads
+    chunk = min(CHUNK, 1 << (length - 1).bit_length())
+    extra = -length % chunk
+
+    def chunks(x: Array, *heads: int, mode: str = "constant") -> Array:
+        """Cut `[B, T, heads, ...]` into `[chunks, B, C, ...]`."""
+        x = jnp.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2), mode)
+        return jnp.moveaxis(x.reshape(rows, -1, chunk, *heads, *x.shape[2 + bool(heads) :]), 1, 0)
+
+    # What fills the last chunk is padding of the last sample, which leaves its state alone.
+    samples = chunks(sample, mode="edge")
+    # Whose the state before each chunk is: for the first one it is given, or zeros.
+    owners = jnp.concatenate([sample[None, :, 0], samples[:-1, :, -1]])
+    inputs = (
+        *(chunks(x, key_heads) for x in (q, k)),
+        *(chunks(x, key_heads, group) for x in (v, g, beta)),
+        *(samples, owners),
+    )
+    if state is None:
+        state = jnp.zeros((rows, value_heads, key_width, value_width), jnp.float32)
+    # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
+    body = jax.checkpoint(_chunk, prevent_cse=False)
+    state, out = jax.lax.scan(body, state.reshape(rows, key_heads, group, key_width, value_width), inputs)
+    out = jnp.moveaxis(out, 0, 1).reshape(rows, -1, value_heads, value_width)[:, :length]
+    return out, state.reshape(rows, value_heads, key_width, value_width)
+
+
+def _chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Compute one chunk: its state `[B, N, R, K, V]` to the next, and its outputs `[B, C, N, R, V]`."""
+    # Cast here, so that what the scan keeps is in the activations' precision.
+    q, k, v, g, beta = (x.astype(jnp.float32) for x in inputs[:5])
+    sample, owner = inputs[5:]
+    size = sample.shape[1]
+    q, k = (_normalized(x) for x in (q, k))
+    q, k = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in (q * q.shape[-1] ** -0.5, k))  # [B, N, 1, C, K]
+    v, g, beta = (jnp.moveaxis(x, 1, 3) for x in (v, g, beta))  # [B, N, R, C, ...]
+    same = sample[:, :, None] == sample[:, None, :]
+    low = (same & jnp.tri(size, dtype=bool))[:, None, None]
+    # Sums of g over the tokens of a sample alone: differences of sums over a chunk would round with what others are.
+    since = jnp.sum(jnp.where(low, g[..., None, :], 0), -1)
+    between = jnp.cumsum(jnp.where(low & ~jnp.eye(size, dtype=bool), g[..., None], 0), -2)
+    # Masked before the exponential, which overflows above the diagonal and would make gradients NaN.
+    decay = jnp.exp(jnp.where(low, between, -jnp.inf))
+    # Only tokens of the sample that wrote the state read it.
+    reads = jnp.where((sample == owner[:, None])[:, None, None], jnp.exp(since), 0)
+    keys = _einsum("...id,...jd->...ij", k, k)
+    system = jnp.where(jnp.tri(size, k=-1, dtype=bool), keys * decay * beta[..., None], 0)
+    right = jnp.concatenate([v * beta[..., None], k * (beta * reads)[..., None]], -1)
+    u, w = jnp.split(_matmul(inverse_unit_lower(system), right), [v.shape[-1]], -1)
+    new = u - _matmul(w, state)
+    scores = _einsum("...id,...jd->...ij", q, k) * decay
+    out = _matmul(q * reads[..., None], state) + _matmul(scores, new)
+    # The last row of decays: zero for tokens of samples before the last one's.
+    written = _einsum("...ck,...cv->...kv", k * decay[..., -1, :, None], new)
+    return state * reads[..., -1, None, None] + written, jnp.moveaxis(out, 3, 1).astype(inputs[2].dtype)
+
+
+def _normalized(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + L2_EPS)
+
+
+def inverse_unit_lower(low: Float[Array, "*b c c"]) -> Float[Array, "*b c c"]:
+    """Invert `1 + low`, strictly lower triangular with a power of two rows: merge inverses of blocks of 1, 2, 4, ...
+
+    Products alone, as accelerators want it, and as exact as substitution. (The product of `1 + (-low)^(2^n)` is not:
+    its powers overflow where keys repeat.)
+    """
+    size = low.shape[-1]
+    batch = low.shape[:-2]
+    inverse = jnp.ones((*batch, size, 1, 1), low.dtype)
+    half = 1
+    while half < size:
+        count = size // (2 * half)
+        blocks = low.reshape(*batch, count, 2 * half, count, 2 * half)
+        diagonal = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+        inverse = inverse.reshape(*batch, count, 2, half, half)
+        first = inverse[..., 0, :, :]
+        second = inverse[..., 1, :, :]
+        # [[a, 0], [x, d]] has the inverse [[a', 0], [-d' x a', d']].
+        corner = -_matmul(second, _matmul(diagonal[..., half:, :half], first))
+        top = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2)
+        half *= 2
+    return inverse[..., 0, :, :]
+
+
+def causal_convolution(
+    x: Float[Array, "b t c"],
+    weight: Float[Array, "n c"],
+    sample: Int[Array, "b t"],
+    previous: Float[Array, "b p c"],
+) -> Float[Array, "b t c"]:
+    """Sum every channel's last `n` inputs by its weights, of which the last is the token's own; float32 inside.
+
+    previous: the n - 1 inputs before the first token, of its sample, or zeros. No tap reaches into another sample.
+    """
+    taps = len(weight)
+    padded = jnp.concatenate([previous.astype(x.dtype), x], 1)
+    owner = jnp.concatenate([jnp.repeat(sample[:, :1], taps - 1, 1), sample], 1)
+    length = x.shape[1]
+
+    def tap(i: int) -> Array:
+        value = jnp.where((owner[:, i : i + length] == sample)[..., None], padded[:, i : i + length], 0)
+        return value.astype(jnp.float32) * weight[i].astype(jnp.float32)
+
+    return sum(tap(i) for i in range(taps)).astype(x.dtype)
+
+
+def extend_samples(sample: Int[Array, "b t"]) -> Int[Array, "b t"]:
+    """Give padding the sample before it, so that this sample's state outlives it."""
+    index = jnp.where(sample >= 0, jnp.arange(sample.shape[1], dtype=jnp.int32), 0)
+    return jnp.take_along_axis(sample, jax.lax.cummax(index, axis=1), axis=1)
+
+
+class ChannelFilter(nnx.Module):
+    """The weights of a convolution of each channel by itself, initialised uniform as PyTorch's."""
+
+    def __init__(self, taps: int, channels: int, rngs: nnx.Rngs):
+        limit = taps**-0.5
+        weight = jax.random.uniform(rngs.params(), (taps, channels), jnp.float32, -limit, limit)
+        self.weight = nnx.Param(weight, axes=(None, "heads"))
+
+
+class GatedRMSNorm(nnx.Module):
+    """Divide each head by its root mean square, times a scale, times the SiLU of a gate; float32 inside."""
+
+    def __init__(self, width: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32), axes=(None,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*b d"], gate: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.scale[...].astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+class GatedDeltaNet(nnx.Module):
+    """Projections, short convolutions, the gated delta rule and a gated norm, in the place of self-attention.
+
+    Tensor parallelism shards by key heads with their value heads: queries, keys and values are three matrices.
+    """
+
+    def __init__(self, config: DeltaNetConfig, width: int, eps: float, activation: Activation, rngs: nnx.Rngs):
+        c = config
+        keys = c.key_heads * c.key_width
+        values = c.value_heads * c.value_width
+        into = partial(Linear, width, axes=("embed", "heads"), rngs=rngs)
+        self.query = into(keys)
+        self.key = into(keys)
+        self.value = into(values)
+        self.gate = into(values)
+        self.beta = into(c.value_heads)
+        self.decay = into(c.value_heads)
+        self.query_filter = ChannelFilter(c.taps, keys, rngs)
+        self.key_filter = ChannelFilter(c.taps, keys, rngs)
+        self.value_filter = ChannelFilter(c.taps, values, rngs)
+        rate = jax.random.uniform(rngs.params(), (c.value_heads,), jnp.float32, 0.01, 16.0)
+        self.a_log = nnx.Param(jnp.log(rate), axes=("heads",))
+        self.dt_bias = nnx.Param(jnp.ones(c.value_heads, jnp.float32), axes=("heads",))
+        self.norm = GatedRMSNorm(c.value_width, eps)
+        self.output = Linear(values, width, ("heads", "embed"), rngs)
+        self.config = config
+        self.activation: Activation = activation
+
+    def __call__(
+        self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
+    ) -> tuple[Float[Array, "b t d"], RecurrentState]:
+        """Apply the layer to rows, or to tokens behind those of `past`; return the state behind each row's last token.
+
+        With one sample in a row from its first column on, as in prefill and decode; of packed rows nobody reads it.
+        """
+        c = self.config
+        sample = context.mask.sample
+        valid = (sample >= 0)[..., None]
+        linears = (self.query, self.key, self.value, self.gate, self.beta, self.decay)
+        q, k, v, gate, beta, decay = apply_linears(jnp.where(valid, x, 0), *linears)
+        sample = extend_samples(sample)
+        filters = (self.query_filter, self.key_filter, self.value_filter)
+        if past is None:
+            previous = [jnp.zeros((len(x), c.taps - 1, y.shape[-1]), y.dtype) for y in (q, k, v)]
+        else:
+            previous = past.cache.inputs
+        count = jnp.sum(valid, axis=(1, 2), dtype=jnp.int32)
+        inputs = tuple(_last_inputs(*pair, count) for pair in zip(previous, (q, k, v), strict=True))
+
+        @keep_inputs
+        def convolved(y: Array, weight: Array, previous: Array) -> Array:
+            return ACTIVATIONS[self.activation](causal_convolution(y, weight, sample, previous))
+
+        q, k, v = (
+            convolved(y, channel_filter.weight[...], b)
+            for y, channel_filter, b in zip((q, k, v), filters, previous, strict=True)
+        )
+        q, k = (y.reshape(*x.shape[:2], c.key_heads, c.key_width) for y in (q, k))
+        v, gate = (y.reshape(*x.shape[:2], c.value_heads, c.value_width) for y in (v, gate))
+        q, k, v = (constrain(y, "rows", "length", "heads", None) for y in (q, k, v))
+        bias = self.dt_bias[...].astype(jnp.float32)
+        g = -jnp.exp(self.a_log[...].astype(jnp.float32)) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
+        g, beta = (jnp.where(valid, y, 0) for y in (g, jax.nn.sigmoid(beta)))
+        state = None if past is None else past.cache.delta
+        out, state = gated_delta_rule(q, k, v, g, beta, sample, state)
+
+        # With the last product, whose operand is made again from the outputs of the delta rule and of the gate.
+        @keep_inputs
+        def output(out: Array, gate: Array) -> Array:
+            return self.output(self.norm(out, gate).reshape(*x.shape[:2], -1))
+
+        return output(out, gate), RecurrentState(state, inputs)
+
+
+def _last_inputs(previous: Array, x: Array, count: Array) -> Array:
+    """Select the inputs of a convolution that the token behind the first `count` `[B]` of each row needs."""
+    padded = jnp.concatenate([previous.astype(x.dtype), x], 1)
+    index = count[:, None] + jnp.arange(previous.shape[1])
+    return jnp.take_along_axis(padded, index[..., None], axis=1)

@@ -1,0 +1,173 @@
+"""Put packed microbatches and reports on a mesh's devices, and leave out rows of those that lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
+from mmjax.config.model import Encoder
+from mmjax.data.loading.context import tokens_on_device
+from mmjax.data.plan.placement import Shape
+from mmjax.parallel.sharding import ShardingRules, local_ranks, row_ranks, rows_sharding, tokens_sharding
+
+MAX_UNREADABLE = 32  # samples of a step that may be left out: where more cannot be read, it is not the samples
+
+
+class ProcessReport(NamedTuple):
+    """Report one process's part of a step to all processes, with the update."""
+
+    digest: int = 0  # hash of the step's plan, 63 bits; must be the same everywhere
+    content: int = 0  # sum of the hashes of its rows, 64 bits; a row that several processes hold counts once
+    needed_flops: float = 0.0  # of its ranks' rows, without padding
+    batch_seconds: float = 0.0  # from requesting the batch to having it on the devices: others wait at most so long
+    stop: bool = False  # a signal requests a stop
+    unreadable: Sequence[int] = ()  # ids in the length index of the samples that it could not read
+
+
+def put_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
+    """Put a microbatch, made for the ranks of `mesh` and whole on every process, on the devices."""
+
+    def put(x: np.ndarray, axes: tuple[str, ...], layout: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, layout, x.__getitem__)
+
+    return _put(batch, put, mesh, rules)
+
+
+def put_local_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
+    """Put a microbatch of the rows of this process's ranks on the devices; as many for each rank."""
+
+    def put(x: np.ndarray, axes: tuple[str, ...], layout: NamedSharding) -> jax.Array:
+        # 6 rows of this process's ranks 2 and 3, of 8 ranks in all: rows 6 to 11 of 6 * 8 // 2 = 24.
+        local = local_ranks(mesh, axes)
+        rows = len(x) * row_ranks(mesh, axes) // len(local)
+        first = local.start * len(x) // len(local)
+
+        def piece(index: tuple[slice, ...]) -> np.ndarray:
+            begin, end, _ = index[0].indices(rows)
+            return x[begin - first : end - first, *index[1:]]
+
+        return jax.make_array_from_callback((rows, *x.shape[1:]), layout, piece)
+
+    return _put(batch, put, mesh, rules)
+
+
+def _put(
+    batch: Microbatch,
+    put: Callable[[np.ndarray, tuple[str, ...], NamedSharding], jax.Array],
+    mesh: Mesh,
+    rules: ShardingRules,
+) -> Microbatch:
+    """Put every array on the devices by `put(array, axes, sharding)`. axes: of the ranks whose part a process holds."""
+    tokens, by_device = tokens_sharding(mesh, rules), rows_sharding(mesh, rules.token_rows)
+    tables = {"send": batch.text.send, "spread": batch.text.spread}
+    text = jax.tree.map(lambda x: put(x, rules.rows, tokens), batch.text._replace(send={}, spread={}))
+    # A process holds the tables of all devices of its ranks.
+    tables = jax.tree.map(lambda x: put(x, rules.rows, by_device), tables)
+    items = jax.tree.map(lambda x: put(x, rules.item_rows, rows_sharding(mesh, rules.item_rows)), batch.items)
+    return Microbatch(text._replace(**tables), items)
+
+
+def padding_microbatches(
+    shapes: Sequence[Shape], first: Microbatch, encoders: Mapping[str, Encoder]
+) -> list[Microbatch]:
+    """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
+
+    def resize(x: np.ndarray, length: int) -> np.ndarray:
+        return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
+
+    batches = []
+    for shape in shapes:
+        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}, spread={}))
+        widths = zip(first.text.send.items(), shape.widths, strict=True)
+        lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
+        send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
+        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
+        spread = {}
+        for e, x in first.text.spread.items():
+            length, new_length = first.items[e].item.shape[1], items[e].item.shape[1]
+            # Beside what peers send, a device has slots for each of its rows.
+            rows = (x.shape[2] - prod(first.text.send[e].shape[1:])) // tokens_on_device(encoders[e], 1, length, 0, 0)
+            width = tokens_on_device(encoders[e], rows, new_length, *send[e].shape[1:])
+            spread[e] = np.zeros((*x.shape[:2], width), x.dtype)
+        batches.append(Microbatch(text._replace(send=send, spread=spread), items))
+    return batches
+
+
+def weigh(
+    total: jax.Array, weight: jax.Array, owner: jax.Array, unreadable: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Add a microbatch's loss weights `[R, T]` to the total; return it and them, 0 where a sample is unreadable."""
+    excluded = (owner[..., None] == unreadable).any(-1) | (count > MAX_UNREADABLE)
+    weight = jnp.where(excluded, 0.0, weight)
+    return total + weight.sum(), weight
+
+
+def isolate_rows(
+    batches: Sequence[TextBatch | ItemBatch], owner: jax.Array, rows: jax.Array
+) -> tuple[TextBatch | ItemBatch, ...]:
+    """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely.
+
+    owner: of the text's tokens, int32 `[R, T]`.
+    """
+    # A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
+
+    def select(x: jax.Array, mask: jax.Array, empty: int) -> jax.Array:
+        mask = mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
+        return jnp.where(mask, x, jnp.array(empty, x.dtype))
+
+    # Owners of removed rows become PADDING - 1, which is the owner of no item, not even of padding.
+    owners = select(owner, rows, PADDING - 1)
+    isolated: list[TextBatch | ItemBatch] = []
+    for batch in batches:
+        if isinstance(batch, ItemBatch):
+            mask = jnp.isin(batch.owner, owners)
+            values, item = select(batch.values, mask, 0), select(batch.item, mask, PADDING)
+            isolated.append(batch._replace(values=values, item=item))
+        else:
+            plain = {f: select(getattr(batch, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
+            slots = {e: jax.tree.map(lambda x: select(x, rows, PADDING), slot) for e, slot in batch.slots.items()}
+            isolated.append(batch._replace(**plain, sample=select(batch.sample, rows, PADDING), slots=slots))
+    return tuple(isolated)
+
+
+def put_report(report: ProcessReport, mesh: Mesh) -> ProcessReport:
+    """Put a process's report on each of its devices in a mesh: every field becomes an array `[devices, ...]`."""
+    devices = len(mesh.local_devices)
+    content = np.zeros((devices, 2), np.uint32)
+    content[0] = _two_words(report.content)  # the programs add it up over devices
+    unreadable = np.full((devices, MAX_UNREADABLE + 1), PADDING, np.int32)
+    ids = list(report.unreadable)[: MAX_UNREADABLE + 1]
+    unreadable[0, : len(ids)] = ids
+    # A rank's rows are counted once for each of the devices that share them.
+    shared = len(local_ranks(mesh)) * mesh.size // row_ranks(mesh)
+    arrays = ProcessReport(
+        digest=np.tile(_two_words(report.digest), (devices, 1)),
+        content=content,
+        needed_flops=np.full(devices, report.needed_flops / shared, np.float32),
+        batch_seconds=np.full(devices, report.batch_seconds, np.float32),
+        stop=np.full(devices, report.stop),
+        unreadable=unreadable,
+    )
+    on_devices = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.tree.map(partial(jax.make_array_from_process_local_data, on_devices), arrays)
+
+
+def _two_words(number: int) -> np.ndarray:
+    """Split 64 bits into two words, uint32 `[2]`, the lower first: 0x1_0000_0002 is 2, 1."""
+    return np.array([number & 0xFFFFFFFF, number >> 32], np.uint32)
+
+
+def merge_unreadable(samples: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Merge the ids of each device, int32 `[devices, n]`, every id once: int32 `[MAX_UNREADABLE]`, and their number."""
+    ids = -jnp.sort(-samples.reshape(-1))
+    # An id stays where it differs from the one before: 7, 7, 3, -1 becomes 7, -1, 3, -1.
+    unique = jnp.where((ids >= 0) & (ids != jnp.pad(ids[:-1], (1, 0), constant_values=PADDING)), ids, PADDING)
+    return jax.lax.top_k(unique, MAX_UNREADABLE)[0], (unique >= 0).sum()

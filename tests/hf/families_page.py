@@ -1,0 +1,83 @@
+"""The table of docs/families.md, made from what the code reads: `python tests/hf/families_page.py` writes it again."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmjax.config import AudioConfig, MeshConfig, ModelConfig, NoVideo, VisionConfig
+from mmjax.errors import UserError
+from mmjax.hf.families import CHECKPOINTS, encoder_from_hf, from_hf
+from mmjax.parallel.sharding import check_heads
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, EXACTNESS = DOCS / "families.md", DOCS / "exactness.md"
+BEGIN, END = "<!-- table: made by tests/hf/families_page.py -->\n", "<!-- end of table -->\n"
+# What a config of the family must say beside its kind; everything else has a documented default.
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
+    "internvl_chat": {"vision_config": {"image_size": 448}, "llm_config": {"model_type": "qwen2"}},
+    **{kind: {"vision_config": {}} for kind in ("clip", "siglip")},
+    # The tower's default width in transformers is not the text's.
+    "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
+    "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
+    **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
+}
+HEAD = ("`model_type`", "modules", "attention", "video", "context", "compared")
+
+
+def table() -> str:
+    """Make the table, a row for each kind of checkpoint."""
+    rows = [HEAD, ("---",) * len(HEAD), *map(row, CHECKPOINTS)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+
+
+def row(kind: str) -> tuple[str, ...]:
+    """Make the row of a kind of checkpoint from the model that its smallest config says."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({"model_type": kind, **CONFIGS.get(kind, {})}))
+        model = from_hf(folder) if CHECKPOINTS[kind].read else encoder_from_hf(folder)
+    if not isinstance(model, ModelConfig):
+        encoder = "vision encoder" if isinstance(model, VisionConfig) else "audio encoder"
+        return f"`{kind}`", encoder, "whole items", "-", "items", tests_of(kind)
+    llm = model.llm
+    attention = ["windows"] * bool(llm.windowed) + ["delta nets"] * bool(llm.delta_net)
+    attention += ["images both ways"] * (llm.items == "bidirectional")
+    parts = f"`{kind}`", ", ".join(("llm", *model.encoders)), ", ".join(attention) or "causal", video(model)
+    return *parts, "yes" if has_context(model) else "no", tests_of(kind)
+
+
+def tests_of(kind: str) -> str:
+    """Name the files of the tests that compare a kind with transformers, by docs/exactness.md."""
+    lines = [line for line in EXACTNESS.read_text().splitlines() if line.startswith("| Hugging Face family")]
+    files = [re.findall(r"`tests/hf/(\w+\.py)", line) for line in lines if f"`{kind}`" in line]
+    return ", ".join(sorted({f"`{name}`" for names in files for name in names}))
+
+
+def video(model: ModelConfig) -> str:
+    """Say whether a model's encoders take videos."""
+    towers = [e for e in model.encoders.values() if not isinstance(e, AudioConfig)]
+    return "yes" if any(not isinstance(tower.videos, NoVideo) for tower in towers) else "-"
+
+
+def has_context(model: ModelConfig) -> bool:
+    """Return whether rows of the LLM may be cut over devices."""
+    try:
+        check_heads({"tensor": 1, "context": 2}, MeshConfig(), model)
+    except UserError:
+        return False
+    return True
+
+
+def page_with(made: str) -> str:
+    """Return the page with this table in place of its own."""
+    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
+    return re.sub(pattern, lambda _: BEGIN + made + END, PAGE.read_text(), flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_with(table()))
