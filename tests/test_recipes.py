@@ -12,6 +12,7 @@ from started import ROOT
 
 from mmjax import train
 from mmjax.config.loading import find_config, load
+from mmjax.evaluate import evaluate
 from mmjax.models.model import module_of
 
 SMALL = (
@@ -82,3 +83,13 @@ def test_an_audio_checkpoint_is_trained_by_the_documented_config_and_the_recipes
     losses = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert len(losses) == 3
     assert (config.model.encoders["audio"].frozen, config.model.encoders["audio"].connector.frozen) == (True, False)
+
+
+@pytest.mark.exhaustive
+def test_tiny_video_learns_where_digits_move_and_cannot_tell_from_shuffled_frames(tmp_path):
+    run = tmp_path / "run"
+    config = load("tiny_video", [f"run={run}", "device=cpu", "training.evaluate_every=0"])
+    train.train(config, find_config("tiny_video"), devices=jax.devices()[:1])
+    assert evaluate(run, "test")["exact_match_video"] >= 0.9
+    shuffled = evaluate(run, "test", overrides=["data.sources.clips.arguments.shuffled=true"])
+    assert shuffled["exact_match_video"] <= 0.5 + 0.1

@@ -98,6 +98,7 @@ def test_the_shipped_configs_are_what_their_names_say() -> None:
         "internvl_26b_units": ["vision"],
         "tiny_omni": ["vision", "audio"],
         "tiny_vlm": ["vision"],
+        "tiny_video": ["vision"],
         "tiny_audio": ["audio"],
         "tiny_text": [],
     }
