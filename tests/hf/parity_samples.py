@@ -15,13 +15,16 @@ from parity import Params, check_gradients, forget_longer_texts, loaded, same_lo
 
 from mmjax.batch import Microbatch
 from mmjax.config import (
+    AdamW,
     AnyRes,
     BatchConfig,
     Config,
     DataConfig,
+    MeshConfig,
     ModelConfig,
     NoGrouping,
     Samples,
+    Schedule,
     TrainingConfig,
     VisionConfig,
 )
@@ -33,6 +36,9 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Item, Sample, SampleLengths, Source, Text
 from mmjax.data.sources.processors import ImageProcessor, merge_arranged_items
 from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.state import hyperparameters, make_optimizer
+from mmjax.runtime.step import Executor
 
 Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
 
@@ -175,3 +181,41 @@ def check_packed(
     loss_there(model, compare=True).backward()
     check_gradients(ours, params, batch, model, count, loss_there)
     return jax.device_get(batch)
+
+
+def check_ten_steps(model: torch.nn.Module, folder: Path, samples: Sequence[Sequence[Part]], theirs: Theirs) -> None:
+    """Losses of ten steps of AdamW to 1e-3: all samples in one packed row here, one by one there."""
+    ours, params, config = loaded(folder)
+    recipe = AdamW(3e-3, 0.1, 0.9, 0.95, 1e-8)
+    run = Config("ten", DataConfig(), BatchConfig(rows={}), config, TrainingConfig(10), recipe, Schedule(3, 0.1))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    executor = Executor(ours, make_optimizer(recipe, ours.axes), mesh, ShardingRules(), sources=1)
+    state = executor.init(jax.random.key(0), params)
+    accumulated = executor.zeros()
+    made = packed(config, samples)
+    text = made.text
+    batch = executor.put(made)
+    # As here, decay falls on matrices alone.
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim > 1) == matrices], "weight_decay": 0.1 * matrices}
+        for matrices in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(10):
+        hyper = hyperparameters(run, executor.modules, step)
+        state, accumulated, report = executor.step(state, accumulated, [batch], hyper)
+        loss = torch.zeros(())
+        for number, sample in enumerate(samples):
+            target, weight = (torch.tensor(x[text.owner == number]) for x in (text.target, text.weight))
+            each = torch.nn.functional.cross_entropy(theirs(model, sample), target.long(), reduction="none")
+            loss = loss + (each * weight).sum() / text.weight.sum()
+        losses.append(loss.item())
+        np.testing.assert_allclose(report.loss.sum() / report.weight.sum(), losses[-1], atol=1e-3)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = float(hyper["learning_rate/llm"])
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.5

@@ -14,18 +14,17 @@ import pytest
 import torch
 import transformers
 from parity import loaded, random_model
-from parity_samples import check_samples, packed
+from parity_samples import check_samples, check_ten_steps
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from mmjax.config import AdamW, BatchConfig, Config, DataConfig, MeshConfig, Schedule, SmartResize, TrainingConfig
+from mmjax.config import MeshConfig, SmartResize
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime.state import hyperparameters, make_optimizer, parameter_shardings
-from mmjax.runtime.step import Executor
+from mmjax.runtime.state import parameter_shardings
 from mmjax.runtime.weights import load_pretrained
 
 IMAGE, VIDEO = 90, 91  # tokens
@@ -212,43 +211,19 @@ def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
     check(model, tmp_path)
 
 
+# A delta net's outputs are normed, tiny ones too, so rounding may decide where they point: five layers and an epsilon of
+# 1e-6 drift apart from torch by .1 within ten steps, of 1e-2 by 1e-3, of 1e-1 by 2e-5.
+SMOOTH = {"rms_norm_eps": 1e-2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_hidden_layers": 4}
+
+
 @pytest.mark.exhaustive
-def test_ten_steps_of_adamw_have_the_losses_that_torch_has(tmp_path):
-    there = qwen2_5(tie_word_embeddings=True)
+@pytest.mark.parametrize(("make", "text"), [(qwen2_5, {}), (qwen3_5, SMOOTH)], ids=["qwen2_5", "qwen3_5"])
+def test_ten_steps_of_adamw_have_the_losses_that_torch_has(make, text, tmp_path):
+    there = make(text, tie_word_embeddings=True)
     there.save_pretrained(tmp_path)
     unit = there.config.vision_config.patch_size * there.config.vision_config.spatial_merge_size
     samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
-    ours, params, model = loaded(tmp_path)
-    mesh, recipe = make_mesh(MeshConfig(), jax.devices()[:1]), AdamW(3e-3, 0.1, 0.9, 0.95, 1e-8)
-    config = Config("ten", DataConfig(), BatchConfig(rows={}), model, TrainingConfig(10), recipe, Schedule(3, 0.1))
-    executor = Executor(ours, make_optimizer(recipe, ours.axes), mesh, ShardingRules(), sources=1)
-    state, accumulated = executor.init(jax.random.key(0), params), executor.zeros()
-    made = packed(model, samples)
-    batch, text = executor.put(made), made.text
-    # As here, decay falls on matrices alone.
-    groups = [
-        {"params": [p for p in there.parameters() if (p.ndim > 1) == matrices], "weight_decay": 0.1 * matrices}
-        for matrices in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    logits, first = theirs(inputs_of(there, tmp_path)), 0.0
-    for step in range(10):
-        hyper = hyperparameters(config, executor.modules, step)
-        state, accumulated, told = executor.step(state, accumulated, [batch], hyper)
-        loss = torch.zeros(())
-        for number, sample in enumerate(samples):
-            target, weight = (torch.tensor(x[text.owner == number]) for x in (text.target, text.weight))
-            each = torch.nn.functional.cross_entropy(logits(there, sample), target.long(), reduction="none")
-            loss = loss + (each * weight).sum() / text.weight.sum()
-        np.testing.assert_allclose(told.loss.sum() / told.weight.sum(), loss.item(), atol=1e-3)
-        first = loss.item() if step == 0 else first
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(there.parameters(), config.training.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = float(hyper["learning_rate/llm"])
-        optimizer.step()
-    assert loss.item() < first - 0.5
+    check_ten_steps(there, tmp_path, samples, theirs(inputs_of(there, tmp_path)))
 
 
 def edit_config(folder, change):

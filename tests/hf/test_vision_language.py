@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from parity import loaded, random_model
-from parity_samples import check_samples, is_text
+from parity_samples import check_samples, check_ten_steps, is_text
 from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPVisionConfig,
@@ -119,6 +119,15 @@ def test_gemma3_is_what_transformers_makes_of_it_and_its_images_attend_both_ways
     side = config.vision_config.image_size
     save(model, tmp_path, side)
     check_samples(model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True))
+
+
+@pytest.mark.exhaustive
+def test_ten_steps_of_gemma3_have_the_losses_that_torch_has(tmp_path):
+    config = drawn.gemma3(np.random.default_rng(3), VOCAB, image_token_index=IMAGE)
+    model = random_model(config, Gemma3ForConditionalGeneration)
+    side = config.vision_config.image_size
+    save(model, tmp_path, side)
+    check_ten_steps(model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True))
 
 
 def test_gemma3_with_images_longer_than_a_window_is_refused(tmp_path):
