@@ -211,8 +211,8 @@ def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
     check(model, tmp_path)
 
 
-# A delta net's outputs are normed, tiny ones too, so rounding may decide where they point: in ten steps five layers drift
-# from torch by .1 with an epsilon of 1e-6, by 1e-3 with 1e-2, by 2e-5 with 1e-1.
+# A delta net's outputs are normed, tiny ones too, so rounding may decide where they point: in ten steps five layers
+# drift from torch by .1 with an epsilon of 1e-6, by 1e-3 with 1e-2, by 2e-5 with 1e-1.
 SMOOTH = {"rms_norm_eps": 1e-2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_hidden_layers": 4}
 
 
