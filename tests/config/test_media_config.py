@@ -6,7 +6,7 @@ import pytest
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize, WhisperMel
 from mmjax.config.codec import assign, decode, encode, leaves
-from mmjax.config.validation import check_audio, check_images, check_limits
+from mmjax.config.model_validation import check_audio, check_images, check_limits
 from mmjax.errors import UserError
 
 ALL = (AsIs(), FixedSize(), FixedSize(square=(1, 2, 3), resize=(), crop=()), SmartResize(), DynamicTiles(), AnyRes())

@@ -1,0 +1,335 @@
+"""Validate the model of a config: its towers, connectors and adapters, and how media are prepared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mmjax.config import (
+    AnyRes,
+    AsIs,
+    AudioConfig,
+    AudioPreparation,
+    DecoderConfig,
+    DynamicTiles,
+    FixedSize,
+    ImagePreparation,
+    LearnedGrid,
+    Llama3Rope,
+    LogMel,
+    LongRope,
+    MediaLimits,
+    ModelConfig,
+    NoVideo,
+    Qwen2Video,
+    SmartResize,
+    StoredTable,
+    StretchedGrid,
+    UniformVideo,
+    VideoPreparation,
+    VisionConfig,
+    WhisperMel,
+)
+from mmjax.config.checks import (
+    above_zero,
+    at_least,
+    at_most,
+    check,
+    divides,
+    is_size,
+    listed,
+    ordered,
+)
+from mmjax.config.codec import did_you_mean
+from mmjax.config.model import linear_layers, matching_layers
+
+
+def check_images(where: str, how: ImagePreparation) -> None:
+    """Raises UserError, naming the key under `where`, for settings that no image can be preprocessed with."""
+    if isinstance(how, FixedSize):
+        _check_color(f"{where}.square", how.square)
+        setting = f"{where}.resize={listed(how.resize)}"
+        check(len(how.resize) <= 2, f"{setting}: give the shortest edge, or height and width, or nothing")
+        check(min(how.resize, default=1) > 0, f"{setting}: must be more than 0")
+        check(not how.crop or is_size(how.crop), f"{where}.crop={listed(how.crop)}: give height and width, or nothing")
+    elif isinstance(how, SmartResize):
+        at_least(1, where, how, ("patch", "merge", "min_pixels"))
+        ordered(where, how, "min_pixels", "max_pixels")
+    elif isinstance(how, DynamicTiles):
+        check(is_size(how.tile), f"{where}.tile={listed(how.tile)}: give height and width")
+        at_least(1, where, how, ("min_tiles",))
+        ordered(where, how, "min_tiles", "max_tiles")
+    elif isinstance(how, AnyRes):
+        at_least(1, where, how, ("tile",))
+        at_least(0, where, how, ("most_tiles",))
+        by_rows = how.order == "rows" or not how.most_tiles
+        check(by_rows, f"{where}.most_tiles={how.most_tiles}: it is rows that are interpolated; choose order=rows")
+        _check_color(f"{where}.background", how.background)
+        check(bool(how.pinpoints), f"{where}.pinpoints is empty; name some, such as {2 * how.tile}x{how.tile}")
+        for pinpoint in how.pinpoints:
+            sides = [int(side) for side in pinpoint.split("x") if re.fullmatch("[0-9]+", side)]
+            fits = is_size(sides) and not any(side % how.tile for side in sides) and pinpoint.count("x") == 1
+            check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={how.tile}")
+
+
+def check_videos(where: str, how: VideoPreparation) -> None:
+    """Raises UserError, naming the key under `where`, for settings that no video can be sampled or resized with."""
+    if isinstance(how, NoVideo):
+        return
+    if isinstance(how, UniformVideo):
+        at_least(1, where, how, ("frames",))
+        check(not how.size or is_size(how.size), f"{where}.size={listed(how.size)}: give height and width, or nothing")
+        return
+    above_zero(where, how, ("fps",))
+    at_least(1, where, how, ("min_frames", "min_pixels"))
+    ordered(where, how, "min_frames", "max_frames")
+    ordered(where, how, "min_pixels", "max_pixels")
+    more = ("total_pixels", "tokens_per_second") if isinstance(how, Qwen2Video) else ("frame_pixels",)
+    at_least(0, where, how, more)
+
+
+def check_audio(where: str, how: AudioPreparation) -> None:
+    """Raises UserError, naming the key under `where`, for settings that no clip can be preprocessed with."""
+    at_least(1, where, how, ("mels", "sample_rate", "hop"))
+    if not isinstance(how, LogMel):
+        at_least(1, where, how, ("seconds",))
+        check(how.window >= 2 and how.window % 2 == 0, f"{where}.window={how.window}: must be even, and at least 2")
+        return
+    at_least(2, where, how, ("window",))
+    check(
+        how.hop <= how.window,
+        f"{where}.hop={how.hop} is longer than window={how.window}: samples would be skipped; make hop smaller",
+    )
+    bins = how.window // 2 + 1  # of a real FFT
+    check(
+        how.mels <= bins,
+        f"{where}.mels={how.mels}: window={how.window} has only {bins} frequencies; make mels at most that",
+    )
+
+
+def check_limits(where: str, limits: MediaLimits) -> None:
+    """Raises UserError, naming the key under `where`, for limits that no image or clip can be within."""
+    at_least(1, where, limits, ("pixels", "min_side", "aspect"))
+    above_zero(where, limits, ("seconds",))
+    ordered(where, limits, "min_side", "max_side")
+
+
+def _check_color(where: str, color: Sequence[int]) -> None:
+    valid = len(color) in (0, 3) and all(0 <= part <= 255 for part in color)
+    check(valid, f"{where}={listed(color)}: give red, green and blue, each 0 to 255")
+
+
+MAX_LAYERS = 10_000  # the remat policy of each layer is planned by itself
+MAX_MERGE = 1024  # neighbours per axis; an image's token merges their square
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raises UserError for an LLM, encoders, connectors or adapters that cannot be built or work together."""
+    _check_decoder(model.llm)
+    for name, encoder in model.encoders.items():
+        where = f"model.encoders.{name}"
+        check(name != "llm", f"{where}: 'llm' is the decoder's name; call this encoder something else")
+        check(name.isidentifier(), f"{where}: an encoder's name must be a plain word: letters, digits and '_'")
+        _check_tower(where, encoder)
+        divides(where, encoder.width, "width", encoder.heads, "heads")
+        at_least(1, f"{where}.connector", encoder.connector, ("merge",))
+        at_most(MAX_MERGE, f"{where}.connector", encoder.connector, ("merge",))
+        at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
+        _check_callbacks(where, encoder)
+        if isinstance(encoder, VisionConfig):
+            _check_vision(where, encoder)
+        else:
+            _check_audio(where, encoder)
+    parts = [model.llm, *model.encoders.values(), *(e.connector for e in model.encoders.values())]
+    check(
+        bool(model.lora) or not all(p.frozen for p in parts),
+        "model: every module is frozen; set frozen=false on one, such as model.llm",
+    )
+    _check_lora(model)
+
+
+def _check_callbacks(where: str, encoder: VisionConfig | AudioConfig) -> None:
+    callbacks = encoder.callbacks
+    where_calls = f"{where}.callbacks"
+    if isinstance(encoder, AudioConfig):
+        for name in ("before_encoder", "before_llm"):
+            key = f"{where_calls}.{name}={getattr(callbacks, name)}"
+            unset = not getattr(callbacks, name)
+            check(unset, f"{key}: it is called for images, and this encoder takes clips; leave it out")
+        return
+    images = f"{where}.images={encoder.images.kind}"
+    check(
+        not callbacks.before_encoder or isinstance(encoder.images, AsIs),
+        f"{where_calls}.before_encoder prepares images, and so does {images}; leave one of them out",
+    )
+    check(
+        not callbacks.before_llm or not isinstance(encoder.images, AnyRes) or encoder.images.order == "tiles",
+        f"{where_calls}.before_llm says in what order tokens stand, and so does {images}; choose order=tiles",
+    )
+
+
+def _check_lora(model: ModelConfig) -> None:
+    names = linear_layers(model)
+    adapter_of: dict[str, str] = {}
+    for name, lora in model.lora.items():
+        where = f"model.lora.{name}"
+        at_least(1, where, lora, ("rank",))
+        above_zero(where, lora, ("alpha",))
+        example = next(iter(names))
+        check(bool(lora.layers), f"{where}.layers is empty; give patterns of linear layers, such as {example}")
+        for pattern in lora.layers:
+            check(
+                bool(matching_layers(replace(lora, layers=(pattern,)), names)),
+                f"{where}.layers: {pattern!r} matches no linear layer (all layers of a tower have the same adapters: "
+                f"write * for their number){did_you_mean(pattern, names)}",
+            )
+        for layer in matching_layers(lora, names):
+            first = adapter_of.setdefault(layer, name)
+            check(first == name, f"{where}.layers: {layer} has model.lora.{first} already; keep one")
+            limit = min(names[layer])
+            check(
+                lora.rank <= limit, f"{where}.rank={lora.rank}: {layer} has but {limit} channels; choose at most that"
+            )
+
+
+def _check_decoder(llm: DecoderConfig) -> None:
+    where = "model.llm"
+    _check_tower(where, llm)
+    at_least(1, where, llm, ("kv_heads", "head_width"))
+    above_zero(where, llm, ("rope_theta",))
+    divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
+    check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
+    turned = llm.rotary_width
+    check(
+        turned % 2 == 0 and 0 <= turned <= llm.head_width,
+        f"{where}.rotary_width={turned}: RoPE turns pairs of channels; use an even number up to "
+        f"head_width={llm.head_width}",
+    )
+    _check_rope(where, llm)
+    _check_delta_net(llm)
+    at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
+    _check_windows(where, llm)
+    check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
+
+
+def _check_delta_net(llm: DecoderConfig) -> None:
+    if (delta_net := llm.delta_net) is None:
+        return
+    where = "model.llm.delta_net"
+    outside = [i for i in delta_net.layers if not 0 <= i < llm.layers]
+    check(not outside, f"{where}.layers names layer {outside[:1]}, there are 0 to {llm.layers - 1}")
+    check(
+        bool(delta_net.layers),
+        f"{where}.layers is empty; name the layers that have it, or use model.llm.delta_net=none",
+    )
+    at_least(1, where, delta_net, ("key_heads", "value_heads", "key_width", "value_width", "taps"))
+    divides(where, delta_net.value_heads, "value_heads", delta_net.key_heads, "key_heads")
+    check(
+        llm.items == "causal",
+        f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use model.llm.items=causal",
+    )
+
+
+def _check_rope(where: str, llm: DecoderConfig) -> None:
+    pairs = llm.rotary_pairs
+    scaling = llm.rope_scaling
+    sections = sum(llm.rope_sections)
+    check(
+        not sections or sections == pairs,
+        f"{where}.rope_sections has {sections} channel pairs, RoPE turns {pairs}",
+    )
+    check(
+        not sections or len(llm.rope_sections) == 3,
+        f"{where}.rope_sections has {len(llm.rope_sections)} sections; there are three: t, y and x",
+    )
+    for name in ("factor", "positions"):
+        value = getattr(scaling, name, 1)
+        check(value > 0, f"{where}.rope_scaling.{name}={value}: must be more than 0")
+    if isinstance(scaling, LongRope):
+        for name in ("short", "long"):
+            factors = len(getattr(scaling, name))
+            message = f"{where}.rope_scaling.{name} has {factors} factors, a head has {pairs} channel pairs"
+            check(factors == pairs, message)
+    if isinstance(scaling, Llama3Rope):
+        check(scaling.low < scaling.high, f"{where}.rope_scaling: low={scaling.low} must be below high={scaling.high}")
+
+
+def _check_windows(where: str, section: DecoderConfig | VisionConfig) -> None:
+    _check_layers(where, "windowed", section)
+    complete = bool(section.window) or not section.windowed
+    check(complete, f"{where}.windowed names layers, but window=0; say how many they see")
+
+
+def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) -> None:
+    layers = [i for i in getattr(section, name) if not 0 <= i < section.layers]
+    check(not layers, f"{where}.{name} names layer {layers[:1]}, there are 0 to {section.layers - 1}")
+
+
+def _check_vision(where: str, encoder: VisionConfig) -> None:
+    at_least(1, where, encoder, ("patch", "channels", "frames"))
+    check_images(f"{where}.images", encoder.images)
+    check_videos(f"{where}.videos", encoder.videos)
+    at_least(0, where, encoder, ("window",))
+    _check_windows(where, encoder)
+    check(
+        not encoder.windowed or encoder.window % encoder.connector.merge == 0,
+        f"{where}.window={encoder.window}: a window holds whole tokens; use a multiple of "
+        f"connector.merge={encoder.connector.merge}",
+    )
+    _check_layers(where, "deepstack", encoder)
+    layers = encoder.deepstack
+    check(list(layers) == sorted(set(layers)), f"{where}.deepstack={listed(layers)}: name layers in order, each once")
+    for name in ("mean", "std"):
+        length = len(getattr(encoder, name))
+        check(
+            length in (1, encoder.channels),
+            f"{where}.{name} has {length} numbers; give one for each of channels={encoder.channels}, or one for all",
+        )
+    check(all(x > 0 for x in encoder.std), f"{where}.std={encoder.std}: must be more than 0")
+    positions = encoder.positions
+    if isinstance(positions, LearnedGrid):
+        at_least(1, f"{where}.positions", positions, ("rows", "columns"))
+        return
+    if isinstance(positions, StretchedGrid):
+        at_least(1, f"{where}.positions", positions, ("side",))
+    above_zero(f"{where}.positions", positions, ("theta",))
+    head_width = encoder.width // encoder.heads
+    check(
+        head_width % 4 == 0,
+        f"{where}: width={encoder.width} over heads={encoder.heads} is {head_width} per head; 2D RoPE turns "
+        f"pairs along two axes, so make width a multiple of {4 * encoder.heads}",
+    )
+
+
+def _check_audio(where: str, encoder: AudioConfig) -> None:
+    how = encoder.clips
+    positions = encoder.positions
+    at_least(1, where, encoder, ("pool",))
+    check_audio(f"{where}.clips", how)
+    if isinstance(positions, StoredTable):
+        at_least(1, f"{where}.positions", positions, ("positions",))
+    check(encoder.width % 2 == 0, f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even")
+    if isinstance(how, WhisperMel) and how.attended == "window" and isinstance(positions, StoredTable):
+        frames = how.seconds * how.sample_rate // how.hop
+        # The second convolution has stride 2: two frames for each position.
+        check(
+            frames <= 2 * positions.positions,
+            f"{where}.clips: a window of {frames} frames is longer than the {2 * positions.positions} of which "
+            f"positions.positions={positions.positions} has any; make seconds smaller",
+        )
+
+
+def _check_tower(where: str, section: DecoderConfig | VisionConfig | AudioConfig) -> None:
+    """Check the settings that the LLM and all encoders have."""
+    at_least(1, where, section, ("layers", "width", "heads", "mlp_width"))
+    at_most(MAX_LAYERS, where, section, ("layers",))
+    above_zero(where, section, ("norm_eps",))
+    rate = section.dropout
+    check(0 <= rate < 1, f"{where}.dropout={rate}: choose at least 0 (nothing is dropped) and less than 1")
+    if isinstance(section.remat, tuple):
+        policies = len(section.remat)
+        check(
+            policies == section.layers,
+            f"{where}.remat gives {policies} policies for layers={section.layers}; give one for each, or one for all",
+        )
