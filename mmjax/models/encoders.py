@@ -45,7 +45,8 @@ class PatchEmbedding(nnx.Module):
     def __call__(self, items: ItemBatch, dtype: jnp.dtype) -> Float[Array, "r l d"]:
         c = self.config
         _, row, column = jnp.moveaxis(items.coordinates, -1, 0)
-        pixels = items.values.reshape(*items.values.shape[:2], -1, c.channels)
+        *places, values = items.values.shape
+        pixels = items.values.reshape(*places, values // c.channels, c.channels)
         # (pixel / 255 - mean) / std, in float32 whatever the precision: bfloat16 cannot tell 256 levels apart.
         # values * scale - shift, one multiply-add per pixel.
         scale = 1 / (255 * np.array(c.std))

@@ -55,7 +55,7 @@ def gated_delta_rule(
     def chunks(x: Array, *heads: int, mode: str = "constant") -> Array:
         """Cut `[B, T, heads, ...]` into `[chunks, B, C, ...]`."""
         x = jnp.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2), mode)
-        return jnp.moveaxis(x.reshape(rows, -1, chunk, *heads, *x.shape[2 + bool(heads) :]), 1, 0)
+        return jnp.moveaxis(x.reshape(rows, x.shape[1] // chunk, chunk, *heads, *x.shape[2 + bool(heads) :]), 1, 0)
 
     # What fills the last chunk is padding of the last sample, which leaves its state alone.
     samples = chunks(sample, mode="edge")
@@ -71,7 +71,7 @@ def gated_delta_rule(
     # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
     body = jax.checkpoint(_chunk, prevent_cse=False)
     state, out = jax.lax.scan(body, state.reshape(rows, key_heads, group, key_width, value_width), inputs)
-    out = jnp.moveaxis(out, 0, 1).reshape(rows, -1, value_heads, value_width)[:, :length]
+    out = jnp.moveaxis(out, 0, 1).reshape(rows, length + extra, value_heads, value_width)[:, :length]
     return out, state.reshape(rows, value_heads, key_width, value_width)
 
 
@@ -253,7 +253,7 @@ class GatedDeltaNet(nnx.Module):
         # With the last product, whose operand is made again from the outputs of the delta rule and of the gate.
         @keep_inputs
         def output(out: Array, gate: Array) -> Array:
-            return self.output(self.norm(out, gate).reshape(*x.shape[:2], -1))
+            return self.output(self.norm(out, gate).reshape(*x.shape[:2], c.value_heads * c.value_width))
 
         return output(out, gate), RecurrentState(state, inputs)
 

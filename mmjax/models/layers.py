@@ -419,7 +419,8 @@ class SelfAttention(nnx.Module):
         if self.query_norm is not None and not self.norm_heads:
             q = self.query_norm(q)
             k = self.key_norm(k)
-        q = q.reshape(*x.shape[:2], self.heads, -1)
+        # A rank may have no rows, where no dimension can be left to be inferred.
+        q = q.reshape(*x.shape[:2], self.heads, q.shape[-1] // self.heads)
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         k, v = (y.reshape(*x.shape[:2], self.kv_heads, self.head_width) for y in (k, v))
         if self.query_norm is not None and self.norm_heads:
@@ -440,7 +441,7 @@ class SelfAttention(nnx.Module):
         # With the last product, whose operand is made again from the gate and from attention's output.
         @keep_inputs
         def output(attn_out: Array, gate: Array) -> Array:
-            return self.output((attn_out * jax.nn.sigmoid(gate)).reshape(*x.shape[:2], -1))
+            return self.output((attn_out * jax.nn.sigmoid(gate)).reshape(*x.shape[:2], self.heads * self.head_width))
 
         if gate is not None:
             return output(attn_out, gate), KeyValue(k, v)
