@@ -48,6 +48,7 @@ from mmjax.config.media import (
     ImagePreparation,
     LogMel,
     NoVideo,
+    PixtralResize,
     Qwen2Video,
     Qwen3Video,
     SmartResize,
@@ -57,6 +58,7 @@ from mmjax.config.media import (
 )
 from mmjax.config.model import (
     Activation,
+    AlternatingGrid,
     AudioConfig,
     Biased,
     Callbacks,

@@ -69,7 +69,19 @@ class AnyRes:
     kind: Literal["any_res"] = "any_res"
 
 
-ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes
+@dataclass(frozen=True)
+class PixtralResize:
+    """One item of about the image's own shape, shrunk into a box, in whole tokens, as for Pixtral and Mistral 3."""
+
+    unit: int = 16  # pixels per side of an LLM token
+    box: tuple[int, ...] = (1024, 1024)  # height and width; smaller images are not enlarged, but to whole tokens
+    row_end: str = ""  # text behind every row of an image's tokens but the last
+    end: str = ""  # text behind the last row
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["pixtral_resize"] = "pixtral_resize"
+
+
+ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize
 
 
 @dataclass(frozen=True)

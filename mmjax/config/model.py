@@ -162,6 +162,7 @@ class ConnectorConfig:
     newline: bool = False  # a learned token behind every row of an image whose tokens the LLM sees by rows
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    merger_width: int = 0  # of what a matrix makes of merged neighbours before the MLP (Mistral 3); 0: there is none
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,14 @@ class RotaryGrid:
 
     theta: float = 100.0  # base of the frequencies
     kind: Literal["rotary"] = "rotary"
+
+
+@dataclass(frozen=True)
+class AlternatingGrid:
+    """2D RoPE whose frequencies turn by row and by column in turn; of an image only whole patches count (Pixtral)."""
+
+    theta: float = 10_000.0  # base of the frequencies
+    kind: Literal["alternating"] = "alternating"
 
 
 @dataclass(frozen=True)
@@ -219,7 +228,7 @@ class VisionConfig:
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
     videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
-    positions: RotaryGrid | LearnedGrid | StretchedGrid = RotaryGrid()
+    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid = RotaryGrid()
     # side, in patches, of the square windows that the layers in `windowed` attend within; a multiple of connector.merge
     window: int = 0
     windowed: tuple[int, ...] = ()  # layers with window attention
@@ -364,12 +373,19 @@ def linear_layers(model: ModelConfig) -> Sizes:
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
         sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
-        merged = merged_width(encoder)
-        if hidden := encoder.connector.mlp_width:
-            sizes |= {f"{name}.connector.mlp.up": (merged, hidden), f"{name}.connector.mlp.down": (hidden, llm.width)}
-        else:
-            sizes[f"{name}.connector.linear"] = (merged, llm.width)
+        sizes |= {f"{name}.connector.{layer}": size for layer, size in connector_layers(encoder, llm.width).items()}
     return sizes
+
+
+def connector_layers(encoder: Encoder, outputs: int) -> Sizes:
+    """List the linear layers of an encoder's connector in the order of the computation."""
+    c = encoder.connector
+    merged = merged_width(encoder)
+    sizes = {"merger": (merged, c.merger_width)} if c.merger_width else {}
+    inputs = c.merger_width or merged
+    if not c.mlp_width:
+        return sizes | {"linear": (inputs, outputs)}
+    return sizes | {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, outputs)}
 
 
 def merged_width(encoder: Encoder) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmjax.config import (
+    AlternatingGrid,
     AnyRes,
     AsIs,
     AudioConfig,
@@ -22,6 +23,7 @@ from mmjax.config import (
     MediaLimits,
     ModelConfig,
     NoVideo,
+    PixtralResize,
     Qwen2Video,
     SmartResize,
     StoredTable,
@@ -56,6 +58,9 @@ def check_images(where: str, how: ImagePreparation) -> None:
     elif isinstance(how, SmartResize):
         at_least(1, where, how, ("patch", "merge", "min_pixels"))
         ordered(where, how, "min_pixels", "max_pixels")
+    elif isinstance(how, PixtralResize):
+        at_least(1, where, how, ("unit",))
+        check(is_size(how.box), f"{where}.box={listed(how.box)}: give height and width")
     elif isinstance(how, DynamicTiles):
         check(is_size(how.tile), f"{where}.tile={listed(how.tile)}: give height and width")
         at_least(1, where, how, ("min_tiles",))
@@ -135,7 +140,7 @@ def check_model(model: ModelConfig) -> None:
         divides(where, encoder.width, "width", encoder.heads, "heads")
         at_least(1, f"{where}.connector", encoder.connector, ("merge",))
         at_most(MAX_MERGE, f"{where}.connector", encoder.connector, ("merge",))
-        at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
+        at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid", "merger_width"))
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
             _check_vision(where, encoder)
@@ -295,10 +300,11 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
         at_least(1, f"{where}.positions", positions, ("side",))
     above_zero(f"{where}.positions", positions, ("theta",))
     head_width = encoder.width // encoder.heads
+    unit = 2 if isinstance(positions, AlternatingGrid) else 4
     check(
-        head_width % 4 == 0,
+        head_width % unit == 0,
         f"{where}: width={encoder.width} over heads={encoder.heads} is {head_width} per head; 2D RoPE turns "
-        f"pairs along two axes, so make width a multiple of {4 * encoder.heads}",
+        f"pairs along two axes, so make width a multiple of {unit * encoder.heads}",
     )
 
 

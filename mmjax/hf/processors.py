@@ -18,6 +18,7 @@ from mmjax.config import (
     Filter,
     FixedSize,
     ImagePreparation,
+    PixtralResize,
     Qwen2Video,
     Qwen3Video,
     SmartResize,
@@ -67,6 +68,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": _ONEVISION_PINPOINTS},
     "Qwen2VLImageProcessor": _COMMON
     | {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "patch_size": 14, "merge_size": 2},
+    "PixtralImageProcessor": _COMMON | {"size": {"longest_edge": 1024}, "patch_size": 16, "default_to_square": True},
     "Gemma3ImageProcessor": _COMMON
     | _HALF
     | {"resample": 2, "size": {"height": 224, "width": 224}, "default_to_square": True},
@@ -80,6 +82,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "GotOcr2ImageProcessor": _COMMON
     | {"size": {"height": 384, "width": 384}, "default_to_square": True, "min_patches": 1, "max_patches": 12},
 }
+ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"  # as PixtralProcessor writes them
 RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first Qwen2.5-VL checkpoints call it
 
 
@@ -106,6 +109,8 @@ def read_image_processing(folder: Path) -> ImageProcessing:
         # Where InternVL's processor calls it, that one's own default wins over the field.
         tiled = processor_class == "InternVLProcessor" or config.get("model_type") == "internvl"
         how = _tiles(fields, tiled or fields.flag("crop_to_patches"))
+    elif kind == "PixtralImageProcessor":
+        how = _pixtral_resize(fields, folder)
     elif kind in ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor"):
         how = _any_res(fields, several="tiles" if kind == "LlavaNextImageProcessor" else "square")
     else:
@@ -264,6 +269,32 @@ def _smart_resize(fields: _ProcessorFields) -> SmartResize:
         merge=fields.count("merge_size"),
         min_pixels=min_pixels,
         max_pixels=max_pixels,
+        filter=_filter(fields),
+    )
+
+
+def _pixtral_resize(fields: _ProcessorFields, folder: Path) -> PixtralResize:
+    if not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "images that are not whole tokens cannot be patched; set it to true")
+    if fields.flag("do_center_crop"):
+        raise fields.refused("do_center_crop", "images are not cropped; set it to false")
+    size = fields.value("size")
+    if isinstance(size, dict) and size.get("longest_edge"):
+        fields = _ProcessorFields({**fields.values, "size": size["longest_edge"]}, fields.where)
+    sides = fields.value("patch_size")
+    sides = set(sides.values()) if isinstance(sides, dict) else {sides}
+    if len(sides) != 1 or not _is_count(unit := sides.pop()):
+        raise fields.refused("patch_size", "give one whole number above 0")
+    path = folder / "processor_config.json"
+    around = _ProcessorFields(read_json(path, {}), str(path))
+    if around.value("processor_class") == "PixtralProcessor":
+        # The processor around it gives the image processor the size of merged patches.
+        unit = around.count("patch_size", 16) * around.count("spatial_merge_size", 1)
+    return PixtralResize(
+        unit=unit,
+        box=fields.height_and_width("size"),
+        row_end=around.get("image_break_token", str, ROW_END),
+        end=around.get("image_end_token", str, IMAGE_END),
         filter=_filter(fields),
     )
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.batch import ROW, TIME, ItemBatch
-from mmjax.config import AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
+from mmjax.config import AlternatingGrid, AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import (
@@ -181,7 +181,8 @@ class VisionEncoder(nnx.Module):
         context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.max_block)
         if isinstance(c.positions, LearnedGrid):
             return context
-        return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta))
+        alternating = isinstance(c.positions, AlternatingGrid)
+        return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta, alternating))
 
     def _windows(self, items: ItemBatch) -> Windows:
         return Windows.of(items, self.config.window, self.config.connector.merge)

@@ -37,7 +37,7 @@ AXES = ("t", "y", "x")  # of `ItemBatch.coordinates`
 
 
 class Connector(nnx.Module):
-    """A norm, concatenation or mean of each group of neighbours, an MLP or one matrix, and learned positions.
+    """A norm, concatenation or mean of each group of neighbours, a matrix, an MLP or one matrix, and learned positions.
 
     A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
     names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
@@ -68,9 +68,11 @@ class Connector(nnx.Module):
         norms = {"layer": partial(LayerNorm, width, eps), "rms": partial(RMSNorm, width, eps, c.norm_offset)}
         self.norm = None if c.norm == "none" else norms[c.norm.removeprefix("merged_")]()
         hidden = c.mlp_width
-        self.mlp = MLP(merged, hidden, outputs, c.activation, rngs, biases=c.biases) if hidden else None
+        self.merger = Linear(merged, c.merger_width, ("mlp", "embed"), rngs) if c.merger_width else None
+        features = c.merger_width or merged
+        self.mlp = MLP(features, hidden, outputs, c.activation, rngs, biases=c.biases) if hidden else None
         bias = "down" in c.biases
-        self.linear = None if hidden else Linear(merged, outputs, ("mlp", "embed"), rngs, bias=bias)
+        self.linear = None if hidden else Linear(features, outputs, ("mlp", "embed"), rngs, bias=bias)
         table_axes = axes if c.position_grid else ()
         self.positions = nnx.Dict({AXES[axis]: PositionTable(c.position_grid, outputs, rngs) for axis in table_axes})
         self.newline = PositionTable(1, outputs, rngs) if c.newline else None
@@ -94,6 +96,7 @@ class Connector(nnx.Module):
         x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group, width)
         x = x.mean(2) if self.mean else x.reshape(*x.shape[:2], self.group * width)
         x = self.norm(x) if self.norm_merged else x
+        x = x if self.merger is None else self.merger(x)
         x = self.linear(x) if self.mlp is None else self.mlp(x)
         # The first member of a group is its top left one, which an image that reaches into the group always has.
         corner = coordinates[:, :: self.group] // self.merge

@@ -20,14 +20,20 @@ class Rotation(NamedTuple):
     sin: Array
 
 
-def rotation_2d(coordinates: Int[Array, "b t 2"], head_width: int, theta: float) -> Rotation:
+def rotation_2d(coordinates: Int[Array, "b t 2"], head_width: int, theta: float, alternating: bool = False) -> Rotation:
     """Compute rotary angles of (y, x): the first half of the channel pairs turns with y, the other half with x.
 
-    Pair i of an axis turns by coordinate * theta^(-i / pairs), `pairs` being those of that axis. Raises ValueError for
-    a head that does not split into pairs.
+    Pair i of an axis turns by coordinate * theta^(-i / pairs), `pairs` being those of that axis. alternating: the axes
+    share the frequencies of the whole head, y has the even ones and x the odd ones (Pixtral). Raises ValueError for a
+    head that does not split into pairs.
     """
-    if head_width % 4:
+    if head_width % (2 if alternating else 4):
         raise ValueError(f"a head of {head_width} channels does not split into pairs for 2 coordinate(s)")
+    if alternating:
+        frequencies = _unscaled(theta, head_width // 2)
+        y, x = jnp.split(coordinates.astype(jnp.float32), 2, axis=-1)
+        angles = jnp.concatenate([y * frequencies[0::2], x * frequencies[1::2]], axis=-1)
+        return Rotation(jnp.cos(angles), jnp.sin(angles))
     pairs = head_width // 4
     frequencies = theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
     angles = coordinates.astype(jnp.float32)[..., None] * frequencies

@@ -26,6 +26,7 @@ from mmjax.config.model import (
     adapted_modules,
     adapter_parameters,
     adapters_by_layer,
+    connector_layers,
     frozen_by_adapters,
     layer_count,
     linear_layers,
@@ -210,8 +211,8 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
         # Behind a frozen encoder, and without a norm, a connector's first matrix is the first trainable thing: its
         # input is data.
         matrices = connector_weights(config, model.llm.width)
-        second = config.connector.mlp_width * model.llm.width
-        first = (matrices - second) * (config.connector.norm == "none" and name in frozen)
+        rows, columns = next(iter(connector_layers(config, model.llm.width).values()))
+        first = rows * columns * (config.connector.norm == "none" and name in frozen)
         products[f"{name}.connector"] = Products(
             first * w.tokens, (connector_mlps(config) * matrices - first) * w.tokens, 0
         )
@@ -515,9 +516,10 @@ def adapter_work(
 def _live(adapters: Set[str], connector: bool, sizes: Sizes) -> tuple[set[str], int]:
     """Find the first layer's linear layers whose input needs a gradient, and count attention's backward products."""
     if connector:
-        # In the order of the computation: up, then down.
-        first, *later = sizes
-        return (set(later) if first in adapters else set()), 0
+        # Those behind the first with an adapter, in the order of the computation.
+        names = list(sizes)
+        first = next((n for n, name in enumerate(names) if name in adapters), len(names))
+        return set(names[first + 1 :]), 0
     names = {name.rsplit(".", 1)[1]: name for name in sizes}
     query, key, value, output, up, gate = (
         names.get(part) in adapters for part in ("query", "key", "value", "output", "up", "gate")

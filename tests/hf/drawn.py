@@ -222,6 +222,54 @@ def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformer
     )
 
 
+def pixtral_tower(rng: np.random.Generator, merge: int = 1) -> transformers.PreTrainedConfig:
+    """Pixtral's tower. Heads of an odd number of channel pairs have one more turned by rows than by columns."""
+    sizes = tower_sizes(rng, 5)
+    heads = sizes["num_attention_heads"]
+    sizes |= {"hidden_size": heads * 2 * between(rng, 5, 7), "rope_parameters": pixtral_rope(rng)}
+    sizes["image_size"] = sizes["patch_size"] * merge * between(rng, 2, 4)
+    del sizes["layer_norm_eps"]
+    return transformers.PixtralVisionConfig(**sizes)
+
+
+def pixtral_rope(rng: np.random.Generator) -> Fields:
+    """The base of Pixtral's RoPE."""
+    return {"rope_type": "axial", "rope_theta": pick(rng, 100.0, 1e4)}
+
+
+def pixtral(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Pixtral: a LLaVA whose tower takes images of any size."""
+    vision = pixtral_tower(rng)
+    layers = vision.num_hidden_layers
+    return transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=decoder(rng, "mistral", vocab),
+        vision_feature_layer=pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        vision_feature_select_strategy="full",
+        multimodal_projector_bias=pick(rng, False, True),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
+
+
+def mistral3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Mistral 3: Pixtral's tower, whose patches are merged by a matrix."""
+    merge = pick(rng, 1, 2, 2, 3)
+    vision = pixtral_tower(rng, merge)
+    layers = vision.num_hidden_layers
+    return transformers.Mistral3Config(
+        vision_config=vision,
+        text_config=decoder(rng, "mistral", vocab),
+        vision_feature_layer=pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        multimodal_projector_bias=pick(rng, False, True),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        tie_word_embeddings=pick(rng, False, True),
+        spatial_merge_size=merge,
+        **own,
+    )
+
+
 def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfig, Fields]:
     """InternViT, and what an InternVL around it says of the features that it takes."""
     sizes = tower_sizes(rng, 5)

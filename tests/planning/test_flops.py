@@ -16,6 +16,7 @@ import pytest
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import (
+    AlternatingGrid,
     AudioConfig,
     ConnectorConfig,
     DecoderConfig,
@@ -412,6 +413,7 @@ def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
         {"positions": StretchedGrid(5), "deepstack": (0, 1), "head_norm": False},
         {"norm": "rms", "head_norm_type": "layer"},
         {"head_norm_type": "rms"},
+        {"positions": AlternatingGrid(), "connector": ConnectorConfig(mlp_width=20, norm="rms", merger_width=12)},
     ],
 )
 def test_parameters_of_other_towers_are_those_of_the_built_model(vision: dict) -> None:

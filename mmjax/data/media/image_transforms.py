@@ -17,7 +17,17 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from mmjax.config import AnyRes, AsIs, DynamicTiles, Filter, FixedSize, ImagePreparation, MediaLimits, SmartResize
+from mmjax.config import (
+    AnyRes,
+    AsIs,
+    DynamicTiles,
+    Filter,
+    FixedSize,
+    ImagePreparation,
+    MediaLimits,
+    PixtralResize,
+    SmartResize,
+)
 from mmjax.errors import BadMedia
 
 Size = tuple[int, int]  # height, width
@@ -124,6 +134,8 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
             return partial(dynamic_tiles, config)
         case AnyRes():
             return partial(anyres_tiles, config)
+        case PixtralResize():
+            return partial(pixtral_resize, config)
 
 
 def prepared_sizes(
@@ -193,6 +205,19 @@ def anyres_tiles(config: AnyRes, picture: LazyImage, images: int) -> tuple[LazyI
     canvas = select_best_resolution(config, picture.size)
     tiles = picture.fitted(canvas, config.filter).cut(canvas[0] // config.tile, canvas[1] // config.tile)
     return (picture.resized(tile, config.filter), *tiles)
+
+
+def pixtral_resize(config: PixtralResize, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Prepare one item that fits the box, each side rounded up to whole tokens.
+
+    Raises BadMedia for an image so narrow that nothing is left of a side.
+    """
+    ratio = max(side / limit for side, limit in zip(picture.size, config.box, strict=True))
+    size = tuple(math.floor(side / ratio) for side in picture.size) if ratio > 1 else picture.size
+    if not min(size):
+        raise BadMedia(f"an image of {picture.size[0]} x {picture.size[1]} pixels is too narrow to fit {config.box}")
+    rows, columns = (-(-side // config.unit) for side in size)
+    return (picture.resized((rows * config.unit, columns * config.unit), config.filter),)
 
 
 def smart_size(config: SmartResize, size: Size) -> Size:
