@@ -81,7 +81,21 @@ class PixtralResize:
     kind: Literal["pixtral_resize"] = "pixtral_resize"
 
 
-ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize
+@dataclass(frozen=True)
+class SplitTiles:
+    """Square tiles of an enlarged image, row by row, then the whole image as one more, as for Idefics3 and SmolVLM."""
+
+    tile: int = 364  # pixels per side
+    resize: tuple[int, ...] = (1456,)  # to this longest edge, or to (height, width), before it is cut; (): as it is
+    split: bool = True  # false: the whole image alone
+    marker: str = ""  # text before each tile, and behind the last; with it rows end with a line break
+    label: str = ""  # text behind the marker, with {row} and {column} of the tile from 1 on
+    whole: str = ""  # the same of the whole image
+    filter: Filter = "lanczos"  # of resizing
+    kind: Literal["split_tiles"] = "split_tiles"
+
+
+ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize | SplitTiles
 
 
 @dataclass(frozen=True)

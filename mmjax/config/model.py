@@ -200,6 +200,17 @@ class StretchedGrid:
 
 
 @dataclass(frozen=True)
+class FractionalGrid:
+    """A learned vector per cell of a square grid, which a patch takes by where it lies in its image (Idefics3).
+
+    Of an image only whole patches count.
+    """
+
+    side: int  # of the square
+    kind: Literal["fractional"] = "fractional"
+
+
+@dataclass(frozen=True)
 class Callbacks:
     """Your own functions around an encoder (Cornstarch 5.1), `module:qualname` as in a FunctionSource; empty: none.
 
@@ -228,7 +239,7 @@ class VisionConfig:
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
     videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
-    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid = RotaryGrid()
+    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid = RotaryGrid()
     # side, in patches, of the square windows that the layers in `windowed` attend within; a multiple of connector.merge
     window: int = 0
     windowed: tuple[int, ...] = ()  # layers with window attention

@@ -15,6 +15,7 @@ from mmjax.config import (
     DecoderConfig,
     DynamicTiles,
     FixedSize,
+    FractionalGrid,
     ImagePreparation,
     LearnedGrid,
     Llama3Rope,
@@ -26,6 +27,7 @@ from mmjax.config import (
     PixtralResize,
     Qwen2Video,
     SmartResize,
+    SplitTiles,
     StoredTable,
     StretchedGrid,
     UniformVideo,
@@ -61,6 +63,10 @@ def check_images(where: str, how: ImagePreparation) -> None:
     elif isinstance(how, PixtralResize):
         at_least(1, where, how, ("unit",))
         check(is_size(how.box), f"{where}.box={listed(how.box)}: give height and width")
+    elif isinstance(how, SplitTiles):
+        at_least(1, where, how, ("tile",))
+        fits = len(how.resize) <= 2 and min(how.resize, default=1) > 0
+        check(fits, f"{where}.resize={listed(how.resize)}: give the longest edge, or height and width, or nothing")
     elif isinstance(how, DynamicTiles):
         check(is_size(how.tile), f"{where}.tile={listed(how.tile)}: give height and width")
         at_least(1, where, how, ("min_tiles",))
@@ -296,8 +302,10 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     if isinstance(positions, LearnedGrid):
         at_least(1, f"{where}.positions", positions, ("rows", "columns"))
         return
-    if isinstance(positions, StretchedGrid):
+    if isinstance(positions, StretchedGrid | FractionalGrid):
         at_least(1, f"{where}.positions", positions, ("side",))
+    if isinstance(positions, FractionalGrid):
+        return
     above_zero(f"{where}.positions", positions, ("theta",))
     head_width = encoder.width // encoder.heads
     unit = 2 if isinstance(positions, AlternatingGrid) else 4

@@ -394,7 +394,7 @@ FAMILIES = {
 
 # ---------------------------------------------------------------------------------------------------------- tensors
 
-BODIES = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
+BODIES = ("model.language_model.", "model.text_model.", "language_model.model.", "model.", "language_model.", "")
 OUTPUTS = ("lm_head", "language_model.lm_head")
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 

@@ -22,6 +22,7 @@ from mmjax.config import (
     Qwen2Video,
     Qwen3Video,
     SmartResize,
+    SplitTiles,
     UniformVideo,
     VisionConfig,
     WhisperMel,
@@ -59,6 +60,8 @@ _VIDEO = _COMMON | {
 _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _ONEVISION_PINPOINTS = [[384 * y, 384 * x] for y in range(1, 7) for x in range(1, 7)]
+_IDEFICS3 = _COMMON | _HALF | {"resample": 1, "size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
+_IDEFICS3 |= {"do_image_splitting": True}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "CLIPImageProcessor": _CLIP,
     "SiglipImageProcessor": _COMMON | _HALF | {"size": {"height": 224, "width": 224}},
@@ -69,6 +72,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2VLImageProcessor": _COMMON
     | {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "patch_size": 14, "merge_size": 2},
     "PixtralImageProcessor": _COMMON | {"size": {"longest_edge": 1024}, "patch_size": 16, "default_to_square": True},
+    **dict.fromkeys(("Idefics3ImageProcessor", "SmolVLMImageProcessor"), _IDEFICS3),
     "Gemma3ImageProcessor": _COMMON
     | _HALF
     | {"resample": 2, "size": {"height": 224, "width": 224}, "default_to_square": True},
@@ -109,6 +113,8 @@ def read_image_processing(folder: Path) -> ImageProcessing:
         # Where InternVL's processor calls it, that one's own default wins over the field.
         tiled = processor_class == "InternVLProcessor" or config.get("model_type") == "internvl"
         how = _tiles(fields, tiled or fields.flag("crop_to_patches"))
+    elif kind in ("Idefics3ImageProcessor", "SmolVLMImageProcessor"):
+        how = _split_tiles(fields)
     elif kind == "PixtralImageProcessor":
         how = _pixtral_resize(fields, folder)
     elif kind in ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor"):
@@ -269,6 +275,22 @@ def _smart_resize(fields: _ProcessorFields) -> SmartResize:
         merge=fields.count("merge_size"),
         min_pixels=min_pixels,
         max_pixels=max_pixels,
+        filter=_filter(fields),
+    )
+
+
+def _split_tiles(fields: _ProcessorFields) -> SplitTiles:
+    sizes = {name: fields.value(name) for name in ("size", "max_image_size")}
+    edges = {name: size.get("longest_edge") if isinstance(size, dict) else None for name, size in sizes.items()}
+    if not _is_count(edges["max_image_size"]):
+        raise fields.refused("max_image_size", "give longest_edge, in pixels of a tile")
+    resize = fields.height_and_width("size") if edges["size"] is None else (edges["size"],)
+    if not all(map(_is_count, resize)):
+        raise fields.refused("size", "give longest_edge, or height and width")
+    return SplitTiles(
+        tile=edges["max_image_size"],
+        resize=resize if fields.flag("do_resize") else (),
+        split=fields.flag("do_image_splitting"),
         filter=_filter(fields),
     )
 

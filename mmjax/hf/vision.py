@@ -14,11 +14,13 @@ from mmjax.config import (
     ConnectorConfig,
     DynamicTiles,
     FixedSize,
+    FractionalGrid,
     LearnedGrid,
     ModelConfig,
     PixtralResize,
     RotaryGrid,
     SmartResize,
+    SplitTiles,
     StretchedGrid,
     VisionConfig,
 )
@@ -115,6 +117,14 @@ def _clip(fields: Fields) -> VisionConfig:
 
 def _siglip(fields: Fields) -> VisionConfig:
     return _two_norms(fields, "gelu_pytorch_tanh", 1e-6, class_token=False)
+
+
+def _idefics3(fields: Fields) -> VisionConfig:
+    plain = _siglip(fields.over({"hidden_size": 1152, "patch_size": 32}))
+    grid = plain.positions
+    if not isinstance(grid, LearnedGrid) or grid.rows != grid.columns:
+        raise UserError(f"{fields.where}: image_size must be one number")
+    return replace(plain, positions=FractionalGrid(grid.rows))
 
 
 def _two_norms(fields: Fields, activation: str, eps: float, class_token: bool) -> VisionConfig:
@@ -308,6 +318,7 @@ _POOLING_HEAD = (
 TOWERS_BY_KIND = {
     "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", _clip_parts),
     "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", _clip_parts, _POOLING_HEAD),
+    "idefics3_vision": Tower(_idefics3, "embeddings.position_embedding.weight", _clip_parts),
     "pixtral": Tower(_pixtral, "patch_conv.weight", _pixtral_parts),
     "internvl_vision": Tower(_intern, "embeddings.cls_token", _intern_parts),
     "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", _open_intern_parts),
@@ -359,6 +370,12 @@ def _mismatch(vision: VisionConfig) -> str:
         return (
             f"it makes images in multiples of {how.unit} pixels, the tower has tokens of {unit}; make patch_size times "
             "spatial_merge_size the same"
+        )
+    merge = vision.connector.merge
+    if isinstance(how, SplitTiles) and isinstance(grid, FractionalGrid) and how.tile // vision.patch % merge:
+        return (
+            f"it makes tiles of {how.tile} pixels, {how.tile // vision.patch} patches a side, which do not divide into "
+            f"squares of {merge} x {merge}; make max_image_size a multiple of {merge * vision.patch}"
         )
     if not isinstance(grid, LearnedGrid):
         return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +13,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.batch import ROW, TIME, ItemBatch
-from mmjax.config import AlternatingGrid, AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
+from mmjax.config import (
+    AlternatingGrid,
+    AudioConfig,
+    FractionalGrid,
+    LearnedGrid,
+    StoredTable,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import (
@@ -60,6 +69,8 @@ class PatchEmbedding(nnx.Module):
             x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)
         if isinstance(c.positions, StretchedGrid):
             x = x + interpolate_positions(self.positions, c.positions.side, items).astype(dtype)
+        elif isinstance(c.positions, FractionalGrid):
+            x = x + self.positions(fractional_positions(c.positions.side, items), dtype)
         elif self.positions is not None:
             # Entry 0 is the class token's, where there is one; the grid follows row by row.
             index = jnp.where(row < 0, 0, row * c.positions.columns + column + c.class_token)
@@ -72,7 +83,7 @@ def _learned_positions(config: VisionConfig) -> int:
     match config.positions:
         case LearnedGrid(rows=rows, columns=columns):
             return rows * columns + config.class_token
-        case StretchedGrid(side=side):
+        case StretchedGrid(side=side) | FractionalGrid(side=side):
             return side**2
     return 0
 
@@ -93,6 +104,31 @@ def interpolate_positions(table: PositionTable, side: int, items: ItemBatch) -> 
         row, column = jnp.moveaxis(jnp.minimum(corner.astype(jnp.int32), side - 1), -1, 0)
         vectors = vectors + weight * table(row * side + column, jnp.dtype(jnp.float32))
     return vectors
+
+
+def fractional_positions(side: int, items: ItemBatch) -> Int[Array, "r l"]:
+    """Find the cell of a `side` x `side` grid in which each patch's top left corner lies, if both have one size.
+
+    With side 4, patch column 3 of 6 begins at 3 / 6, which is where column 2 of 4 does. Computed in float32 as in
+    transformers, whose rounding decides at the borders of cells.
+    """
+    patch = jnp.maximum(items.coordinates[..., ROW:], 0)
+    step = 1.0 / (1 + max_in_item(patch, items.item)).astype(jnp.float32)
+    fraction = jnp.minimum(patch.astype(jnp.float32) * step, np.float32(1.0 - 1e-6))
+    row, column = jnp.moveaxis(jnp.searchsorted(_cell_borders(side), fraction, side="right"), -1, 0)
+    return row * side + column
+
+
+def _cell_borders(side: int) -> np.ndarray:
+    """Compute torch.arange(1 / side, 1, 1 / side) to the bit, as CPUs do.
+
+    They take whole groups of 16 in vectors of 8, each of which counts on from a first value in float32.
+    """
+    step = 1 / side
+    count = max(math.ceil((1.0 - step) / step), 0)
+    index = np.arange(count)
+    first = np.where(index < count // 16 * 16, index // 8 * 8, index)
+    return ((step + step * first).astype(np.float32) + (index - first) * step).astype(np.float32)
 
 
 class Windows(NamedTuple):
@@ -179,7 +215,7 @@ class VisionEncoder(nnx.Module):
             # A query that sees no kind attends its span alone, here the window.
             context = context._replace(window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window)))
         context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.max_block)
-        if isinstance(c.positions, LearnedGrid):
+        if isinstance(c.positions, LearnedGrid | FractionalGrid):
             return context
         alternating = isinstance(c.positions, AlternatingGrid)
         return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta, alternating))

@@ -12,6 +12,7 @@ from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import (
     AudioConfig,
     DecoderConfig,
+    FractionalGrid,
     LearnedGrid,
     ModelConfig,
     Remat,
@@ -102,7 +103,7 @@ def _embedding_parameters(c: Encoder) -> int:
         table = c.positions.positions if isinstance(c.positions, StoredTable) else 0
         return (CONV_TAPS * (c.mels + c.width) + 2 + table) * c.width
     learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
-    learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid) else 0
+    learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid | FractionalGrid) else 0
     vectors = c.embed_bias + c.class_token + learned
     return (c.frames * c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
 
@@ -408,7 +409,7 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
     layer = layer_sizes(config)
     rates = _rates(config)
     rotary = isinstance(config, DecoderConfig) or (
-        isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid)
+        isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid | FractionalGrid)
     )
     return _sum(
         (rates.width, layer.width * work.positions),

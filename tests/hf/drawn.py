@@ -270,6 +270,17 @@ def mistral3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transform
     )
 
 
+def idefics3(rng: np.random.Generator, family: str, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Idefics3, or SmolVLM: a SigLIP tower for images of several sizes, and a matrix on squares of patches."""
+    vision = tower_sizes(rng, 9)
+    text = any_decoder(rng, vocab)
+    kind = {"idefics3": transformers.Idefics3Config, "smolvlm": transformers.SmolVLMConfig}[family]
+    tied = text.tie_word_embeddings
+    return kind(
+        vision_config=vision, text_config=text, scale_factor=pick(rng, 1, 2, 3), tie_word_embeddings=tied, **own
+    )
+
+
 def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfig, Fields]:
     """InternViT, and what an InternVL around it says of the features that it takes."""
     sizes = tower_sizes(rng, 5)

@@ -132,7 +132,7 @@ def given(
     seeing = {name: encoder for name, encoder in model.encoders.items() if isinstance(encoder, VisionConfig)}
     name, eyes = next(iter(seeing.items()), ("vision", None))
     if eyes is not None and (tokens is not None or isinstance(eyes.images, AnyRes)):
-        return GivenWhole(samples, name, ImageProcessor.of(name, eyes, {}), tokens or {})
+        return GivenWhole(samples, name, ImageProcessor.of(name, eyes, {}), {} if tokens is None else tokens)
     return Given(samples, name)
 
 

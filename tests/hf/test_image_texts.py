@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from checkpoints import byte_level, save
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Idefics3Processor, SmolVLMProcessor
 
-from mmjax.config import ChatFormat, ConnectorConfig, MessagesSource, PixtralResize, VisionConfig
+from mmjax.config import ChatFormat, ConnectorConfig, MessagesSource, PixtralResize, SplitTiles, VisionConfig
 from mmjax.data.media.patches import item_size
 from mmjax.data.sample import Item, Text
 from mmjax.data.sources.chat_source import ChatSource
@@ -24,6 +26,17 @@ PIXTRAL_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' }}{% for part in "
     "message.content %}{{ part.text if part.type == 'text' else '[IMG]' }}{% endfor %}{{ '[/INST]' }}"
     "{% else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+FAKE, WHOLE = "<fake_token_around_image>", "<global-img>"
+IDEFICS = ("<|im_start|>", "<end_of_utterance>", FAKE, "<image>", WHOLE, *(f"<row_1_col_{k}>" for k in (1, 2, 3)))
+IDEFICS_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{ message.role | capitalize }}"
+    "{% if message.content[0].type == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for part in message.content %}{{ part.text if part.type == 'text' else '<image>' }}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 
 
@@ -85,3 +98,34 @@ def test_pixtrals_rows_end_as_its_processor_ends_them(tmp_path: Path) -> None:
     facts = source.facts(0)
     assert facts.text_tokens + sum(item_size(encoder, size).tokens for _, size in facts.items) == len(ids)
     assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.</s>Two dogs.</s>"
+
+
+@pytest.mark.parametrize("processor", [Idefics3Processor, SmolVLMProcessor])
+@pytest.mark.parametrize("split", [True, False])
+def test_tiles_are_labelled_as_the_processors_label_them(processor: type, split: bool, tmp_path: Path) -> None:
+    save(tmp_path, byte_level(IDEFICS), IDEFICS_TEMPLATE, eos_token="<end_of_utterance>")
+    kind = {Idefics3Processor: "idefics3", SmolVLMProcessor: "smolvlm"}[processor]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    labels = {"marker": FAKE, "label": "<row_{row}_col_{column}>", "whole": WHOLE}
+    how = SplitTiles(tile=16, resize=(40,), split=split, **labels)
+    encoder = VisionConfig(1, 8, 1, 8, 4, images=how, connector=ConnectorConfig(merge=2))
+    talk = conversation(tmp_path)
+    source = source_of(tmp_path, encoder, talk)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for answer in talk[1::2]:  # this template takes lists alone
+        answer["content"] = [{"type": "text", "text": answer["content"]}]
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    names = {"fake_image_token": FAKE, "global_image_tag": WHOLE, "global_image_token": WHOLE, "image_token": "<tile>"}
+    there = SimpleNamespace(**names, image_seq_len=4)
+    # Of 27 x 40, 9 x 40 (10, as it is odd) and 40 x 25 pixels.
+    grids = ((2, 3), (1, 3), (3, 2)) if split else ((0, 0),) * 3
+    for rows, columns in grids:
+        written = processor.replace_image_token(there, {"rows": [[rows]], "cols": [[columns]]}, 0)
+        text = text.replace("<image>", written, 1)
+    wanted = tokenizer(text.replace("<tile>", "<image>"), add_special_tokens=False)["input_ids"]
+    ids, weights = ids_and_weights(source, encoder, tokenizer.convert_tokens_to_ids("<image>"))
+    assert ids == wanted
+    facts = source.facts(0)
+    assert len(facts.items) == sum(rows * columns + 1 for rows, columns in grids)
+    assert facts.text_tokens + 4 * len(facts.items) == len(ids)
+    assert tokenizer.decode(np.array(ids)[weights > 0]) == " A cat.<end_of_utterance> Two dogs.<end_of_utterance>"

@@ -27,6 +27,7 @@ from mmjax.config import (
     MediaLimits,
     PixtralResize,
     SmartResize,
+    SplitTiles,
 )
 from mmjax.errors import BadMedia
 
@@ -118,6 +119,7 @@ class LazyImage:
 
 BeforeEncoder = Callable[[LazyImage, int], Sequence[LazyImage]]  # (image, images in its sample) -> items
 
+MAX_SIDE = 4096  # pixels that Idefics3's resizing makes at most
 MAX_ASPECT = 200  # longer side / shorter side, in Qwen-VL's resizing
 
 
@@ -134,6 +136,8 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
             return partial(dynamic_tiles, config)
         case AnyRes():
             return partial(anyres_tiles, config)
+        case SplitTiles():
+            return partial(split_tiles, config)
         case PixtralResize():
             return partial(pixtral_resize, config)
 
@@ -218,6 +222,62 @@ def pixtral_resize(config: PixtralResize, picture: LazyImage, images: int) -> tu
         raise BadMedia(f"an image of {picture.size[0]} x {picture.size[1]} pixels is too narrow to fit {config.box}")
     rows, columns = (-(-side // config.unit) for side in size)
     return (picture.resized((rows * config.unit, columns * config.unit), config.filter),)
+
+
+def split_tiles(config: SplitTiles, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Cut an image, resized to whole tiles, followed by the whole of it; one that is a single tile is that alone."""
+    tile = config.tile, config.tile
+    if len(config.resize) == 2:
+        picture = picture.resized((config.resize[0], config.resize[1]), config.filter)
+    elif config.resize:
+        picture = picture.resized(_long_edge_size(picture.size, config.resize[0]), config.filter)
+    if not config.split:
+        return (picture.resized(tile, config.filter),)
+    rows, columns = _whole_tiles(picture.size, config.tile)
+    picture = picture.resized((rows * config.tile, columns * config.tile), config.filter)
+    if rows * columns == 1:
+        return (picture,)
+    return (*picture.cut(rows, columns), picture.resized(tile, config.filter))
+
+
+def split_grid(config: SplitTiles, size: Size) -> tuple[int, int]:
+    """Return rows and columns of an image's tiles; (0, 0) where it is one alone."""
+    if not config.split:
+        return 0, 0
+    resize = config.resize
+    if resize:
+        size = (resize[0], resize[1]) if len(resize) == 2 else _long_edge_size(size, resize[0])
+    grid = _whole_tiles(size, config.tile)
+    return (0, 0) if grid == (1, 1) else grid
+
+
+def _long_edge_size(size: Size, edge: int) -> Size:
+    """Compute the size of an image whose longest edge becomes `edge`; the other is even, as in transformers."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        short = int(edge / ratio)
+        height, width = max(short + short % 2, 1), edge
+    else:
+        short = int(edge * ratio)
+        height, width = edge, max(short + short % 2, 1)
+    ratio = width / height
+    if width >= height and width > MAX_SIDE:
+        height, width = int(MAX_SIDE / ratio), MAX_SIDE
+    elif height > width and height > MAX_SIDE:
+        height, width = MAX_SIDE, int(MAX_SIDE * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def _whole_tiles(size: Size, tile: int) -> tuple[int, int]:
+    """Return rows and columns of the tiles that cover an image when its longer side is enlarged to whole ones."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        columns = math.ceil(width / tile)
+        return math.ceil(int(columns * tile / ratio) / tile), columns
+    rows = math.ceil(height / tile)
+    return rows, math.ceil(int(rows * tile * ratio) / tile)
 
 
 def smart_size(config: SmartResize, size: Size) -> Size:

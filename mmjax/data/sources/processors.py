@@ -229,7 +229,7 @@ class ImageProcessor:
         sizes = prepared_sizes(self.before_encoder, size, images, limits)
         grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
         if self.before_llm is None:
-            return MediaItems(self.name, sizes, texts=image_texts(self.encoder, grids))
+            return MediaItems(self.name, sizes, texts=image_texts(self.encoder, size, grids))
         return MediaItems(self.name, sizes, self.before_llm(size, grids))
 
 

@@ -46,7 +46,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
         match family:
             case "pixtral" | "mistral3":
                 return {"image": Placeholder(named.get("image_token", "[IMG]"))}
-            case "llava" | "llavanext" | "llavaonevision":
+            case "llava" | "llavanext" | "llavaonevision" | "idefics3" | "smolvlm":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "qwen2vl" | "qwen25vl":
                 video = Placeholder(named.get("video_token", "<|video_pad|>"))
