@@ -36,6 +36,9 @@ class SmartResize:
     max_pixels: int = 28 * 28 * 1280  # of the resized image
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["smart_resize"] = "smart_resize"
+    # frames that an image counts as, against bounds of all their pixels, and its sides enlarged to a window first, as
+    # for GLM-4.1V; 0: neither
+    frames: int = 0
 
 
 @dataclass(frozen=True)

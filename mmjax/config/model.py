@@ -133,6 +133,7 @@ class DecoderConfig:
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
 
     @property
     def rotary_pairs(self) -> int:
@@ -163,6 +164,9 @@ class ConnectorConfig:
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     merger_width: int = 0  # of what a matrix makes of merged neighbours before the MLP (Mistral 3); 0: there is none
+    merger_bias: bool = False  # of that matrix
+    projection: bool = False  # a square matrix, a LayerNorm and a GELU between that and the MLP (GLM-4.1V)
+    gated: bool = False  # the MLP has a gate
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,8 @@ class StretchedGrid:
     side: int  # of the square
     theta: float = 10_000.0  # base of the frequencies
     kind: Literal["stretched"] = "stretched"
+    # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge (GLM-4.1V)
+    filter: Literal["bilinear", "bicubic"] = "bilinear"
 
 
 @dataclass(frozen=True)
@@ -265,6 +271,7 @@ class VisionConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
+    embed_norm_first: bool = False  # embed_norm comes before learned positions are added
 
     @property
     def patch_values(self) -> int:
@@ -394,9 +401,11 @@ def connector_layers(encoder: Encoder, outputs: int) -> Sizes:
     merged = merged_width(encoder)
     sizes = {"merger": (merged, c.merger_width)} if c.merger_width else {}
     inputs = c.merger_width or merged
+    sizes |= {"projection": (inputs, inputs)} if c.projection else {}
     if not c.mlp_width:
         return sizes | {"linear": (inputs, outputs)}
-    return sizes | {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, outputs)}
+    gate = {"mlp.gate": (inputs, c.mlp_width)} if c.gated else {}
+    return sizes | gate | {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, outputs)}
 
 
 def merged_width(encoder: Encoder) -> int:

@@ -59,6 +59,7 @@ def check_images(where: str, how: ImagePreparation) -> None:
         check(not how.crop or is_size(how.crop), f"{where}.crop={listed(how.crop)}: give height and width, or nothing")
     elif isinstance(how, SmartResize):
         at_least(1, where, how, ("patch", "merge", "min_pixels"))
+        at_least(0, where, how, ("frames",))
         ordered(where, how, "min_pixels", "max_pixels")
     elif isinstance(how, PixtralResize):
         at_least(1, where, how, ("unit",))

@@ -7,6 +7,7 @@ pixels or frames is honoured or refused by name. OpenGVLab's `internvl_chat` fol
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,8 @@ _VIDEO = _COMMON | {
 _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _ONEVISION_PINPOINTS = [[384 * y, 384 * x] for y in range(1, 7) for x in range(1, 7)]
+_GLM4V = _COMMON | {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15_000}}
+_GLM4V |= {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 _IDEFICS3 = _COMMON | _HALF | {"resample": 1, "size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
 _IDEFICS3 |= {"do_image_splitting": True}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -72,6 +75,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2VLImageProcessor": _COMMON
     | {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "patch_size": 14, "merge_size": 2},
     "PixtralImageProcessor": _COMMON | {"size": {"longest_edge": 1024}, "patch_size": 16, "default_to_square": True},
+    **dict.fromkeys(("Glm4vImageProcessor", "Glm46VImageProcessor"), _GLM4V),
     **dict.fromkeys(("Idefics3ImageProcessor", "SmolVLMImageProcessor"), _IDEFICS3),
     "Gemma3ImageProcessor": _COMMON
     | _HALF
@@ -113,6 +117,9 @@ def read_image_processing(folder: Path) -> ImageProcessing:
         # Where InternVL's processor calls it, that one's own default wins over the field.
         tiled = processor_class == "InternVLProcessor" or config.get("model_type") == "internvl"
         how = _tiles(fields, tiled or fields.flag("crop_to_patches"))
+    elif kind in ("Glm4vImageProcessor", "Glm46VImageProcessor"):
+        # An image counts as a temporal patch against the bounds.
+        how = replace(_smart_resize(fields), frames=fields.count("temporal_patch_size"))
     elif kind in ("Idefics3ImageProcessor", "SmolVLMImageProcessor"):
         how = _split_tiles(fields)
     elif kind == "PixtralImageProcessor":

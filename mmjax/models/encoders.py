@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import jax
@@ -67,15 +68,17 @@ class PatchEmbedding(nnx.Module):
         x = self.patches(jnp.tile(pixels, c.frames * c.patch**2 * c.channels // pixels.shape[-1]))
         if self.class_token is not None:
             x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)
+        if c.embed_norm_first and self.norm is not None:
+            x = self.norm(x)
         if isinstance(c.positions, StretchedGrid):
-            x = x + interpolate_positions(self.positions, c.positions.side, items).astype(dtype)
+            x = x + interpolate_positions(self.positions, c.positions, items).astype(dtype)
         elif isinstance(c.positions, FractionalGrid):
             x = x + self.positions(fractional_positions(c.positions.side, items), dtype)
         elif self.positions is not None:
             # Entry 0 is the class token's, where there is one; the grid follows row by row.
             index = jnp.where(row < 0, 0, row * c.positions.columns + column + c.class_token)
             x = x + self.positions(index, dtype)
-        return x if self.norm is None else self.norm(x)
+        return x if self.norm is None or c.embed_norm_first else self.norm(x)
 
 
 def _learned_positions(config: VisionConfig) -> int:
@@ -88,22 +91,40 @@ def _learned_positions(config: VisionConfig) -> int:
     return 0
 
 
-def interpolate_positions(table: PositionTable, side: int, items: ItemBatch) -> Float[Array, "r l d"]:
-    """Interpolate a `side` x `side` grid of position vectors bilinearly, its corners aligned with those of each image.
+def interpolate_positions(table: PositionTable, grid: StretchedGrid, items: ItemBatch) -> Float[Array, "r l d"]:
+    """Interpolate a square grid of position vectors to the size of each image.
 
-    With side 4, patch column 3 of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5: half of column 1 and half of column 2.
+    Bilinear, the grid's corners are aligned with those of each image: with side 4, patch column 3 of 7 lies at
+    3 * (4 - 1) / (7 - 1) = 1.5, half of column 1 and half of column 2. Bicubic, its edges are: the centre of patch
+    column 3 of 7 lies at 3.5 / 7 * 4 - 0.5 = 1.5 too, where columns 0 to 3 have their shares.
     """
     patch = jnp.maximum(items.coordinates[..., ROW:], 0)
-    point = patch.astype(jnp.float32) * (side - 1) / jnp.maximum(max_in_item(patch, items.item), 1)
+    largest = max_in_item(patch, items.item)
+    bicubic = grid.filter == "bicubic"
+    if bicubic:
+        point = (patch.astype(jnp.float32) + 0.5) / (largest + 1) * grid.side - 0.5
+    else:
+        point = patch.astype(jnp.float32) * (grid.side - 1) / jnp.maximum(largest, 1)
     vectors = jnp.zeros((), jnp.float32)
-    for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        # The four corners around the point, each weighted by 1 less its distance along both axes.
-        corner = jnp.floor(point) + jnp.array(step, jnp.float32)
-        weight = jnp.prod(1 - jnp.abs(point - corner), axis=-1, keepdims=True)
-        # Beyond the last row or column the weight is 0, so any index will do.
-        row, column = jnp.moveaxis(jnp.minimum(corner.astype(jnp.int32), side - 1), -1, 0)
-        vectors = vectors + weight * table(row * side + column, jnp.dtype(jnp.float32))
+    # The cells around the point along each axis, 2 x 2 or 4 x 4.
+    for step in product((-1, 0, 1, 2) if bicubic else (0, 1), repeat=2):
+        cell = jnp.floor(point) + jnp.array(step, jnp.float32)
+        distance = jnp.abs(point - cell)
+        share = _cubic_share(distance) if bicubic else 1 - distance
+        # Beyond the grid a bilinear share is 0, and a bicubic one is the nearest cell's.
+        row, column = jnp.moveaxis(jnp.clip(cell.astype(jnp.int32), 0, grid.side - 1), -1, 0)
+        vectors = vectors + jnp.prod(share, axis=-1, keepdims=True) * table(
+            row * grid.side + column, jnp.dtype(jnp.float32)
+        )
     return vectors
+
+
+def _cubic_share(distance: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Compute the share of a cell at a distance of 0 to 2 by PyTorch's cubic convolution (a = -0.75)."""
+    a, x = -0.75, distance
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((x - 5) * x + 8) * x * a - 4 * a
+    return jnp.where(x <= 1, near, far)
 
 
 def fractional_positions(side: int, items: ItemBatch) -> Int[Array, "r l"]:

@@ -145,12 +145,21 @@ def _frequencies_by_length(config: DecoderConfig, length: Int[Array, "b t 1"]) -
     return theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
 
 
-def rotate(x: Float[Array, "b t n h"], rotation: Rotation) -> Float[Array, "b t n h"]:
-    """Turn channel pairs (i, i + P) of every head, of its first 2 P channels; float32 inside."""
+def rotate(x: Float[Array, "b t n h"], rotation: Rotation, neighbours: bool = False) -> Float[Array, "b t n h"]:
+    """Turn channel pairs (i, i + P) of every head, of its first 2 P channels; float32 inside.
+
+    neighbours: turn pairs (2 i, 2 i + 1), as in the paper and in GLM.
+    """
     pairs = rotation.cos.shape[-1]
-    # HF's layout, halves of a head; the paper pairs neighbouring channels.
+    # HF's layout, halves of a head.
     first, second, rest = jnp.split(x.astype(jnp.float32), [pairs, 2 * pairs], axis=-1)
+    if neighbours:
+        both = jnp.concatenate([first, second], axis=-1)
+        first, second = both[..., 0::2], both[..., 1::2]
     cos = rotation.cos[:, :, None]
     sin = rotation.sin[:, :, None]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-    return turned.astype(x.dtype)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if neighbours:
+        both = jnp.stack(turned, axis=-1)
+        turned = [both.reshape(*both.shape[:-2], 2 * pairs)]
+    return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)

@@ -89,6 +89,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         norms = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged, "merged_rms": merged}
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
         mlp = connector_weights(encoder, llm.width) + biases
+        mlp += c.merger_bias * c.merger_width + c.projection * 2 * (c.merger_width or merged)
         # Each has a norm of the merged width, scale and bias, and an MLP like the connector's own.
         deeper = (connector_mlps(encoder) - 1) * (2 * merged + mlp)
         tables = (2 if vision else 1) * c.position_grid + c.newline
@@ -517,10 +518,10 @@ def adapter_work(
 def _live(adapters: Set[str], connector: bool, sizes: Sizes) -> tuple[set[str], int]:
     """Find the first layer's linear layers whose input needs a gradient, and count attention's backward products."""
     if connector:
-        # Those behind the first with an adapter, in the order of the computation.
-        names = list(sizes)
-        first = next((n for n, name in enumerate(names) if name in adapters), len(names))
-        return set(names[first + 1 :]), 0
+        # Those behind the first with an adapter, in the order of the computation; gate and up have one input.
+        order = [name.replace("mlp.gate", "mlp.up") for name in sizes]
+        first = next((place for place, name in zip(order, sizes, strict=True) if name in adapters), order[-1])
+        return {name for place, name in zip(order, sizes, strict=True) if order.index(place) > order.index(first)}, 0
     names = {name.rsplit(".", 1)[1]: name for name in sizes}
     query, key, value, output, up, gate = (
         names.get(part) in adapters for part in ("query", "key", "value", "output", "up", "gate")

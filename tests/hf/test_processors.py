@@ -13,6 +13,8 @@ from PIL import Image
 from transformers import WhisperFeatureExtractor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -48,6 +50,11 @@ PROCESSORS = {
         Qwen2VLImageProcessorPil,
         {"size": {"shortest_edge": 1024, "longest_edge": 9000}, "patch_size": 16, "image_mean": [0.5, 0.5, 0.5]},
     ),
+    "Glm4vImageProcessor": (
+        Glm4vImageProcessorPil,
+        {"size": {"shortest_edge": 4096, "longest_edge": 30_001}, "patch_size": 12, "merge_size": 3},
+    ),
+    "Glm46VImageProcessor": (Glm46VImageProcessorPil, {"size": {"shortest_edge": 2048, "longest_edge": 90_000}}),
     "Idefics3ImageProcessor": (
         Idefics3ImageProcessorPil,
         {"size": {"longest_edge": 90}, "max_image_size": {"longest_edge": 28}},

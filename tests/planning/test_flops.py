@@ -21,6 +21,7 @@ from mmjax.config import (
     ConnectorConfig,
     DecoderConfig,
     DeltaNetConfig,
+    FractionalGrid,
     LogMel,
     ModelConfig,
     Remat,
@@ -43,6 +44,9 @@ from mmjax.planning.flops import (
 from mmjax.planning.work import useful_work
 from mmjax.runtime.losses import losses_in_chunks
 
+GLM = ConnectorConfig(
+    mlp_width=20, norm="none", biases=(), merger_width=12, merger_bias=True, projection=True, gated=True
+)
 MODULES = ("llm", "vision", "vision.connector", "audio", "audio.connector")
 FROZEN = [
     frozenset(),
@@ -414,6 +418,8 @@ def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
         {"norm": "rms", "head_norm_type": "layer"},
         {"head_norm_type": "rms"},
         {"positions": AlternatingGrid(), "connector": ConnectorConfig(mlp_width=20, norm="rms", merger_width=12)},
+        {"embed_norm": True, "embed_norm_first": True, "connector": GLM},
+        {"positions": FractionalGrid(3), "connector": ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=())},
     ],
 )
 def test_parameters_of_other_towers_are_those_of_the_built_model(vision: dict) -> None:

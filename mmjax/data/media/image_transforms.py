@@ -285,6 +285,9 @@ def smart_size(config: SmartResize, size: Size) -> Size:
 
     Raises BadMedia where one side is more than 200 times the other.
     """
+    if config.frames:
+        bounds = config.min_pixels, config.max_pixels
+        return smart_size_of_frames(size, config.patch * config.merge, bounds, config.frames, config.frames)
     height, width = size
     if max(size) / min(size) > MAX_ASPECT:
         raise BadMedia(f"an image of {height} x {width} pixels: one side is more than {MAX_ASPECT} times the other")
@@ -320,6 +323,33 @@ def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
             best_distance = distance
             best = (rows, columns)
     return best
+
+
+def smart_size_of_frames(size: Size, unit: int, bounds: tuple[int, int], frames: int, group: int) -> Size:
+    """Compute the size of each frame of a video, or of a still image that counts as some, as for Qwen3-VL and GLM-4.1V.
+
+    Whole tokens of `unit` pixels a side, about its own shape, within the bounds on the pixels of all frames; these are
+    compared for whole groups of frames. Raises BadMedia where one side is more than 200 times the other.
+    """
+    min_pixels, max_pixels = bounds
+    height, width = size
+    if min(size) < unit:
+        grow = max(unit / height, unit / width)
+        height = int(height * grow)
+        width = int(width * grow)
+    if max(height, width) / min(height, width) > MAX_ASPECT:
+        raise BadMedia(f"{size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other")
+    rows = round(height / unit)
+    columns = round(width / unit)
+    # Compared for whole groups, and scaled for the frames themselves.
+    pixels = max(round(frames / group), 1) * group * rows * columns * unit * unit
+    if pixels > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
+        rows, columns = (max(1, math.floor(side / shrink / unit)) for side in (height, width))
+    elif pixels < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
+        rows, columns = (math.ceil(side * grow / unit) for side in (height, width))
+    return rows * unit, columns * unit
 
 
 @functools.lru_cache(maxsize=64)

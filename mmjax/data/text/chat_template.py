@@ -48,6 +48,8 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {"image": Placeholder(named.get("image_token", "[IMG]"))}
             case "llava" | "llavanext" | "llavaonevision" | "idefics3" | "smolvlm":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
+            case "glm4v" | "glm46v":
+                return {"image": Placeholder(named.get("image_token", "<|image|>"))}
             case "qwen2vl" | "qwen25vl":
                 video = Placeholder(named.get("video_token", "<|video_pad|>"))
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
