@@ -16,15 +16,17 @@ class TensorSlice:
     """Locate one parameter in a checkpoint: a tensor, or some rows of one.
 
     key: a `*` in it stands for the layer's number. order: the tensor's axes in the order in which the parameter has
-    them, which may join several into one.
+    them, which may join several into one. view: axes that the tensor is split into before that.
     """
 
     key: str
     order: tuple[int, ...] | None = None  # None: as it is
     rows: tuple[int, int] | None = None  # of the tensor's first axis, where it holds several parameters
+    view: tuple[int, ...] | None = None  # None: its own axes
 
     def from_hf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Return the parameter of this shape that the tensor's rows hold."""
+        tensor = tensor if self.view is None else tensor.reshape(self.view)
         return (tensor if self.order is None else tensor.transpose(self.order)).reshape(shape)
 
     def to_hf(self, parameter: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -32,9 +34,10 @@ class TensorSlice:
         if self.order is None:
             return parameter.reshape(shape)
         # The parameter joins several axes; here they come apart again, still in its order.
-        turned = parameter.reshape([shape[axis] for axis in self.order])
+        axes = self.view or shape
+        turned = parameter.reshape([axes[axis] for axis in self.order])
         # argsort of a permutation is its inverse: order (2, 3, 1, 0) is undone by (3, 2, 0, 1).
-        return turned.transpose(np.argsort(self.order))
+        return turned.transpose(np.argsort(self.order)).reshape(shape)
 
 
 LeafTensors = Mapping[str, TensorSlice]  # of one module, by attribute
@@ -59,6 +62,12 @@ def table(key: str) -> LeafTensors:
 def convolution(key: str, order: tuple[int, ...]) -> LeafTensors:
     """Locate a convolution that is computed as a matrix product; `order` as in `TensorSlice`."""
     return {"weight": TensorSlice(f"{key}.weight", order), "bias": TensorSlice(f"{key}.bias")}
+
+
+def merging_linear(key: str, outputs: int, inputs: int, merge: int) -> LeafTensors:
+    """Locate a matrix over merge x merge neighbours that is stored channel by channel: [out, channel x neighbour]."""
+    # Ours: neighbour, channel, out.
+    return {"weight": TensorSlice(f"{key}.weight", (2, 1, 0), view=(outputs, inputs, merge**2))}
 
 
 def fused_parts(leaves: LeafTensors, **widths: int) -> dict[str, LeafTensors]:

@@ -101,6 +101,7 @@ def decoder_layer_config(config: DecoderConfig, delta: bool) -> LayerConfig:
         delta_net=partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation) if delta else None,
         post_norms=c.post_norms,
         scoring=Scoring(c.attention_scale, c.attention_cap),
+        rope_neighbours=c.rope_neighbours,
     )
 
 

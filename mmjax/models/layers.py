@@ -423,6 +423,7 @@ class LayerConfig:
     layer_scale: bool = False  # learned per-channel scales of the same outputs
     scoring: Scoring = DEFAULT_SCORING
     max_block: int = MAX_BLOCK  # tokens of a block of the kernel
+    rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
 
 
 class SelfAttention(nnx.Module):
@@ -451,6 +452,7 @@ class SelfAttention(nnx.Module):
         self.backend: Backend = b.backend
         self.scoring = b.scoring
         self.max_block = b.max_block
+        self.rope_neighbours = b.rope_neighbours
 
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
@@ -468,8 +470,8 @@ class SelfAttention(nnx.Module):
             q = self.query_norm(q)
             k = self.key_norm(k)
         if context.rotation is not None:
-            q = rotate(q, context.rotation)
-            k = rotate(k, context.rotation)
+            q = rotate(q, context.rotation, self.rope_neighbours)
+            k = rotate(k, context.rotation, self.rope_neighbours)
         if past is None:
             attn_out = attention(q, k, v, context.mask, self.backend, self.scoring, context.plan, self.max_block)
         else:

@@ -103,6 +103,8 @@ def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> N
     have = folder.stored(part.key).shape
     rows = have[:1] if part.rows is None else (part.rows[1] - part.rows[0],)
     selected = (*rows, *have[1:])
+    if part.view is not None and math.prod(part.view) == math.prod(selected):
+        selected = part.view
     fits = selected == shape if part.order is None else len(part.order) == len(selected)
     if fits and part.order is not None:
         permuted = tuple(selected[axis] for axis in part.order)

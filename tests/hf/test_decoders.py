@@ -61,6 +61,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
     "gemma2-1",
     "gemma3-0",
     "qwen3_5_text-0",
+    "glm4-0",
 )
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", drawn.DECODERS)
