@@ -174,11 +174,15 @@ class RotaryGrid:
 
 @dataclass(frozen=True)
 class LearnedGrid:
-    """A learned vector per cell of a grid; images have at most as many rows and columns of patches."""
+    """A learned vector per cell of a grid; images have at most as many rows and columns of patches.
+
+    With an interpolation the grid is a square, whose vectors are interpolated to images of other sizes (DINOv2).
+    """
 
     rows: int  # of patches
     columns: int  # of patches
     kind: Literal["learned"] = "learned"
+    interpolation: Literal["none", "bicubic", "antialiased"] = "none"  # antialiased: bicubic, wider where it shrinks
 
 
 @dataclass(frozen=True)
@@ -245,6 +249,12 @@ class VisionConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
+    registers: int = 0  # further learned tokens beside the class token, without positions
+
+    @property
+    def own_tokens(self) -> int:
+        """Return how many learned tokens stand beside the patches of every image; the LLM sees none of them."""
+        return self.class_token + self.registers
 
     @property
     def patch_values(self) -> int:

@@ -270,7 +270,11 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     at_least(1, where, encoder, ("patch", "channels", "frames"))
     check_images(f"{where}.images", encoder.images)
     check_videos(f"{where}.videos", encoder.videos)
-    at_least(0, where, encoder, ("window",))
+    at_least(0, where, encoder, ("window", "registers"))
+    check(
+        encoder.class_token or not encoder.registers,
+        f"{where}.registers={encoder.registers}: they stand beside a class token; use class_token=true",
+    )
     _check_windows(where, encoder)
     check(
         not encoder.windowed or encoder.window % encoder.connector.merge == 0,
@@ -290,6 +294,10 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     positions = encoder.positions
     if isinstance(positions, LearnedGrid):
         at_least(1, f"{where}.positions", positions, ("rows", "columns"))
+        check(
+            positions.interpolation == "none" or positions.rows == positions.columns,
+            f"{where}.positions: {positions.rows} x {positions.columns} are no square, which alone is interpolated",
+        )
         return
     if isinstance(positions, StretchedGrid):
         at_least(1, f"{where}.positions", positions, ("side",))

@@ -82,6 +82,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 def _check_features(fields: Fields, vision: VisionConfig, family: Family) -> None:
     """Raise UserError unless the LLM sees all patches of the tower, and no class token."""
+    if vision.registers:
+        raise UserError(f"{fields.where}: the LLM sees the {vision.registers} registers of its tower, which is not "
+                        "supported")  # fmt: skip
     features = fields.get("vision_feature_select_strategy", str, family.features)
     expected = "default" if vision.class_token else "full"
     if features != expected:

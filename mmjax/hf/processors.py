@@ -61,6 +61,7 @@ _ONEVISION_PINPOINTS = [[384 * y, 384 * x] for y in range(1, 7) for x in range(1
 DEFAULTS: dict[str, dict[str, Any]] = {
     "CLIPImageProcessor": _CLIP,
     "SiglipImageProcessor": _COMMON | _HALF | {"size": {"height": 224, "width": 224}},
+    "BitImageProcessor": _CLIP,
     "LlavaImageProcessor": _CLIP,
     "LlavaNextImageProcessor": _CLIP | {"image_grid_pinpoints": _NEXT_PINPOINTS},
     "LlavaOnevisionImageProcessor": _COMMON

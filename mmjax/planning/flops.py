@@ -102,7 +102,7 @@ def _embedding_parameters(c: Encoder) -> int:
         return (CONV_TAPS * (c.mels + c.width) + 2 + table) * c.width
     learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
     learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid) else 0
-    vectors = c.embed_bias + c.class_token + learned
+    vectors = c.embed_bias + c.own_tokens + learned
     return (c.frames * c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
 
 
@@ -201,7 +201,10 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
             products[name] = Products(0, weights, attention, recurrence, chunked)
             continue
         if isinstance(config, VisionConfig):
-            data = config.frames * config.patch**2 * config.channels * config.width * w.inputs
+            grid = config.positions
+            interpolated = isinstance(grid, LearnedGrid) and grid.interpolation != "none"
+            cells = grid.rows * grid.columns if interpolated else 0
+            data = (config.frames * config.patch**2 * config.channels + cells) * config.width * w.inputs
         else:
             data = CONV_TAPS * config.mels * config.width * w.inputs
             # The second convolution, whose input is already an activation; its outputs are the layers' positions.

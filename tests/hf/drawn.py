@@ -206,6 +206,20 @@ def two_norm_tower(rng: np.random.Generator, most: int = 5) -> tuple[transformer
     return tower, own | {"vision_feature_select_strategy": "full"}
 
 
+def dinov2_tower(rng: np.random.Generator, registers: bool = False) -> transformers.PreTrainedConfig:
+    """DINOv2, with registers or without, whose positions are learned of images of another size."""
+    sizes = tower_sizes(rng, 6)
+    del sizes["intermediate_size"]
+    sizes |= {
+        "mlp_ratio": between(rng, 1, 4),
+        "qkv_bias": pick(rng, False, True),
+        "use_swiglu_ffn": pick(rng, False, True),
+    }
+    if registers:
+        return transformers.Dinov2WithRegistersConfig(**sizes, num_register_tokens=between(rng, 1, 5))
+    return transformers.Dinov2Config(**sizes, use_mask_token=pick(rng, False, True))
+
+
 def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
     """Gemma 3: a SigLIP whose squares of patches become one token each, windows longer than an image."""
     vision = tower_sizes(rng, 5)

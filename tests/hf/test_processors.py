@@ -11,6 +11,7 @@ import pytest
 from image_shapes import picture
 from PIL import Image
 from transformers import WhisperFeatureExtractor
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -31,6 +32,7 @@ SHAPES = ((60, 90), (91, 37), (1, 40), (512, 640))
 LARGE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 PROCESSORS = {
     "CLIPImageProcessor": (CLIPImageProcessorPil, LARGE),
+    "BitImageProcessor": (BitImageProcessorPil, LARGE),
     "SiglipImageProcessor": (SiglipImageProcessorPil, {"size": {"height": 48, "width": 40}, "resample": 2}),
     "LlavaImageProcessor": (LlavaImageProcessorPil, LARGE | {"do_pad": True, "image_mean": [0.1, 0.9, 0.5]}),
     "LlavaNextImageProcessor": (
@@ -161,7 +163,7 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("BitImageProcessor", {}, "image_processor_type='BitImageProcessor': known are CLIPImageProcessor"),
+        ("ViTImageProcessor", {}, "image_processor_type='ViTImageProcessor': known are CLIPImageProcessor"),
         ("CLIPImageProcessor", {"do_pad": True}, "do_pad=True: only LlavaImageProcessor pads"),
         ("CLIPImageProcessor", {"use_square_size": True}, "use_square_size=True: give height and width"),
         ("CLIPImageProcessor", {"size": {"longest_edge": 9}}, "size={'longest_edge': 9}: give height and width, or"),

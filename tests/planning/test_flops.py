@@ -20,6 +20,7 @@ from mmjax.config import (
     ConnectorConfig,
     DecoderConfig,
     DeltaNetConfig,
+    LearnedGrid,
     LogMel,
     ModelConfig,
     Remat,
@@ -410,6 +411,7 @@ def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
     [
         {"frames": 2, "norm": "rms", "gated": True, "window": 4, "windowed": (0, 2)},
         {"positions": StretchedGrid(5), "deepstack": (0, 1), "head_norm": False},
+        {"positions": LearnedGrid(5, 5, interpolation="bicubic"), "class_token": True, "registers": 3},
         {"norm": "rms", "head_norm_type": "layer"},
         {"head_norm_type": "rms"},
     ],
