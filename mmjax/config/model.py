@@ -80,6 +80,7 @@ class LongRope:
 
 RopeScaling = PlainRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+UNLIMITED = 2**30  # tokens: more than any row has
 Biased = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
 
@@ -97,7 +98,7 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A causal transformer: rotary positions, RMSNorm, a gated MLP, grouped-query attention."""
+    """A causal transformer: grouped-query attention; by default rotary positions, RMSNorm and a gated MLP."""
 
     layers: int  # number of layers
     width: int  # of the residual stream
@@ -111,9 +112,9 @@ class DecoderConfig:
     rope_sections: tuple[int, ...] = ()  # channel pairs rotated by (t, y, x); empty: all by one position
     rope_interleaved: bool = False  # interleaves the pairs of the sections
     rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
-    norm_eps: float = 1e-6  # of RMSNorm
-    norm_offset: float = 0.0  # added to the norms' scales
-    activation: Activation = "silu"  # of the MLP's gate
+    norm_eps: float = 1e-6  # of the norms
+    norm_offset: float = 0.0  # added to the scales of RMSNorms
+    activation: Activation = "silu"  # of the MLP, of its gate where it has one
     biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
     qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before RoPE
     post_norms: bool = False  # of the outputs of attention and MLP, before they are added to the residual stream
@@ -133,6 +134,15 @@ class DecoderConfig:
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm; those of queries and keys are RMSNorms
+    gated: bool = True  # the MLP has a gate
+    learned_positions: int = 0  # entries of a table of learned positions in place of RoPE; 0: RoPE
+    first_position: int = 0  # entry of that table for a sample's first token
+
+    @property
+    def max_tokens(self) -> int:
+        """Return how many tokens a sample may have: as many as there are learned positions."""
+        return self.learned_positions - self.first_position if self.learned_positions else UNLIMITED
 
     @property
     def rotary_pairs(self) -> int:
@@ -358,7 +368,7 @@ def linear_layers(model: ModelConfig) -> Sizes:
     llm = model.llm
     query_width = llm.heads * llm.head_width
     key_width = llm.kv_heads * llm.head_width
-    sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=True)
+    sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=llm.gated)
     if llm.attention_gate:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
     if all(llm.delta_layers):

@@ -197,20 +197,26 @@ def _check_decoder(llm: DecoderConfig) -> None:
     where = "model.llm"
     _check_tower(where, llm)
     at_least(1, where, llm, ("kv_heads", "head_width"))
-    above_zero(where, llm, ("rope_theta",))
     divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
-    check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
-    turned = llm.rotary_width
-    check(
-        turned % 2 == 0 and 0 <= turned <= llm.head_width,
-        f"{where}.rotary_width={turned}: RoPE turns pairs of channels; use an even number up to "
-        f"head_width={llm.head_width}",
-    )
-    _check_rope(where, llm)
+    if llm.learned_positions:
+        _check_learned_positions(where, llm)
+    else:
+        _check_rope(where, llm)
     _check_delta_net(llm)
     at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
+
+
+def _check_learned_positions(where: str, llm: DecoderConfig) -> None:
+    at_least(0, where, llm, ("learned_positions", "first_position"))
+    positions, first = llm.learned_positions, llm.first_position
+    check(first < positions, f"{where}.first_position={first}: learned_positions={positions} has no such entry")
+    sections = llm.rope_sections
+    check(
+        not sections,
+        f"{where}.rope_sections={listed(sections)}: learned positions take RoPE's place; leave the sections out",
+    )
 
 
 def _check_delta_net(llm: DecoderConfig) -> None:
@@ -232,6 +238,14 @@ def _check_delta_net(llm: DecoderConfig) -> None:
 
 
 def _check_rope(where: str, llm: DecoderConfig) -> None:
+    above_zero(where, llm, ("rope_theta",))
+    check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
+    turned = llm.rotary_width
+    check(
+        turned % 2 == 0 and 0 <= turned <= llm.head_width,
+        f"{where}.rotary_width={turned}: RoPE turns pairs of channels; use an even number up to "
+        f"head_width={llm.head_width}",
+    )
     pairs = llm.rotary_pairs
     scaling = llm.rope_scaling
     sections = sum(llm.rope_sections)

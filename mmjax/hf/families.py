@@ -12,8 +12,8 @@ from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import Encoder, module_names
 from mmjax.errors import UserError
-from mmjax.hf import audio, decoders, gemma3, internvl, llava, qwen_vl, vision
-from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf import audio, decoders, gemma3, gpt, internvl, llava, qwen_vl, vision
+from mmjax.hf.decoders import decoder_of, decoder_parts, embedding_of, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.hub import checkpoint_folder
@@ -42,7 +42,7 @@ def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 CHECKPOINTS = {
-    **dict.fromkeys(decoders.FAMILIES, Checkpoints(_decoder, _decoder_layout)),
+    **dict.fromkeys((*decoders.FAMILIES, *gpt.FAMILIES), Checkpoints(_decoder, _decoder_layout)),
     **dict.fromkeys(llava.FAMILIES, Checkpoints(llava.read, llava.layout)),
     "gemma3": Checkpoints(gemma3.read, gemma3.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
@@ -137,7 +137,7 @@ def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
     if not (llm.tied and folder.has_weights):
         return llm.tied
     inner, output = find_decoder(folder)
-    first, second = f"{inner}embed_tokens.weight", f"{output}.weight"
+    first, second = embedding_of(folder, inner), f"{output}.weight"
     if second not in folder.tensors:
         return True
     if folder.stored(first).shape != folder.stored(second).shape:

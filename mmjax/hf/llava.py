@@ -9,9 +9,10 @@ from typing import Any
 
 from mmjax.config import AnyRes, AsIs, ConnectorConfig, DecoderConfig, LearnedGrid, ModelConfig, VisionConfig
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, decoder_of, decoder_parts, find_decoder
+from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear
+from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, DEFAULTS
 from mmjax.hf.vision import find_tower, kind_of, unused_in, vision_of, vision_parts, with_images
 

@@ -21,9 +21,9 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, QKV
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, convolution, fused_parts, linear, norm
+from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import image_processor_file, read_image_processing
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")

@@ -291,6 +291,13 @@ class PromptRows:
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
         if len(self._index.bad):
             raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")
+        limit = model.llm.max_tokens
+        if self.longest + max_answer > limit:
+            name = self._index.name(int(self._index.llm_tokens.argmax()))
+            raise UserError(
+                f"{name}: {self.longest} tokens and an answer of {max_answer} are more than the {limit} positions that "
+                "the LLM learned; ask for shorter answers, or leave the prompt out"
+            )
         # Row lengths and rows on a rank, by module.
         self.one_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         if groups:

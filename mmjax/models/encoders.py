@@ -127,8 +127,8 @@ def bicubic_positions(table: PositionTable, grid: LearnedGrid, items: ItemBatch)
     x = interpolated(jnp.minimum(patch, size - 1), size, table.weight[...])
     if not first:
         return x
-    own = items.coordinates[..., ROW] < 0
-    return jnp.where(own[..., None], table(jnp.zeros_like(own, jnp.int32), jnp.dtype(jnp.float32)), x)
+    tokens = items.coordinates[..., ROW] < 0
+    return jnp.where(tokens[..., None], table(jnp.zeros_like(tokens, jnp.int32), jnp.dtype(jnp.float32)), x)
 
 
 def cubic_weights(

@@ -72,9 +72,10 @@ class Products(NamedTuple):
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
     llm = model.llm
-    # Layers, final norm, and a table of embeddings that a tied output table shares.
+    # Layers, final norm, learned positions, and a table of embeddings that a tied output table shares.
     layers = round(llm.layers * layer_sizes(llm).parameters)  # a mean where they are of several kinds
-    counts = {"llm": layers + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
+    tables = llm.learned_positions + (2 - llm.tied) * llm.vocab
+    counts = {"llm": layers + norm_parameters(llm) + tables * llm.width}
     for name, encoder in model.encoders.items():
         c = encoder.connector
         width = encoder.width
@@ -409,9 +410,10 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
     """Count the elementwise operations of one layer, (forward, backward)."""
     layer = layer_sizes(config)
     rates = _rates(config)
-    rotary = isinstance(config, DecoderConfig) or (
-        isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid)
-    )
+    if isinstance(config, DecoderConfig):
+        rotary = not config.learned_positions
+    else:
+        rotary = isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid)
     return _sum(
         (rates.width, layer.width * work.positions),
         (rates.mlp, layer.mlp * work.positions),
@@ -424,11 +426,10 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
 
 def _rates(config: DecoderConfig | Encoder) -> Elementwise:
     """Choose the operations per element by the kinds of a tower's norms and MLP."""
-    if isinstance(config, DecoderConfig):
-        return DECODER
-    norm = DECODER if isinstance(config, VisionConfig) and config.norm == "rms" else ENCODER
+    norm = DECODER if not isinstance(config, AudioConfig) and config.norm == "rms" else ENCODER
     mlp = DECODER if layer_sizes(config).gated else ENCODER
-    return ENCODER._replace(width=norm.width, mlp=mlp.mlp)
+    scores = DECODER if isinstance(config, DecoderConfig) else ENCODER
+    return scores._replace(width=norm.width, mlp=mlp.mlp)
 
 
 def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:

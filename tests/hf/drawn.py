@@ -22,8 +22,10 @@ DECODERS = {
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "opt": transformers.OPTConfig,
+    "gpt2": transformers.GPT2Config,
 }
-IN_LLAVA = [name for name in DECODERS if name != "qwen3_5_text"]  # as the text of any vision tower
+IN_LLAVA = [name for name in DECODERS if name not in ("qwen3_5_text", "opt", "gpt2")]  # as the text of any vision tower
 
 
 def pick(rng: np.random.Generator, *options: Any) -> Any:
@@ -74,6 +76,8 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
     """The config of a text decoder of a family. own: fields that win over what is drawn."""
     if family == "qwen3_5_text":
         return transformers.Qwen3_5TextConfig(**qwen3_5_text(rng) | own)
+    if family in ("opt", "gpt2"):
+        return DECODERS[family](**learned_positions(rng, family, vocab) | own)
     sizes, head_width = text_sizes(rng, vocab)
     given = sizes | rope(rng, head_width // 2)
     given["hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act"] = pick(rng, *ACTIVATIONS)
@@ -103,6 +107,30 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         if rng.integers(2):
             given["layer_types"] = layer_types(rng, given["num_hidden_layers"])
     return DECODERS[family](**given | own)
+
+
+def learned_positions(rng: np.random.Generator, family: str, vocab: int) -> Fields:
+    """OPT or GPT-2, with odd heads as well."""
+    heads = pick(rng, 1, 2, 3)
+    given = {
+        "vocab_size": vocab,
+        "hidden_size": heads * between(rng, 5, 16),
+        "num_hidden_layers": between(rng, 1, 4),
+        "num_attention_heads": heads,
+        "max_position_embeddings": between(rng, 20, 40),
+        "activation_function": pick(rng, *ACTIVATIONS),
+        "tie_word_embeddings": pick(rng, False, True),
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    }
+    if family == "opt":
+        own = {"ffn_dim": between(rng, 20, 90), "enable_bias": pick(rng, False, True)}
+        return given | own | {"pad_token_id": 0}  # of which nothing is learned there
+    return given | {
+        "n_inner": pick(rng, None, between(rng, 20, 90)),
+        "layer_norm_epsilon": pick(rng, 1e-6, 1e-5, 1e-3),
+        "scale_attn_weights": pick(rng, False, True),
+    }
 
 
 def phi3_fields(rng: np.random.Generator, given: Fields) -> Fields:

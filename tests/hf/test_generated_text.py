@@ -81,9 +81,11 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         (transformers.LlamaConfig, {"rope_parameters": LONG}),
         (transformers.LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
         (transformers.Qwen3Config, {"head_dim": 24}),
+        (transformers.OPTConfig, {"ffn_dim": 40, "pad_token_id": 0}),
+        (transformers.GPT2Config, {"bos_token_id": 2, "eos_token_id": 2}),
         (transformers.Gemma3TextConfig, {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL}),
     ],
-    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3", "gemma3"],
+    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3", "opt", "gpt2", "gemma3"],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):
     model = random_model(kind(**COMMON | own))

@@ -391,6 +391,7 @@ def test_delta_nets_need_work_in_proportion_to_tokens_and_attention_only_in_its_
         {},
         {"tied": False, "biases": ("query", "key", "value"), "qk_norm": "head"},
         {"biases": ("output", "gate", "up", "down"), "post_norms": True},
+        {"norm": "layer", "gated": False, "learned_positions": 40, "first_position": 2, "biases": ("up", "down")},
         {"layers": 7, "delta_net": DELTA_NET, "attention_gate": True, "biases": ("query",), "qk_norm": "head"},
     ],
 )
