@@ -128,7 +128,8 @@ class DecoderConfig:
     window_rope_theta: float = 0.0  # base of the rotary frequencies of those layers, unscaled; 0: as the others
     delta_net: DeltaNetConfig | None = None  # in place of attention in some layers; none: all layers have attention
     tied: bool = True  # the embedding is the output table too
-    items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
+    # How the tokens of an image or clip attend; prefix: as all before the first answer, which attends both ways.
+    items: Literal["causal", "bidirectional", "isolated", "prefix"] = "causal"
     attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP

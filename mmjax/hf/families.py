@@ -12,7 +12,7 @@ from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import Encoder, module_names
 from mmjax.errors import UserError
-from mmjax.hf import audio, decoders, gemma3, gpt, internvl, llava, qwen_vl, vision
+from mmjax.hf import audio, decoders, gemma3, gpt, internvl, llava, paligemma, qwen_vl, vision
 from mmjax.hf.decoders import decoder_of, decoder_parts, embedding_of, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
@@ -45,6 +45,7 @@ CHECKPOINTS = {
     **dict.fromkeys((*decoders.FAMILIES, *gpt.FAMILIES), Checkpoints(_decoder, _decoder_layout)),
     **dict.fromkeys(llava.FAMILIES, Checkpoints(llava.read, llava.layout)),
     "gemma3": Checkpoints(gemma3.read, gemma3.layout),
+    "paligemma": Checkpoints(paligemma.read, paligemma.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
     **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout)),

@@ -264,6 +264,20 @@ def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformer
     )
 
 
+def paligemma(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """PaliGemma 1 or 2, around a Gemma or a Gemma 2, whose windows a prefix may exceed."""
+    text = decoder(rng, pick(rng, "gemma", "gemma2"), vocab)
+    while text.rope_parameters["rope_type"] in ("dynamic", "longrope"):  # positions there begin at 1
+        text = decoder(rng, text.model_type, vocab)
+    return transformers.PaliGemmaConfig(
+        text_config=text,
+        vision_config=transformers.SiglipVisionConfig(**tower_sizes(rng, 4), vision_use_head=False),
+        projection_dim=text.hidden_size,
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
+
+
 def intern_tower(rng: np.random.Generator) -> tuple[transformers.PreTrainedConfig, Fields]:
     """InternViT, and what an InternVL around it says of the features that it takes."""
     sizes = tower_sizes(rng, 5)

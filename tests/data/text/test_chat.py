@@ -25,6 +25,7 @@ from transformers import (
     Gemma3Processor,
     InternVLProcessor,
     LlavaProcessor,
+    PaliGemmaProcessor,
     Qwen2_5_VLProcessor,
     Qwen2AudioProcessor,
     TokenizersBackend,
@@ -34,6 +35,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, WhisperMel
 from mmjax.data.loading.packing import Arrays, pack_microbatch
@@ -718,3 +720,28 @@ def test_the_fingerprint_changes_with_what_changes_tokens_or_weights(tmp_path: P
     }
     assert len(prints) == 4
     assert qwen(tmp_path / "a").fingerprint() in prints
+
+
+@pytest.mark.parametrize("before", ["", "Look: "])
+def test_a_question_and_its_answer_are_tokenized_as_paligemmas_processor_does(tmp_path: Path, before: str) -> None:
+    backend = checkpoints.gemma(("<image>",))
+    tokenizer(backend, **GEMMA).save_pretrained(tmp_path)
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "PaliGemmaProcessor"}')
+    # Its tokenizer adds no <bos> there, and tells an answer's tokens by their type.
+    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A:0 $B:1", special_tokens=[])
+    eyes = SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    eyes.image_seq_length = 4
+    processor = PaliGemmaProcessor(eyes, tokenizer(backend, **GEMMA))
+    question, answer = "What is in the picture?", "A cat sits on a mat."
+    out = processor(images=PICTURES[:1], text=f"{before}<image>{question}", suffix=answer, return_tensors="np")
+    chat = load_chat(ChatFormat(str(tmp_path)))
+    asked = ("user", (*((before,) if before else ()), IMAGE, question))
+    ids, weights = flat(
+        chat.sample(said(asked, ("assistant", answer)), [["vision"]]), [4], chat.tokenizer.id("<image>")
+    )
+    assert ids == out["input_ids"][0].tolist()
+    assert [w > 0 for w in weights] == (out["labels"][0] >= 0).tolist()
+    prompt = flat(chat.prompt(said(asked), [["vision"]]), [4], chat.tokenizer.id("<image>"))[0]
+    assert prompt == processor(images=PICTURES[:1], text=f"{before}<image>{question}")["input_ids"][0]
+    with pytest.raises(BadSample, match="PaliGemma answers one question"):
+        chat.sample(LOOK, [["vision"]] * 3)
