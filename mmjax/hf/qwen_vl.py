@@ -83,6 +83,12 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
 
 
+def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
+    """The vision tower alone, for another LLM: without a deepstack, whose mergers know the layers of their own."""
+    tower = read(folder, fields).encoders[NAME]
+    return replace(tower, deepstack=(), connector=ConnectorConfig(merge=tower.connector.merge))
+
+
 def _renamed(vision: Fields) -> Fields:
     """Give the vision fields of Qwen2-VL, which calls the tower's width `embed_dim`, the names of its successors."""
     if "embed_dim" not in vision.values:
