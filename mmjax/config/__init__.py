@@ -48,6 +48,7 @@ from mmjax.config.media import (
     ImagePreparation,
     LogMel,
     NoVideo,
+    PanAndScan,
     Qwen2Video,
     Qwen3Video,
     SmartResize,

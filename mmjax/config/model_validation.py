@@ -22,6 +22,7 @@ from mmjax.config import (
     MediaLimits,
     ModelConfig,
     NoVideo,
+    PanAndScan,
     Qwen2Video,
     SmartResize,
     StoredTable,
@@ -60,6 +61,10 @@ def check_images(where: str, how: ImagePreparation) -> None:
         check(is_size(how.tile), f"{where}.tile={listed(how.tile)}: give height and width")
         at_least(1, where, how, ("min_tiles",))
         ordered(where, how, "min_tiles", "max_tiles")
+    elif isinstance(how, PanAndScan):
+        check(is_size(how.resize), f"{where}.resize={listed(how.resize)}: give height and width")
+        at_least(1, where, how, ("min_crop", "max_crops"))
+        above_zero(where, how, ("min_ratio",))
     elif isinstance(how, AnyRes):
         at_least(1, where, how, ("tile",))
         at_least(0, where, how, ("most_tiles",))

@@ -15,6 +15,7 @@ from mmjax.config import (
     FixedSize,
     LearnedGrid,
     ModelConfig,
+    PanAndScan,
     RotaryGrid,
     SmartResize,
     StretchedGrid,
@@ -367,7 +368,7 @@ def _mismatch(vision: VisionConfig) -> str:
     match how:
         case FixedSize(crop=(height, width)) | FixedSize(crop=(), resize=(height, width)):
             pass
-        case DynamicTiles(tile=(height, width)):
+        case DynamicTiles(tile=(height, width)) | PanAndScan(resize=(height, width)):
             pass
         case AnyRes(tile=height):
             width = height

@@ -28,6 +28,8 @@ from mmjax.data.media.patches import patchify
 from mmjax.errors import UserError
 from mmjax.hf.processors import IMAGENET_MEAN, IMAGENET_STD, read_audio_processing, read_image_processing
 
+PAN = {"do_pan_and_scan": True, "size": {"height": 30, "width": 42}, "pan_and_scan_min_crop_size": 1}
+PAN |= {"pan_and_scan_max_num_crops": 5, "pan_and_scan_min_ratio_to_activate": 1.2}
 SHAPES = ((60, 90), (91, 37), (1, 40), (512, 640))
 LARGE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 PROCESSORS = {
@@ -113,6 +115,9 @@ def test_fields_that_are_missing_or_null_are_the_processors_own_defaults(name, s
         ("LlavaImageProcessor", {"do_pad": True, "size": {"height": 40, "width": 50}, "do_center_crop": False}),
         ("Qwen2VLImageProcessor", {"min_pixels": 900, "max_pixels": 5000, "merge_size": 1}),
         ("Qwen2VLImageProcessor", {"min_pixels": 900, "size": {"shortest_edge": 5, "longest_edge": 6000}}),
+        ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_crop_size": 16}),
+        ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_crop_size": 30, "pan_and_scan_max_num_crops": 2}),
+        ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_ratio_to_activate": 1.5, "resample": 3}),
         ("GotOcr2ImageProcessor", {"size": 44}),
         ("GotOcr2ImageProcessor", {"size": 44, "crop_to_patches": True, "max_patches": 1}),
         ("LlavaNextImageProcessor", {"size": 224, "image_grid_pinpoints": [[224, 448]], "do_resize": False}),
@@ -179,6 +184,8 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
         ("Qwen2VLImageProcessor", {"size": 500}, "size=500: give shortest_edge and longest_edge"),
         ("Qwen2VLImageProcessor", {"size": {"shortest_edge": 500}}, "give longest_edge, in pixels"),
         ("Qwen2VLImageProcessor", {"patch_size": 0}, "patch_size=0: give a whole number above 0"),
+        ("Gemma3ImageProcessor", {"do_pan_and_scan": True}, "pan_and_scan_min_crop_size=None: give a whole number"),
+        ("Gemma3ImageProcessor", PAN | {"do_resize": False}, "do_resize=False: an image and its crops must be of one"),
         ("GotOcr2ImageProcessor", {"size": {"shortest_edge": 9}}, "size={'shortest_edge': 9}: give height and width"),
         ("LlavaNextImageProcessor", {"size": 336}, "size and crop_size the same; crop_size is {'height': 224"),
         ("LlavaNextImageProcessor", {"image_grid_pinpoints": [[300, 448]]}, "in multiples of size, 224"),

@@ -13,11 +13,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 from PIL import Image
 
-from mmjax.config import AnyRes, AsIs, DynamicTiles, Filter, FixedSize, ImagePreparation, MediaLimits, SmartResize
+from mmjax.config import (
+    AnyRes,
+    AsIs,
+    DynamicTiles,
+    Filter,
+    FixedSize,
+    ImagePreparation,
+    MediaLimits,
+    PanAndScan,
+    SmartResize,
+)
 from mmjax.errors import BadMedia
 
 Size = tuple[int, int]  # height, width
@@ -87,6 +98,16 @@ class LazyImage:
         parts = [part for row in np.split(self.pixels, rows) for part in np.split(row, columns, axis=1)]
         return tuple(self._replaced(tile, part) for part in parts)
 
+    def slices(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
+        """Cut into a grid of parts, row by row, whose last ones are smaller where the sides do not divide."""
+        height, width = (-(-side // count) for side, count in zip(self.size, (rows, columns), strict=True))
+        parts = []
+        for y, x in product(range(0, self.size[0], height), range(0, self.size[1], width)):
+            size = min(height, self.size[0] - y), min(width, self.size[1] - x)
+            pixels = None if self.pixels is None else self.pixels[y : y + height, x : x + width]
+            parts.append(self._replaced(size, pixels))
+        return tuple(parts)
+
     def _centred(self, canvas: Size, color: tuple[int, ...]) -> LazyImage:
         self._check(canvas)
         if self.pixels is None:
@@ -124,6 +145,8 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
             return partial(dynamic_tiles, config)
         case AnyRes():
             return partial(anyres_tiles, config)
+        case PanAndScan():
+            return partial(pan_and_scan, config)
 
 
 def prepared_sizes(
@@ -193,6 +216,36 @@ def anyres_tiles(config: AnyRes, picture: LazyImage, images: int) -> tuple[LazyI
     canvas = select_best_resolution(config, picture.size)
     tiles = picture.fitted(canvas, config.filter).cut(canvas[0] // config.tile, canvas[1] // config.tile)
     return (picture.resized(tile, config.filter), *tiles)
+
+
+def pan_and_scan(config: PanAndScan, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Prepare the whole image, then its crops along the longer side."""
+    crops = crop_count(config, picture.size)
+    landscape = picture.size[1] >= picture.size[0]
+    parts = picture.slices(1 if landscape else crops, crops if landscape else 1) if crops else ()
+    size = config.resize[0], config.resize[1]
+    return tuple(part.resized(size, config.filter) for part in (picture, *parts))
+
+
+def crop_count(config: PanAndScan, size: Size) -> int:
+    """Choose how many crops an image has: as many squares as its longer side holds, at least 2; 0: none at all.
+
+    With max_crops=4, 300 x 1000 pixels have 3 crops of 300 x 334 pixels.
+    """
+    short, long = sorted(size)
+    if long / short < config.min_ratio:
+        return 0
+    crops = min(math.floor(long / short + 0.5), long // config.min_crop)
+    crops = min(max(crops, 2), config.max_crops)
+    return crops if min(short, -(-long // crops)) >= config.min_crop else 0
+
+
+def item_texts(config: ImagePreparation, items: int) -> tuple[str, ...]:
+    """Return what is written before each of an image's items, as Gemma 3's processor writes it; (): nothing."""
+    if not isinstance(config, PanAndScan) or items == 1:
+        return ()
+    first_crop = " and here are some crops to help you see better "
+    return ("Here is the original image ", first_crop, *(" ",) * (items - 2))
 
 
 def smart_size(config: SmartResize, size: Size) -> Size:

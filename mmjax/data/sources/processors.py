@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, MediaLimits, NoVideo, VisionConfig
+from mmjax.config import AudioConfig, MediaLimits, NoVideo, PanAndScan, VisionConfig
 from mmjax.data.media.anyres_layout import BeforeLlm, before_llm
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
@@ -23,7 +23,13 @@ from mmjax.data.media.decode import (
     read_image_size,
     resampled_length,
 )
-from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
+from mmjax.data.media.image_transforms import (
+    BeforeEncoder,
+    before_encoder,
+    item_texts,
+    prepare_image,
+    prepared_sizes,
+)
 from mmjax.data.media.patches import Encoders, item_size, token_grid
 from mmjax.data.media.video import decode_video, read_video_header, sample_video
 from mmjax.data.sample import ArrangedItems, BadSample, Item, Medium, Sample, SampleLengths, Text, TokenLayout
@@ -49,7 +55,7 @@ class MediaItems(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]  # one per item
     tokens: TokenLayout | None = None  # of an image whose tokens are arranged; None: its items' tokens in order
     times: tuple[int, ...] = ()  # rotary positions along t of a video's temporal patches; (): not by position
-    texts: tuple[str, ...] = ()  # that stands before each of a video's temporal patches; (): none
+    texts: tuple[str, ...] = ()  # that stands before each of a video's temporal patches or an image's crops; (): none
 
     def count(self, encoders: Encoders) -> int:
         """Count the LLM tokens."""
@@ -82,6 +88,11 @@ class MediaProcessors:
             remedy = "set `videos` of one of them" if kind == "video" else "add one"
             raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; {remedy}")
         return name
+
+    def kinds_with_text(self) -> list[Medium]:
+        """List the kinds of media between whose items text may be written."""
+        scanned = any(isinstance(eyes.encoder.images, PanAndScan) for eyes in self._eyes.values())
+        return ["video", "image"] if scanned else ["video"]
 
     def _items(self, kind: Medium, facts: tuple[int, int], images: int) -> MediaItems:
         """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia."""
@@ -157,6 +168,10 @@ class SampleMedia:
         texts = [medium.texts for medium in media]
         return merge_arranged_items(set_video_times(tokenize(encoders, texts), media), media)
 
+    def kinds_with_text(self) -> list[Medium]:
+        """List the kinds of media between whose items text may be written."""
+        return self._processors.kinds_with_text()
+
     def writes_text(self, sample: int) -> bool:
         """Tell whether text is written between a sample's items, which is not counted without them. Raises BadMedia."""
         return any(medium.texts for medium in self.items(sample))
@@ -200,7 +215,7 @@ class ImageProcessor:
         """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
         sizes = prepared_sizes(self.before_encoder, size, images, limits)
         if self.before_llm is None:
-            return MediaItems(self.name, sizes)
+            return MediaItems(self.name, sizes, texts=item_texts(self.encoder.images, len(sizes)))
         grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
         return MediaItems(self.name, sizes, self.before_llm(size, grids))
 

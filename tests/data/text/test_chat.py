@@ -37,9 +37,10 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, WhisperMel
+from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, PanAndScan, Placeholder, WhisperMel
 from mmjax.data.loading.packing import Arrays, pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.media.image_transforms import before_encoder, item_texts, prepared_sizes
 from mmjax.data.media.patches import item_size
 from mmjax.data.sample import BadSample, Conversation, Item, MediaPlace, Message, Sample, Text, split_markers
 from mmjax.data.sources.chat_files import parse_chat
@@ -745,3 +746,22 @@ def test_a_question_and_its_answer_are_tokenized_as_paligemmas_processor_does(tm
     assert prompt == processor(images=PICTURES[:1], text=f"{before}<image>{question}")["input_ids"][0]
     with pytest.raises(BadSample, match="PaliGemma answers one question"):
         chat.sample(LOOK, [["vision"]] * 3)
+
+
+def test_crops_stand_in_the_text_as_gemmas_processor_writes_them(tmp_path: Path) -> None:
+    processor, _ = gemma_processor()
+    # There the processor's own options win over the image processor's, as a call's would.
+    processor.images_kwargs = processor.images_kwargs | {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+    save_processor(tmp_path, processor)
+    messages = hugging_face(LOOK, PICTURES)
+    out = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="np")
+    chat = load_chat(ChatFormat(str(tmp_path)))
+    how = PanAndScan((28, 28), 16, 4, 1.2)
+    items = [len(prepared_sizes(before_encoder(how), (p.height, p.width))) for p in PICTURES]
+    assert items == [3, 5, 1]
+    sample = chat.sample(LOOK, [["vision"] * n for n in items], [item_texts(how, n) for n in items])
+    ids, weights = flat(sample, [4] * sum(items), chat.tokenizer.id("<image_soft_token>"))
+    assert ids == out["input_ids"][0].tolist()
+    trained_text = chat.tokenizer.decode([i for i, weight in zip(ids, weights, strict=True) if weight])
+    assert "crops" not in trained_text
+    assert "A cat sits on a mat." in trained_text
