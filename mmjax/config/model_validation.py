@@ -42,7 +42,7 @@ from mmjax.config.checks import (
     ordered,
 )
 from mmjax.config.codec import did_you_mean
-from mmjax.config.model import linear_layers, matching_layers
+from mmjax.config.model import CONV_STRIDE, linear_layers, matching_layers
 
 
 def check_images(where: str, how: ImagePreparation) -> None:
@@ -306,6 +306,9 @@ def _check_audio(where: str, encoder: AudioConfig) -> None:
     how = encoder.clips
     positions = encoder.positions
     at_least(1, where, encoder, ("pool",))
+    at_least(0, where, encoder, ("chunk",))
+    even = encoder.chunk % CONV_STRIDE == 0
+    check(even, f"{where}.chunk={encoder.chunk}: the second convolution takes every other frame; make it even")
     check_audio(f"{where}.clips", how)
     if isinstance(positions, StoredTable):
         at_least(1, f"{where}.positions", positions, ("positions",))

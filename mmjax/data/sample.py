@@ -102,6 +102,7 @@ class Item:
     start: int | None = None  # RoPE position of the first token; None = continue the branch
     patch: int = 0  # index of a temporal patch in its video; from 1 on it begins where the one before it began
     time: int = 0  # RoPE position along t, from that of its video's first token on
+    text_after: Literal["space", "time"] = "space"  # what goes on behind it: its rows and columns, or its time too
 
 
 NO_TOKEN = -1  # in `TokenLayout.token`: no token

@@ -394,8 +394,11 @@ FAMILIES = {
 
 # ---------------------------------------------------------------------------------------------------------- tensors
 
-BODIES = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
-OUTPUTS = ("lm_head", "language_model.lm_head")
+BODIES = (
+    *("model.language_model.", "language_model.model.", "model.", "language_model.", ""),
+    *("thinker.model.language_model.", "thinker.model."),  # Qwen2.5-Omni, whole
+)
+OUTPUTS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 
 

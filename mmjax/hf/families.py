@@ -12,7 +12,7 @@ from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import Encoder, module_names
 from mmjax.errors import UserError
-from mmjax.hf import audio, decoders, gemma3, internvl, llava, qwen_vl, vision
+from mmjax.hf import audio, decoders, gemma3, internvl, llava, qwen_omni, qwen_vl, vision
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
@@ -48,6 +48,7 @@ CHECKPOINTS = {
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
     **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout)),
+    **dict.fromkeys(("qwen2_5_omni", qwen_omni.THINKER), Checkpoints(qwen_omni.read, qwen_omni.layout)),
     **dict.fromkeys(vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of)),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
     "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of),

@@ -125,9 +125,9 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
 
     A position goes on from where its branch is; a new branch begins where branch 0 is. Where positions have axes, an
     image's are its rows and columns, and what follows goes on behind the longer of both (Qwen2-VL). A video's temporal
-    patches have the same rows and columns, and times of their own, behind which nothing goes on. A token is the target
-    of the one before it in its own branch; items stand in branch 0, so an item's last token predicts the text
-    after it there.
+    patches have the same rows and columns, and times of their own, behind which text goes on as its `text_after` says.
+    A token is the target of the one before it in its own branch; items stand in branch 0, so an item's last token
+    predicts the text after it there.
     """
     lengths = _checked_lengths(sample, arrays, places, len(row.token))
     position: dict[int, int] = {0: 0}  # of the next token in each branch
@@ -147,9 +147,11 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
             _write_tokens(row, span, segment, places, arrays, first_span + segment.number + 1)
             if grid is not None:
                 along = np.stack(np.unravel_index(along, grid), axis=-1)
-        position[branch] = begin + along.max(initial=-1) + 1
+        reached = along.max(initial=-1)
         if grid is not None:
             along[:, TIME] += segment.time
+            reached = along.max() if segment.text_after == "time" else reached
+        position[branch] = begin + reached + 1
         row.position[span] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
         offset += n
         if n:

@@ -58,10 +58,8 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
         size = _qwen2_size(how, size, merged, len(indices), unit)
         seconds_per_frame = header.frames / float(header.rate or how.fps) / len(indices)
         indices = _filled(indices, unit)
-        patches = np.arange(len(indices) // unit, dtype=np.float32)
-        # In float32, as transformers computes it.
-        step = np.float32(how.tokens_per_second) * np.float32(unit * seconds_per_frame) if how.tokens_per_second else 1
-        return SampledVideo(indices, size, times=tuple((patches * step).astype(int).tolist()))
+        times = _rotary_times(how, len(indices) // unit, unit * seconds_per_frame, unit)
+        return SampledVideo(indices, size, times=tuple(times.astype(int).tolist()))
     if isinstance(how, Qwen3Video):
         indices = _first_to_last(how, header)
         size = _qwen3_size(how, size, merged, len(indices), unit)
@@ -76,6 +74,18 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
     labels = [how.label.replace("{}", str(k + 1)) for k in range(len(indices) // unit)] if how.label else []
     texts = (*(label.lstrip("\n") for label in labels[:1]), *labels[1:])
     return SampledVideo(indices, (how.size[0], how.size[1]) if how.size else size, texts=texts)
+
+
+def _rotary_times(how: Qwen2Video, count: int, sampled: float, unit: int) -> np.ndarray:
+    """Compute the times of so many temporal patches in float32, rounded as transformers does for each family.
+
+    sampled: seconds between the frames taken that begin two of them.
+    """
+    patches = np.arange(count, dtype=np.float32)
+    per_second = np.float32(how.tokens_per_second)
+    if how.seconds == "nominal":
+        return patches * np.float32(unit / how.fps) * per_second
+    return patches * (per_second * np.float32(sampled) if how.tokens_per_second else np.float32(1))
 
 
 def _every_nth(how: Qwen2Video, header: VideoHeader, unit: int) -> np.ndarray:

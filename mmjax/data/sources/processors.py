@@ -6,11 +6,11 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, MediaLimits, NoVideo, VisionConfig
+from mmjax.config import AudioConfig, MediaLimits, NoVideo, Qwen2Video, VisionConfig
 from mmjax.data.media.anyres_layout import BeforeLlm, before_llm
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
@@ -49,6 +49,7 @@ class MediaItems(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]  # one per item
     tokens: TokenLayout | None = None  # of an image whose tokens are arranged; None: its items' tokens in order
     times: tuple[int, ...] = ()  # rotary positions along t of a video's temporal patches; (): not by position
+    text_after: Literal["space", "time"] = "space"  # of such a video: what text behind it goes on behind
     texts: tuple[str, ...] = ()  # that stands before each of a video's temporal patches; (): none
 
     def count(self, encoders: Encoders) -> int:
@@ -92,7 +93,9 @@ class MediaProcessors:
         if kind == "video":
             video = sample_video(encoder, VideoHeader.unpacked(facts))
             sizes = ((encoder.frames, *video.size),) * (len(video.indices) // encoder.frames)
-            return MediaItems(name, sizes, times=video.times, texts=video.texts)
+            how = encoder.videos
+            text_after = how.text_after if isinstance(how, Qwen2Video) else "space"
+            return MediaItems(name, sizes, times=video.times, text_after=text_after, texts=video.texts)
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
 
@@ -217,18 +220,16 @@ def text_tokens(sample: Sample) -> int:
 
 def set_video_times(sample: Sample, media: Sequence[MediaItems]) -> Sample:
     """Set the rotary time of every temporal patch of videos whose time is a position."""
-    numbered = [time for medium in media for time in enumerate(medium.times or (0,) * len(medium.sizes))]
-    timed = [bool(medium.times) for medium in media for _ in medium.sizes]
-    if not any(timed):
+    placed: dict[int, dict[str, Any]] = {}  # fields by item number
+    number = 0
+    for medium in media:
+        for patch, time in enumerate(medium.times):
+            placed[number + patch] = {"patch": patch, "time": time, "text_after": medium.text_after}
+        number += len(medium.sizes)
+    if not placed:
         return sample
-    return Sample(
-        tuple(
-            replace(s, patch=numbered[s.number][0], time=numbered[s.number][1])
-            if isinstance(s, Item) and timed[s.number]
-            else s
-            for s in sample.segments
-        )
-    )
+    segments = (replace(s, **placed.get(s.number, {})) if isinstance(s, Item) else s for s in sample.segments)
+    return Sample(tuple(segments))
 
 
 def merge_arranged_items(sample: Sample, media: Sequence[MediaItems]) -> Sample:

@@ -57,6 +57,9 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                     after=named.get("vision_end_token", "<|vision_end|>"),
                 )
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
+            case "qwen25omni" | "qwen25omnithinker":
+                tokens = {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
+                return {kind: Placeholder(named.get(f"{kind}_token", token)) for kind, token in tokens.items()}
             case "qwen2audio":
                 return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
             case "internvl":
