@@ -139,6 +139,7 @@ def check_model(model: ModelConfig) -> None:
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
             _check_vision(where, encoder)
+            _check_sound(where, encoder, model)
         else:
             _check_audio(where, encoder)
     parts = [model.llm, *model.encoders.values(), *(e.connector for e in model.encoders.values())]
@@ -299,6 +300,26 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
         head_width % 4 == 0,
         f"{where}: width={encoder.width} over heads={encoder.heads} is {head_width} per head; 2D RoPE turns "
         f"pairs along two axes, so make width a multiple of {4 * encoder.heads}",
+    )
+
+
+def _check_sound(where: str, encoder: VisionConfig, model: ModelConfig) -> None:
+    """Check that frames and sound of videos, where both are read, are interleaved by positions in time."""
+    how = encoder.videos
+    if not isinstance(how, Qwen2Video) or not how.sound:
+        return
+    where = f"{where}.videos"
+    clips = [name for name, e in model.encoders.items() if isinstance(e, AudioConfig)]
+    known = f"name an audio encoder ({', '.join(clips) or 'there is none'}), or leave it out"
+    check(how.sound in clips, f"{where}.sound={how.sound}: {known}")
+    check(bool(model.llm.rope_sections), f"{where}.sound: model.llm.rope_sections is empty; positions have no time")
+    check(how.seconds == "nominal", f"{where}.seconds={how.seconds}: sound takes turns with frames; use nominal")
+    at_least(1, where, how, ("sound_chunk",))
+    step = encoder.frames / how.fps * how.tokens_per_second
+    check(
+        0 < step <= how.sound_chunk,
+        f"{where}.fps={how.fps:g}: a temporal patch takes {step:g} positions along t, more than sound_chunk="
+        f"{how.sound_chunk}, or none; take more frames per second",
     )
 
 

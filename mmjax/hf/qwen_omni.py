@@ -45,7 +45,14 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     assert isinstance(vision, VisionConfig)
     assert isinstance(vision.videos, Qwen2Video)
     per_second = thinker.get("position_id_per_seconds", int, 25)
-    videos = replace(vision.videos, tokens_per_second=float(per_second), seconds="nominal", text_after="time")
+    chunk = int(per_second * thinker.get("seconds_per_chunk", float, 2.0))
+    videos = replace(
+        vision.videos,
+        tokens_per_second=float(per_second),
+        seconds="nominal",
+        text_after="time",
+        sound_chunk=chunk,
+    )
     encoders = {qwen_vl.NAME: replace(vision, videos=videos), AUDIO: _audio(folder, thinker, model.llm.width)}
     return replace(model, encoders=encoders)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import drawn
@@ -24,9 +27,11 @@ from safetensors.torch import load_file, save_file
 from test_audio_towers import HOP, RATE, clip, features_there
 from test_export import check_beside
 from test_video import patches_there, qwen2_indices, source_of
+from transformers import Qwen2_5OmniProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmjax import export
+from mmjax.config.model_validation import check_model
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 
@@ -162,15 +167,21 @@ def folder_of(rng: np.random.Generator, folder: Path) -> torch.nn.Module:
 
 
 FPS = 3.0
+# Frames, frames per second and samples of sound.
+VIDEOS = {"0.mp4": (9, 10, 20_000), "1.mp4": (17, 5, 90_000), "2.mkv": (24, 8, 60_000), "3.mp4": (7, 3, 100_000)}
 
 
 def conversations(rng: np.random.Generator, folder: Path) -> list[list[dict[str, Any]]]:
-    """Samples with a video, with two and an image between, with none, with a clip, and with a video at the end."""
-    for number, (count, rate) in enumerate([(9, 10), (17, 5), (24, 8), (7, 3)]):
-        write_video(folder / f"{number}.mp4", frames_of(rng, count, *(8 * rng.integers(3, 9, 2))), rate)
+    """Samples with a video, with two and an image between, with none, with a clip, and with a video at the end.
+
+    All videos have sound, which may end before the frames or after.
+    """
+    for name, (count, rate, samples) in VIDEOS.items():
+        sound = clip(samples)[None]
+        write_video(folder / name, frames_of(rng, count, *(8 * rng.integers(3, 9, 2))), rate, sound=sound)
     Image.fromarray(frames_of(rng, 1, 33, 50)[0]).save(folder / "a.png")
     soundfile.write(folder / "a.wav", clip(12_345), RATE)
-    video = lambda k: {"type": "video", "video": f"{k}.mp4"}  # noqa: E731
+    video = lambda k: {"type": "video", "video": list(VIDEOS)[k]}  # noqa: E731
     text = lambda words: {"type": "text", "text": words}  # noqa: E731
     answer = lambda words: {"role": "assistant", "content": words}  # noqa: E731
     image, sound = {"type": "image", "path": "a.png"}, {"type": "audio", "audio": "a.wav"}
@@ -185,8 +196,8 @@ def conversations(rng: np.random.Generator, folder: Path) -> list[list[dict[str,
 class TalksThere:
     """The inputs that transformers makes of a conversation, from frames, images and clips that are decoded here."""
 
-    def __init__(self, folder: Path, source: Any, model: torch.nn.Module) -> None:
-        self.folder, self.source, self.model = folder, source, model
+    def __init__(self, folder: Path, source: Any, model: torch.nn.Module, sound: bool) -> None:
+        self.source, self.model, self.sound = source, model, sound
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.encoders = from_hf(folder).encoders
 
@@ -209,6 +220,10 @@ class TalksThere:
                 count = math.ceil(self.frames(part["video"]) / vision.temporal_patch_size)
                 videos.append(np.concatenate([self.source.item(index, number + k) for k in range(count)]))
                 tokens, number = self.tokens(videos[-1]), number + count
+                if self.sound:
+                    clips.append(self.source.item(index, number))
+                    text, number = text.replace(NAMES["video"], self.interleaved(videos[-1], clips[-1]), 1), number + 1
+                    continue
             text = text.replace(NAMES[part["type"]], f"<{part['type']}>" * tokens, 1)
         for kind, token in NAMES.items():
             text = text.replace(f"<{kind}>", token)
@@ -223,8 +238,25 @@ class TalksThere:
             inputs["video_second_per_grid"] = torch.tensor([vision.temporal_patch_size / FPS] * len(videos))
         return inputs | (features_there(self.encoders["audio"], clips) if clips else {})
 
+    def interleaved(self, frames: np.ndarray, wave: np.ndarray) -> str:
+        """What takes the place of the template's token, by the processor there."""
+        vision, config = self.model.config.vision_config, self.model.config
+        processor = SimpleNamespace(
+            audio_bos_token="<|audio_bos|>", audio_eos_token="<|audio_eos|>", audio_token="<audio>",
+            video_token="<video>", video_processor=SimpleNamespace(merge_size=vision.spatial_merge_size),
+            get_chunked_index=partial(Qwen2_5OmniProcessor.get_chunked_index, None),
+        )  # fmt: skip
+        seconds = vision.temporal_patch_size / FPS
+        videos = {"video_grid_thw": torch.tensor([self.grid(frames)]), "video_second_per_grid": [seconds]}
+        mels = -(-len(wave) // HOP)
+        audio = {"num_audio_tokens": [((mels - 1) // 2 + 1 - 2) // 2 + 1]}
+        return Qwen2_5OmniProcessor.replace_video_with_audio_token(
+            processor, videos, 0, audio, 0,
+            position_id_per_seconds=config.position_id_per_seconds, seconds_per_chunk=config.seconds_per_chunk,
+        )  # fmt: skip
+
     def frames(self, name: str) -> int:
-        count, rate = {"0.mp4": (9, 10), "1.mp4": (17, 5), "2.mp4": (24, 8), "3.mp4": (7, 3)}[name]
+        count, rate, _ = VIDEOS[name]
         return len(qwen2_indices(count, rate, FPS, unit=self.model.config.vision_config.temporal_patch_size))
 
     def grid(self, frames: np.ndarray) -> list[int]:
@@ -239,22 +271,31 @@ class TalksThere:
         grids = (inputs.get("image_grid_thw"), inputs.get("video_grid_thw"))
         seconds = inputs.get("video_second_per_grid")
         positions, _ = self.model.get_rope_index(
-            inputs["input_ids"], *grids, inputs["attention_mask"], False, audio, seconds
+            inputs["input_ids"], *grids, inputs["attention_mask"], self.sound, audio, seconds
         )
         return positions[:, 0].T.numpy()
 
 
-@pytest.mark.default_cases("0")
+def logits_of(sound: bool, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**inputs, use_audio_in_video=sound, use_cache=False).logits[0]
+
+
+@pytest.mark.default_cases("sound-0")
 @pytest.mark.parametrize("seed", range(6))
-def test_packed_videos_and_clips_are_what_transformers_makes_of_each(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sound", [True, False], ids=["sound", "silent"])
+def test_packed_videos_and_clips_are_what_transformers_makes_of_each(sound: bool, seed: int, tmp_path: Path) -> None:
     """Tokens and positions equal, logits and gradients to 1e-4, of real files through our own loader."""
     rng = np.random.default_rng(seed)
     model_there = folder_of(rng, tmp_path)
     talks = conversations(rng, tmp_path)
     ours, params, model = loaded(tmp_path)
+    if sound:
+        vision = model.encoders["vision"]
+        vision = replace(vision, videos=replace(vision.videos, sound="audio"))
+        model = replace(model, encoders=model.encoders | {"vision": vision})
     source = source_of(tmp_path, model, talks)
     batch = packed_source(model, source)
-    talks_there = TalksThere(tmp_path, source, model_there)
+    talks_there = TalksThere(tmp_path, source, model_there, sound)
     model_inputs = [talks_there.inputs(index, talk) for index, talk in enumerate(talks)]
     text = batch.text
     media_ids = talks_there.tokenizer.convert_tokens_to_ids(list(NAMES.values()))
@@ -265,9 +306,7 @@ def test_packed_videos_and_clips_are_what_transformers_makes_of_each(seed: int, 
         np.testing.assert_array_equal(np.isin(ids, media_ids), media)
         np.testing.assert_array_equal(text.token[0, span][~media], ids[~media])
         np.testing.assert_array_equal(text.position[0, span], talks_there.positions(inputs))
-    check_packed(
-        model_there, ours, params, batch, model_inputs, lambda model, inputs: model(**inputs, use_cache=False).logits[0]
-    )
+    check_packed(model_there, ours, params, batch, model_inputs, partial(logits_of, sound))
 
 
 def test_a_whole_checkpoint_gives_its_thinker_and_is_exported_with_its_talker(tmp_path: Path, capsys: Any) -> None:
@@ -325,3 +364,20 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path):
     assert (ears.mlp_width, ears.mels, ears.chunk) == (audio.encoder_ffn_dim, audio.num_mel_bins, 2 * audio.n_window)
     videos = model.encoders["vision"].videos
     assert (videos.tokens_per_second, videos.seconds, videos.text_after) == (25.0, "nominal", "time")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sound": "ears"}, r"videos\.sound=ears: name an audio encoder \(audio\)"),
+        ({"sound": "audio", "seconds": "sampled"}, r"videos\.seconds=sampled: sound takes turns"),
+        ({"sound": "audio", "fps": 0.25}, r"videos\.fps=0\.25: a temporal patch takes .* more than sound_chunk="),
+    ],
+)
+def test_sound_that_cannot_take_turns_with_frames_is_refused(tmp_path, change, message):
+    drawn.qwen2_5_omni(np.random.default_rng(0)).save_pretrained(tmp_path)
+    model = from_hf(tmp_path)
+    vision = model.encoders["vision"]
+    vision = replace(vision, videos=replace(vision.videos, **change))
+    with pytest.raises(UserError, match=message):
+        check_model(replace(model, encoders=model.encoders | {"vision": vision}))

@@ -137,16 +137,20 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
     for segment, n in zip(sample.segments, lengths, strict=True):
         branch = segment.branch if isinstance(segment, Text) else 0
         grid = places[segment.number].grid if isinstance(segment, Item) else None
-        if grid is None or not segment.patch:  # else it begins where the temporal patch before it did
+        together = isinstance(segment, Item) and bool(segment.patch and arrays.axes)
+        if not together:  # else it begins where the piece of the video before it did
             begin = position.get(branch, position[0]) if segment.start is None else segment.start
         span = slice(offset, offset + n)
         along = np.arange(n)  # positions within the segment; `[n, 3]` for an image's grid where positions have axes
         if isinstance(segment, Text):
+            begin -= segment.back
             _write_text(row, span, segment, arrays, last.get(branch))
         else:
             _write_tokens(row, span, segment, places, arrays, first_span + segment.number + 1)
             if grid is not None:
                 along = np.stack(np.unravel_index(along, grid), axis=-1)
+            elif together and segment.part:
+                along = along + segment.part[0]
         reached = along.max(initial=-1)
         if grid is not None:
             along[:, TIME] += segment.time
@@ -185,6 +189,8 @@ def _write_tokens(
     encoder = segment.encoder
     item_places = places[segment.number : segment.number + _items(segment)]
     item_slots = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in item_places])
+    if isinstance(segment, Item) and segment.part:
+        item_slots = item_slots[slice(*segment.part)]
     slots = item_slots[:, None]
     shares = np.ones((1, 1), np.float32)
     if isinstance(segment, ArrangedItems):
@@ -209,7 +215,7 @@ def _items(segment: Item | ArrangedItems) -> int:
 def _tokens_of(segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays) -> int:
     """Count the tokens of the LLM that a segment takes. ValueError where they are arranged as they cannot be."""
     if isinstance(segment, Item):
-        return places[segment.number].tokens
+        return segment.part[1] - segment.part[0] if segment.part else places[segment.number].tokens
     token = segment.tokens.token
     have = sum(p.tokens for p in places[segment.number :][: segment.items])
     if not NEWLINE <= token.min(initial=NO_TOKEN) <= token.max(initial=NO_TOKEN) < have:
@@ -233,11 +239,19 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
     """Count segments' tokens. ValueError where the sample isn't what its source's facts() say or can't be written."""
     lengths: list[int] = []
     numbers: list[int] = []
+    placed: dict[int, int] = {}  # tokens of items that stand in parts
     for segment in sample.segments:
         if not isinstance(segment, Text):
             for number in range(segment.number, segment.number + _items(segment)):
                 if number >= len(places) or places[number].encoder != segment.encoder:
                     raise ValueError(f"its item {number} of {segment.encoder!r} is not in its source's facts()")
+                if isinstance(segment, Item) and segment.part:
+                    first, placed_so_far = segment.part[0], placed.get(number, 0)
+                    if first != placed_so_far:
+                        raise ValueError(f"a part of its item {number} begins at token {first}, not {placed_so_far}")
+                    placed[number] = segment.part[1]
+                    if placed[number] < places[number].tokens:  # more parts follow
+                        continue
                 numbers.append(number)
             lengths.append(_tokens_of(segment, places, arrays))
             continue
