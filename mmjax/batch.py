@@ -57,6 +57,15 @@ class TextBatch(NamedTuple):
 TOKEN_FIELDS = tuple(field for field in TextBatch._fields if field not in ("slots", "send", "spread"))  # [R, T] each
 
 
+def chunk_numbers(item: Array, time: Array, column: Array, chunk: int) -> Array:
+    """Number the chunks that items are cut into, `[R, L]`, by the column that each begins in; -1 = padding.
+
+    Of each position: its item, -1 = padding, its time in the item, and its column in the row. With chunks of 4 items
+    0 0 0 0 0 0 1 1, which begin at time 0, are the chunks 0 0 0 0 4 4 6 6.
+    """
+    return (column - time % chunk + 1) * (item >= 0) - 1
+
+
 class ItemBatch(NamedTuple):
     """Inputs of an encoder: patches in merge order, or frames in time order."""
 

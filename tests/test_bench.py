@@ -142,11 +142,12 @@ def test_attention_reports_both_backends_against_dense(capsys):
     assert blockwise["memory_saving"] > 1
 
 
-def test_headers_are_read_of_local_and_of_late_images(capsys):
-    local, late = rows(capsys, "headers", "--images", "40", "--delay", "0.01", "--repeats=1")
-    assert (local["headers"], late["headers"]) == ("local", "after 0.01 s")
-    for row in (local, late):
-        assert row["images_per_second"] > 0 < row["ratio"]
+def test_headers_are_read_of_local_and_of_late_images_and_of_videos(capsys):
+    options = ("--images=40", "--videos=20", "--delay=0.01", "--repeats=1")
+    measured = rows(capsys, "headers", *options)
+    assert [row["headers"] for row in measured] == ["local", "after 0.01 s", "mp4", "mkv", "webm"]
+    for row in measured:
+        assert row["files_per_second"] > 0 < row["ratio"]
 
 
 def test_compile_reports_the_ratio_of_many_layers_to_few(capsys):

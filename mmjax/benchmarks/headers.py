@@ -1,4 +1,4 @@
-"""Measure how fast image headers are read: local ones against decoding, those of a late server against one by one."""
+"""Measure how fast headers are read: of images against decoding and one by one, of videos against opening them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +20,7 @@ from PIL import Image
 
 from mmjax.config import LlavaSource
 from mmjax.data.media.decode import decode_image
+from mmjax.data.media.video import import_pyav, open_container
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.sources.processors import PROBES
@@ -28,27 +30,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--images", type=int, default=2000, help="of 640 x 480, JPEG")
     parser.add_argument("--delay", type=float, default=0.05, help="seconds after which the server answers")
+    parser.add_argument("--videos", type=int, default=1000, help="of 50 frames of 128 x 96; 0: none")
     parser.add_argument("--repeats", type=int, default=3)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure images per second, the best of the repeats, and how many times as many as by the plainer way."""
+    """Measure files per second, the best of the repeats, and how many times as many as by the plainer way."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write(folder / "images", args.images)
-        records = [{"image": f"{i}.jpg", "conversations": _CONVERSATION} for i in range(args.images)]
-        (folder / "d.json").write_text(json.dumps(records))
-        decoded = _rate(lambda k: [decode_image(p.read_bytes()) for p in (folder / "images").iterdir()], args)
-        local = _rate(partial(_read, folder, str(folder / "images")), args)
+        _write_records(folder, "image", [f"{i}.jpg" for i in range(args.images)])
+        images = LlavaSource(str(folder / "image.json"), images=str(folder / "images"))
+        decoded = _rate(
+            args.images, lambda k: [decode_image(p.read_bytes()) for p in (folder / "images").iterdir()], args
+        )
+        local = _rate(args.images, partial(_read, folder, images), args)
         with _serve_late(folder / "images", args.delay) as url:
-            late = _rate(partial(_read, folder, url), args)
-    return [
-        {"headers": "local", "images_per_second": local, "ratio": local / decoded},
-        {"headers": f"after {args.delay:g} s", "images_per_second": late, "ratio": late * args.delay},
-    ]
+            late = _rate(args.images, partial(_read, folder, replace(images, images=url)), args)
+        rows = [
+            {"headers": "local", "files_per_second": local, "ratio": local / decoded},
+            {"headers": f"after {args.delay:g} s", "files_per_second": late, "ratio": late * args.delay},
+        ]
+        return rows + [_videos(folder, ending, args) for ending in CODECS if args.videos]
 
 
-_CONVERSATION = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "yes"}]
+CODECS = {"mp4": "mpeg4", "mkv": "mpeg4", "webm": "libvpx-vp9"}  # of videos, by the ending of their files
+
+
+def _videos(folder: Path, ending: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the headers of videos of one kind, from disk, against opening each by FFmpeg."""
+    (folder / ending).mkdir()
+    paths = [folder / ending / f"{i}.{ending}" for i in range(args.videos)]
+    _write_video(paths[0], CODECS[ending])
+    for path in paths[1:]:
+        path.write_bytes(paths[0].read_bytes())
+    _write_records(folder, "video", [path.name for path in paths])
+
+    def open_each(repeat: int) -> None:
+        for path in paths:
+            with path.open("rb") as file, open_container(file):
+                pass
+
+    videos = LlavaSource(str(folder / "video.json"), videos=str(folder / ending))
+    local = _rate(args.videos, partial(_read, folder, videos), args)
+    return {"headers": ending, "files_per_second": local, "ratio": local / _rate(args.videos, open_each, args)}
+
+
+def _write_video(path: Path, codec: str) -> None:
+    av = import_pyav()
+    pixels = np.random.default_rng(0).integers(0, 255, (50, 96, 128, 3), np.uint8)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=30)
+        stream.width, stream.height, stream.pix_fmt = 128, 96, "yuv420p"
+        for frame in pixels:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def _write_records(folder: Path, kind: str, names: list[str]) -> None:
+    turns = [{"from": "human", "value": f"<{kind}>"}, {"from": "gpt", "value": "yes"}]
+    (folder / f"{kind}.json").write_text(json.dumps([{kind: name, "conversations": turns} for name in names]))
 
 
 def _write(folder: Path, count: int) -> None:
@@ -59,20 +100,20 @@ def _write(folder: Path, count: int) -> None:
         (folder / f"{i}.jpg").write_bytes((folder / "0.jpg").read_bytes())
 
 
-def _read(folder: Path, images: str, repeat: int) -> None:
+def _read(folder: Path, source: LlavaSource, repeat: int) -> None:
     cache = Path(tempfile.mkdtemp(dir=folder))
-    conversations = open_conversations(LlavaSource(str(folder / "d.json"), images=images), "train", cache, "images")
+    conversations = open_conversations(source, "train", cache, "source")
     read_facts(conversations, PROBES, cache)
 
 
-def _rate(work: Callable[[int], object], args: argparse.Namespace) -> float:
-    """Time the work; return images per second of the fastest repeat."""
+def _rate(files: int, work: Callable[[int], object], args: argparse.Namespace) -> float:
+    """Time the work; return files per second of the fastest repeat."""
     seconds = []
     for repeat in range(args.repeats):
         began = time.perf_counter()
         work(repeat)
         seconds.append(time.perf_counter() - began)
-    return args.images / min(seconds)
+    return files / min(seconds)
 
 
 class _Late(SimpleHTTPRequestHandler):

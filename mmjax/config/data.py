@@ -218,6 +218,8 @@ class Placeholder:
     token: str = ""  # the tokenizer's token for each position of an item; empty: `written`
     before: str = ""  # text before the items' tokens
     after: str = ""  # text behind them
+    sound_before: str = ""  # before the tokens of a video with its sound, instead of `before`
+    sound_after: str = ""  # behind them, instead of `after`
 
 
 @dataclass(frozen=True)

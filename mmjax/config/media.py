@@ -132,6 +132,10 @@ class Qwen2Video:
     total_pixels: int = 0  # of all temporal patches, which get equal shares, but no less than min_pixels; 0: no limit
     tokens_per_second: float = 4.0  # rotary positions along t for each second; 0: one for each temporal patch
     filter: Filter = "bicubic"  # of resizing
+    seconds: Literal["sampled", "nominal"] = "sampled"  # of a temporal patch: of the frames taken, or by `fps` alone
+    text_after: Literal["space", "time"] = "space"  # text goes on behind a video's rows and columns, or its time too
+    sound: str = ""  # encoder of the videos' own sound, whose tokens are interleaved with the frames'; empty: not read
+    sound_chunk: int = 50  # rotary positions along t of the chunks of frames and sound that take turns
     kind: Literal["qwen2_video"] = "qwen2_video"
 
 

@@ -341,6 +341,7 @@ class AudioConfig:
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    chunk: int = 0  # frames of the chunks that convolutions, positions and layers stay within; 0: whole clips
     kind: Literal["audio"] = "audio"
 
     @property

@@ -47,7 +47,7 @@ from mmjax.config.checks import (
     ordered,
 )
 from mmjax.config.codec import did_you_mean
-from mmjax.config.model import linear_layers, matching_layers
+from mmjax.config.model import CONV_STRIDE, linear_layers, matching_layers
 
 
 def check_images(where: str, how: ImagePreparation) -> None:
@@ -156,6 +156,7 @@ def check_model(model: ModelConfig) -> None:
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
             _check_vision(where, encoder)
+            _check_sound(where, encoder, model)
         else:
             _check_audio(where, encoder)
     parts = [model.llm, *model.encoders.values(), *(e.connector for e in model.encoders.values())]
@@ -344,10 +345,33 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     )
 
 
+def _check_sound(where: str, encoder: VisionConfig, model: ModelConfig) -> None:
+    """Check that frames and sound of videos, where both are read, are interleaved by positions in time."""
+    how = encoder.videos
+    if not isinstance(how, Qwen2Video) or not how.sound:
+        return
+    where = f"{where}.videos"
+    clips = [name for name, e in model.encoders.items() if isinstance(e, AudioConfig)]
+    known = f"name an audio encoder ({', '.join(clips) or 'there is none'}), or leave it out"
+    check(how.sound in clips, f"{where}.sound={how.sound}: {known}")
+    check(bool(model.llm.rope_sections), f"{where}.sound: model.llm.rope_sections is empty; positions have no time")
+    check(how.seconds == "nominal", f"{where}.seconds={how.seconds}: sound takes turns with frames; use nominal")
+    at_least(1, where, how, ("sound_chunk",))
+    step = encoder.frames / how.fps * how.tokens_per_second
+    check(
+        0 < step <= how.sound_chunk,
+        f"{where}.fps={how.fps:g}: a temporal patch takes {step:g} positions along t, more than sound_chunk="
+        f"{how.sound_chunk}, or none; take more frames per second",
+    )
+
+
 def _check_audio(where: str, encoder: AudioConfig) -> None:
     how = encoder.clips
     positions = encoder.positions
     at_least(1, where, encoder, ("pool",))
+    at_least(0, where, encoder, ("chunk",))
+    even = encoder.chunk % CONV_STRIDE == 0
+    check(even, f"{where}.chunk={encoder.chunk}: the second convolution takes every other frame; make it even")
     check_audio(f"{where}.clips", how)
     if isinstance(positions, StoredTable):
         at_least(1, f"{where}.positions", positions, ("positions",))

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol, cast
 import numpy as np
 
 Medium = Literal["image", "audio", "video"]
+SOUND = "sound"  # of a video: a kind of medium beside those, which no record names
 Split = Literal["train", "validation", "test"]
 
 MARKER = re.compile(r"<(image|audio|video)>")  # a medium's place in a text
@@ -26,7 +27,7 @@ class BadSample(ValueError):
 class MediaPlace:
     """A place of an image, clip or video in a message; the n-th place of a conversation is that of its n-th medium."""
 
-    kind: Medium
+    kind: Medium | Literal["sound"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Text:
     weights: np.ndarray  # float32 [n]: of the loss on predicting this token from the one before it in its branch
     branch: int = 0
     start: int | None = None  # RoPE position of the first token; None = continue the branch
+    back: int = 0  # RoPE positions that it goes back, to stand beside what is before it
 
 
 @dataclass(frozen=True)
@@ -95,15 +97,17 @@ class Item:
     videos in order from 0.
 
     Text may stand between an item's tokens; each part of them has an `Item` then. Where positions have axes, all
-    temporal patches of a video begin at the same row and column positions.
+    temporal patches of a video begin at the same row and column positions, and the parts of its sound, which stand
+    between them, at their first token's from there on.
     """
 
     encoder: str
     number: int
     start: int | None = None  # RoPE position of the first token; None = continue the branch
-    patch: int = 0  # index of a temporal patch in its video; from 1 on it begins where the one before it began
+    patch: int = 0  # index of a piece in its video; from 1 on it begins where the one before it began
     time: int = 0  # RoPE position along t, from that of its video's first token on
-    part: tuple[int, int] | None = None  # [begin, end) of its tokens, where text divides them; None: all
+    text_after: Literal["space", "time"] = "space"  # what goes on behind it: its rows and columns, or its time too
+    part: tuple[int, int] | None = None  # [begin, end) of its tokens that stand here; None: all
 
 
 NO_TOKEN = -1  # in `TokenLayout.token`: no token

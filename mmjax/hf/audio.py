@@ -34,6 +34,8 @@ ENCODERS: dict[str, dict[str, Any]] = {  # what their config's classes document 
         "num_mel_bins": 128,
     },
 }
+OMNI = "qwen2_5_omni_audio_encoder"
+ENCODERS[OMNI] = ENCODERS["qwen2_audio_encoder"]
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -57,7 +59,9 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
         raise UserError(f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}")
     encoder = fields.over(ENCODERS[kind])
     positions = encoder.get("max_source_positions", int, 1500)
-    clips = _clips(folder, encoder.get("num_mel_bins", int), positions)
+    # Positions of Qwen2.5-Omni's are of its chunks; its clips may be of five minutes.
+    longest = 300 * POSITIONS_PER_SECOND if kind == OMNI else positions
+    clips = _clips(folder, encoder.get("num_mel_bins", int), longest)
     return AudioConfig(
         attention="auto",
         layers=encoder.get("encoder_layers", int),
@@ -126,8 +130,8 @@ def find_tower(folder: HfFolder) -> str:
     return prefix
 
 
-def encoder_parts(tower: str) -> TensorNames:
-    """Locate an audio encoder's parameters under the prefix `tower`."""
+def encoder_parts(tower: str, head: str = "layer_norm") -> TensorNames:
+    """Locate an audio encoder's parameters under the prefix `tower`. head: what its last norm is called."""
     layer = f"{tower}layers.*."
     taps_first = (2, 1, 0)  # stored [width, channel, tap]
     parts = {
@@ -142,6 +146,6 @@ def encoder_parts(tower: str) -> TensorNames:
         "layers.*.mlp_norm": norm(f"{layer}final_layer_norm"),
         "layers.*.mlp.up": linear(f"{layer}fc1"),
         "layers.*.mlp.down": linear(f"{layer}fc2"),
-        "head": norm(f"{tower}layer_norm"),
+        "head": norm(f"{tower}{head}"),
     }
     return TensorNames(parts)

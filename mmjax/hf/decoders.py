@@ -404,9 +404,10 @@ FAMILIES = {
 BODIES = (
     *("model.language_model.", "model.text_model.", "language_model.model.", "model.", "language_model."),
     *("language_model.model.decoder.", "model.decoder.", "decoder.", "transformer.", ""),
+    *("thinker.model.language_model.", "thinker.model."),  # Qwen2.5-Omni, whole
 )
 EMBEDDINGS = ("embed_tokens", "wte")
-OUTPUTS = ("lm_head", "language_model.lm_head")
+OUTPUTS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
 GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")  # of the outputs of attention and MLP
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 

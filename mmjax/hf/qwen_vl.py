@@ -26,7 +26,8 @@ from mmjax.hf.vision import with_images
 
 NAME = "vision"  # of the encoder
 EPS = 1e-6  # of all norms of the vision tower, written in no config
-VISION_FIRST = ("model.visual.", "visual.")  # what the tensors of a vision tower begin with, new and old
+# What the tensors of a vision tower begin with, new and old; of Qwen2.5-Omni, whole, inside its thinker.
+VISION_FIRST = ("model.visual.", "visual.", "thinker.model.visual.", "thinker.visual.")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,11 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
     Raises UserError for a field that is missing or not supported.
     """
-    family = FAMILIES[fields.get("model_type", str)]
+    return read_family(folder, fields, FAMILIES[fields.get("model_type", str)])
+
+
+def read_family(folder: HfFolder, fields: Fields, family: Family) -> ModelConfig:
+    """The same of a config of this family."""
     vision = _renamed(fields.inner("vision_config").over(family.vision))
     llm = _llm(fields, family)
     if (outputs := vision.get("out_hidden_size", int)) != llm.width:
@@ -305,7 +310,8 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         taken = {Path(weights).expanduser() for weights in (config.weights, config.connector.weights) if weights}
         if folder.path not in taken or not isinstance(config, VisionConfig):
             continue
-        parts |= {name: _vision_parts(first, config), f"{name}.connector": _connector_parts(first, config)}
+        fused = f"{first}blocks.0.attn.qkv.weight" in folder.tensors
+        parts |= {name: _vision_parts(first, config, fused), f"{name}.connector": _connector_parts(first, config)}
         tower = tuple(key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers))
         prefixes |= {name: tower, f"{name}.connector": mergers}
         # The checkpoint has mergers for all of its own deepstack layers, the model perhaps for fewer.
@@ -314,9 +320,8 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     return Layout(parts, prefixes, unused)
 
 
-def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
+def _vision_parts(first: str, config: VisionConfig, fused: bool) -> TensorNames:
     layer = f"{first}blocks.*"
-    third_of = linear(f"{layer}.attn.qkv")
     # Qwen2-VL's MLP is called `fc1` and `fc2`; what tells it from Qwen3-VL's are its positions.
     plain = ("", "fc1", "fc2") if isinstance(config.positions, RotaryGrid) else ("", "linear_fc1", "linear_fc2")
     names = ("gate_proj", "up_proj", "down_proj") if config.gated else plain
@@ -329,7 +334,10 @@ def _vision_parts(first: str, config: VisionConfig) -> TensorNames:
         "layers.*.attention.output": linear(f"{layer}.attn.proj"),
         "layers.*.mlp_norm": norm(f"{layer}.norm2"),
     }
-    for name, third in fused_parts(third_of, **dict.fromkeys(QKV, config.width)).items():
+    thirds = {name: linear(f"{layer}.attn.{name[0]}") for name in QKV}  # of Qwen2.5-Omni
+    if fused:
+        thirds = fused_parts(linear(f"{layer}.attn.qkv"), **dict.fromkeys(QKV, config.width))
+    for name, third in thirds.items():
         parts[f"layers.*.attention.{name}"] = third
     for ours, theirs in zip(("gate", "up", "down"), names, strict=True):
         parts[f"layers.*.mlp.{ours}"] = linear(f"{layer}.mlp.{theirs}")

@@ -31,6 +31,7 @@ from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.sample import (
     MARKER,
+    SOUND,
     BadSample,
     Conversation,
     MediaPlace,
@@ -113,7 +114,9 @@ class UserPromptSource:
         self._prompts = list(prompts)
         self._chat = chat
         self._limits = limits
-        self._media = SampleMedia(MediaProcessors(encoders, functions, limits), self._sizes, self._file)
+        processors = MediaProcessors(encoders, functions, limits)
+        self._reads_sound = bool(processors.sound)
+        self._media = SampleMedia(processors, self._sizes, self._file)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -138,9 +141,10 @@ class UserPromptSource:
         prompt = self._prompts[index]
         sizes = []
         for place, encoded in zip(prompt.conversation.media(), prompt.media, strict=True):
-            first, second = PROBES[place.kind](io.BytesIO(encoded))
-            check_media_size(place.kind, (first, second), self._limits)
-            sizes.append((place.kind, (first, second)))
+            for kind in (place.kind, SOUND) if place.kind == "video" and self._reads_sound else (place.kind,):
+                first, second = PROBES[kind](io.BytesIO(encoded))
+                check_media_size(kind, (first, second), self._limits)
+                sizes.append((kind, (first, second)))
         return sizes
 
     def _file(self, index: int, medium: int) -> FileRef:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
-from mmjax.batch import ROW, TIME, ItemBatch
+from mmjax.batch import ROW, TIME, ItemBatch, chunk_numbers
 from mmjax.config import (
     AlternatingGrid,
     AudioConfig,
@@ -380,7 +380,7 @@ class AudioEncoder(nnx.Module):
     """embed -> layers -> head over frames in time order; every clip starts at a multiple of the stride.
 
     The convolutions read all frames of a clip, its padding of silence included; the layers attend those up to the end
-    of the recording (`ItemBatch.coordinates`).
+    of the recording (`ItemBatch.coordinates`). With chunks (`AudioConfig.chunk`) each is encoded as a clip of its own.
     """
 
     def __init__(self, config: AudioConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -399,15 +399,22 @@ class AudioEncoder(nnx.Module):
             raise ValueError(
                 f"a row of {items.values.shape[1]} audio frames is no multiple of the stride {STRIDE * self.pool}"
             )
-        x = self.embed(items.values.astype(self.dtype), items.item, items.coordinates[:, ::STRIDE, TIME] // STRIDE)
+        time = items.coordinates[..., TIME]
+        item = items.item
+        if chunk := self.config.chunk:
+            item = chunk_numbers(item, time, jnp.arange(item.shape[1]), chunk)
+            time = time % chunk
+        x = self.embed(items.values.astype(self.dtype), item, time[:, ::STRIDE] // STRIDE)
         return constrain(x, "rows", "sequence", "width")
 
     def context(self, items: ItemBatch) -> Context:
         """Build the attention mask of a batch; the stem has added positions already."""
         c = self.config
-        return Context(encoder_mask(self._layer_items(items))).planned(
-            c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype
-        )
+        item = self._layer_items(items)
+        if c.chunk:
+            time = items.coordinates[:, ::STRIDE, TIME] // STRIDE
+            item = chunk_numbers(item, time, jnp.arange(item.shape[1]), c.chunk // STRIDE)
+        return Context(encoder_mask(item)).planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype)
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
         """Pool the last layer's output over every `pool` positions and apply the final norm."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.balance.mask_work import Mask, block_work
-from mmjax.batch import ROW, ItemBatch, TextBatch
+from mmjax.batch import ROW, TIME, ItemBatch, TextBatch, chunk_numbers
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
 from mmjax.config.model import CONV_STRIDE, Encoder, connector_layers
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
@@ -176,10 +176,13 @@ def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> Mod
 
 
 def _mean_pairs(config: DecoderConfig | Encoder, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
-    """Average over a tower's layers: `pairs` without a window, `window_pairs(window)` with one."""
-    if isinstance(config, AudioConfig) or not config.windowed:
+    """Average over a tower's layers: `pairs` without a window, `window_pairs` with one, of so many positions."""
+    if isinstance(config, AudioConfig):
+        return window_pairs(config.chunk // CONV_STRIDE) if config.chunk else pairs
+    if not config.windowed:
         return pairs
-    return pairs + (window_pairs(config.window) - pairs) * len(config.windowed) / config.layers
+    window = config.window if isinstance(config, DecoderConfig) else config.window**2
+    return pairs + (window_pairs(window) - pairs) * len(config.windowed) / config.layers
 
 
 def merged_positions(encoder: Encoder) -> int:
@@ -216,14 +219,26 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
         # A token exists where any member of its merge group does.
         token_item = output_item.reshape(len(output_item), output_item.shape[1] // group, group).max(-1, initial=-1)
         pairs = int(item_pairs(layer_item).sum())
-        pairs = _mean_pairs(encoder, pairs, lambda window, b=batch: int(item_pairs(_windows(b, window)).sum()))
+        windows = _windows(encoder, batch, layer_item)
+        pairs = _mean_pairs(encoder, pairs, lambda size, item=windows: int(item_pairs(item).sum()))
         inputs, positions, tokens = (int((x >= 0).sum()) for x in (batch.item, layer_item, token_item))
         work[name] = Work(positions, pairs, inputs, tokens)
     return work
 
 
-def _windows(items: ItemBatch, window: int) -> np.ndarray:
-    """Number the attention windows of `window` x `window` patches; return each patch's, int `[R, L]`, -1 = padding."""
+def _windows(encoder: Encoder, items: ItemBatch, layer_item: np.ndarray) -> np.ndarray:
+    """Number the windows that layers attend within: squares of an image's patches, chunks of a clip's positions.
+
+    Returns each position's, int `[R, L]`, -1 = padding; the items where there are no windows.
+    """
+    if isinstance(encoder, AudioConfig):
+        if not encoder.chunk:
+            return layer_item
+        time = items.coordinates[:, ::CONV_STRIDE, TIME] // CONV_STRIDE
+        return chunk_numbers(layer_item, time, np.arange(time.shape[1]), encoder.chunk // CONV_STRIDE)
+    if not encoder.windowed:
+        return layer_item
+    window = encoder.window
     row, column = np.moveaxis(np.maximum(items.coordinates[..., ROW:], 0) // window, -1, 0)
     sizes = np.array([items.item.max(initial=0), row.max(initial=0), column.max(initial=0)], np.int64) + 1
     number = np.ravel_multi_index((np.maximum(items.item, 0), row, column), sizes)
@@ -255,7 +270,7 @@ def length_work(
         # Full attention inside an item: n queries of n keys each.
         pairs = int((positions**2).sum())
         # A length does not tell which windows an image's edge cuts: all are counted as complete.
-        pairs = _mean_pairs(config, pairs, lambda window, n=positions: int((n * np.minimum(n, window**2)).sum()))
+        pairs = _mean_pairs(config, pairs, lambda size, n=positions: int((n * np.minimum(n, size)).sum()))
         work[name] = Work(int(positions.sum()), pairs, int(inputs.sum()), int(tokens[encoder == k].sum()))
     return work
 
@@ -331,10 +346,9 @@ def visited_pairs(
             high = stop
             low = low if window is None else np.maximum(low, start - window + 1)
         elif window is not None:
-            # A window of w x w patches: from the one that the block's first patch is in to that of its last.
-            size = window**2
-            low = low + np.maximum(start - low, 0) // size * size
-            high = np.minimum(high, begin[last] + -((begin[last] - stop) // size) * size)
+            # From the window that the block's first position is in to that of its last.
+            low = low + np.maximum(start - low, 0) // window * window
+            high = np.minimum(high, begin[last] + -((begin[last] - stop) // window) * window)
         # Blocks of keys from that of `low` to that of `high - 1`: parts lie side by side.
         return np.bincount(start // padded, ((high - 1) // k - low // k + 1) * (q * k), rows)
 

@@ -503,3 +503,21 @@ def audio_tower(rng: np.random.Generator) -> Fields:
         "activation_function": pick(rng, *ACTIVATIONS),
         "scale_embedding": pick(rng, False, True),
     }
+
+
+def qwen2_5_omni(rng: np.random.Generator, vocab: int = 97, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen2.5-Omni's thinker: Qwen2.5-VL's tower and text, and Whisper's encoder in chunks, whose pairs may cross."""
+    vl = qwen2_5_vl(rng)
+    text, vision = vl.text_config.to_dict(), vl.vision_config.to_dict()
+    for fields in (text, vision):
+        del fields["model_type"]
+    audio = audio_tower(rng) | {"n_window": between(rng, 3, 25), "output_dim": text["hidden_size"]}
+    return transformers.Qwen2_5OmniThinkerConfig(
+        text_config=text | {"vocab_size": vocab},
+        vision_config=vision,
+        audio_config=audio,
+        position_id_per_seconds=pick(rng, 25, 25, 10, 13),
+        seconds_per_chunk=pick(rng, 2, 2, 1),
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )

@@ -27,6 +27,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
+    "qwen2_5_omni": {"thinker_config": {"text_config": {}, "vision_config": {}}},
+    "qwen2_5_omni_thinker": {"text_config": {}, "vision_config": {}},
 }
 HEAD = ("`model_type`", "modules", "attention", "video", "context", "compared")
 

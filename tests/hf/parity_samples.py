@@ -109,12 +109,12 @@ class GivenWhole(Given):
                 segments.append(segment)
                 continue
             medium = next(media)
-            texts = medium.texts or ("",) * (medium.parts + 1)
+            texts = medium.texts or ("",) * (len(medium.parts) + 1)
             for part, text in enumerate(texts):
                 segments += [Item(self.vision, number + part - 1)] if part else []
                 written = np.array(self.tokens[text] if text else [], np.int32)
                 segments += [Text(written, np.zeros(len(written), np.float32))] if text else []
-            number += medium.parts
+            number += len(medium.parts)
         return place_media(Sample(tuple(segments)), self.media(index), {self.vision: self.eyes.encoder})
 
     def item(self, index: int, number: int) -> np.ndarray:

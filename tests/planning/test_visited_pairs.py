@@ -82,6 +82,18 @@ def test_items_and_their_windows_are_counted_by_the_blocks_that_hold_a_pair(seed
     np.testing.assert_array_equal(visited_pairs(vision, row, offset, length, ROWS, LENGTH), expected)
 
 
+@pytest.mark.parametrize("chunk", [6, 50])
+def test_the_chunks_of_clips_are_counted_by_the_blocks_that_hold_a_pair(chunk):
+    row, offset, length = packed(0, 60)
+    audio = replace(MODEL.encoders["audio"], chunk=2 * chunk, attention="flash")
+    pieces = [
+        (r, at + i, min(chunk, n - i)) for r, at, n in zip(row, offset, length, strict=True) for i in range(0, n, chunk)
+    ]
+    expected = live(encoder_mask(jnp.asarray(numbers(*np.array(pieces).T))))
+    # Frames are twice as many as positions.
+    np.testing.assert_array_equal(visited_pairs(audio, row, 2 * offset, 2 * length, ROWS, 2 * LENGTH), expected)
+
+
 def test_a_row_of_unknown_contents_counts_all_blocks_that_may_be_visited():
     llm = replace(MODEL.llm, attention="flash")
     model = replace(MODEL, llm=llm, encoders={})

@@ -125,9 +125,9 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
 
     A position goes on from where its branch is; a new branch begins where branch 0 is. Where positions have axes, an
     image's are its rows and columns, and what follows goes on behind the longer of both (Qwen2-VL). A video's temporal
-    patches have the same rows and columns, and times of their own, behind which nothing goes on. A token is the target
-    of the one before it in its own branch; items stand in branch 0, so an item's last token predicts the text
-    after it there.
+    patches have the same rows and columns, and times of their own, behind which text goes on as its `text_after` says.
+    A token is the target of the one before it in its own branch; items stand in branch 0, so an item's last token
+    predicts the text after it there.
 
     With `items` "prefix" all that precedes the first trained token is one span, which attends both ways (PaliGemma).
     """
@@ -138,21 +138,26 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
     begin = 0
     for segment, n in zip(sample.segments, lengths, strict=True):
         branch = segment.branch if isinstance(segment, Text) else 0
-        whole = isinstance(segment, Item) and segment.part is None
-        grid = places[segment.number].grid if whole else None
-        if grid is None or not segment.patch:  # else it begins where the temporal patch before it did
+        grid = places[segment.number].grid if isinstance(segment, Item) and segment.part is None else None
+        together = isinstance(segment, Item) and bool(segment.patch and arrays.axes)
+        if not together:  # else it begins where the piece of the video before it did
             begin = position.get(branch, position[0]) if segment.start is None else segment.start
         span = slice(offset, offset + n)
         along = np.arange(n)  # positions within the segment; `[n, 3]` for an image's grid where positions have axes
         if isinstance(segment, Text):
+            begin -= segment.back
             _write_text(row, span, segment, arrays, last.get(branch))
         else:
             _write_tokens(row, span, segment, places, arrays, first_span + segment.number + 1)
             if grid is not None:
                 along = np.stack(np.unravel_index(along, grid), axis=-1)
-        position[branch] = begin + along.max(initial=-1) + 1
+            elif together and segment.part:
+                along = along + segment.part[0]
+        reached = along.max(initial=-1)
         if grid is not None:
             along[:, TIME] += segment.time
+            reached = along.max() if segment.text_after == "time" else reached
+        position[branch] = begin + reached + 1
         row.position[span] = begin + (along[:, None] if arrays.axes and along.ndim == 1 else along)
         offset += n
         if n:
@@ -202,10 +207,10 @@ def _write_tokens(
     encoder = segment.encoder
     item_places = places[segment.number : segment.number + _items(segment)]
     item_slots = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in item_places])
+    if isinstance(segment, Item) and segment.part:
+        item_slots = item_slots[slice(*segment.part)]
     slots = item_slots[:, None]
     shares = np.ones((1, 1), np.float32)
-    if isinstance(segment, Item) and segment.part:
-        slots = slots[slice(*segment.part)]
     if isinstance(segment, ArrangedItems):
         codes = np.array([item_places[0].newline, PADDING])  # at the end, as NEWLINE and NO_TOKEN count from there
         slots = np.concatenate([item_slots, codes])[segment.tokens.token]
@@ -228,7 +233,7 @@ def _items(segment: Item | ArrangedItems) -> int:
 def _tokens_of(segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays) -> int:
     """Count the tokens of the LLM that a segment takes. ValueError where they are arranged as they cannot be."""
     if isinstance(segment, Item):
-        return len(range(places[segment.number].tokens)[slice(*(segment.part or (None,)))])
+        return segment.part[1] - segment.part[0] if segment.part else places[segment.number].tokens
     token = segment.tokens.token
     have = sum(p.tokens for p in places[segment.number :][: segment.items])
     if not NEWLINE <= token.min(initial=NO_TOKEN) <= token.max(initial=NO_TOKEN) < have:
@@ -252,13 +257,20 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
     """Count segments' tokens. ValueError where the sample isn't what its source's facts() say or can't be written."""
     lengths: list[int] = []
     numbers: list[int] = []
+    placed: dict[int, int] = {}  # tokens of items that stand in parts
     for segment in sample.segments:
         if not isinstance(segment, Text):
             for number in range(segment.number, segment.number + _items(segment)):
                 if number >= len(places) or places[number].encoder != segment.encoder:
                     raise ValueError(f"its item {number} of {segment.encoder!r} is not in its source's facts()")
-                if not (isinstance(segment, Item) and segment.part and segment.part[0]):  # an item's later parts
-                    numbers.append(number)
+                if isinstance(segment, Item) and segment.part:
+                    first, placed_so_far = segment.part[0], placed.get(number, 0)
+                    if first != placed_so_far:
+                        raise ValueError(f"a part of its item {number} begins at token {first}, not {placed_so_far}")
+                    placed[number] = segment.part[1]
+                    if placed[number] < places[number].tokens:  # more parts follow
+                        continue
+                numbers.append(number)
             lengths.append(_tokens_of(segment, places, arrays))
             continue
         tokens = segment.tokens

@@ -169,6 +169,8 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
         # Position p reads frames 2p - 2 to 2p + 2: 5 frames make positions 0, 1, 2, and position 2 reads up to frame
         # 6, so 5 + 5 % 2 + 1 = 7 frames are needed; 4 frames make 0 and 1, which read up to frame 4: 5 frames.
         conv_frames = min(frames + frames % CONV_STRIDE + 1, window, *(() if max_frames is None else (max_frames,)))
+        if encoder.chunk:  # whose convolutions read no silence
+            conv_frames = frames
     if max_frames is not None and frames > max_frames:
         raise BadMedia(f"a clip of {frames} frames is longer than the {max_frames} of which the encoder has positions")
     return ClipSize(frames, conv_frames)

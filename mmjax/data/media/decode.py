@@ -112,7 +112,7 @@ def limit_violations(kind: str, sizes: np.ndarray, limits: MediaLimits) -> dict[
     sizes = sizes.astype(float)  # the product of a hostile file's sides overflows int64
     first = sizes[..., 0]
     second = sizes[..., 1]
-    if kind == "audio":
+    if kind in ("audio", "sound"):
         return {f" is longer than {limits.seconds:g} s": first > limits.seconds * second}
     short = np.minimum(first, second)
     long = np.maximum(first, second)
@@ -335,6 +335,11 @@ def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits
     wave = channels.mean(axis=0) if len(channels) > 1 else channels[0]
     if not np.isfinite(wave).all():
         raise BadMedia("it holds samples that are not finite")
+    return resample(wave, facts, sample_rate)
+
+
+def resample(wave: np.ndarray, facts: ClipHeader, sample_rate: int) -> np.ndarray:
+    """Resample mono samples to that rate, float32 of the length that `resampled_length` says."""
     if facts.sample_rate != sample_rate:
         wave = soxr.resample(wave, facts.sample_rate, sample_rate, quality="HQ")
         samples = resampled_length(facts, sample_rate)

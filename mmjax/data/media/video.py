@@ -3,8 +3,8 @@
 A video is a file that FFmpeg reads (through PyAV), or a list of image files in the order of time. Frames are counted
 and sized from the container alone, so that lengths are known before anything is decoded: of MP4 and QuickTime from the
 tables of its `moov` box, of others as FFmpeg reports them, and where a container has no count (WebM, Matroska), from
-its duration and rate. As many frames are decoded as were planned, whatever the count says: a file that lacks a few at
-its end repeats its last, one that lacks more is bad. Frames are turned upright.
+its duration and rate (`matroska.py`). As many frames are decoded as were planned, whatever the count says: a file that
+lacks a few at its end repeats its last, one that lacks more is bad. Frames are turned upright.
 
 Frames are sampled as in transformers' video processors; their resizing is Pillow's, as for images.
 """
@@ -16,6 +16,7 @@ import io
 import struct
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,6 +25,7 @@ import numpy as np
 from mmjax.config import MediaLimits, Qwen2Video, Qwen3Video, SmartResize, VisionConfig
 from mmjax.data.media.decode import IMAGE_STARTS, VideoHeader, check_media_size, decode_image, read_image_size
 from mmjax.data.media.image_transforms import LazyImage, Size, smart_size, smart_size_of_frames
+from mmjax.data.media.matroska import MATROSKA_START, parse_duration, read_matroska_header
 from mmjax.errors import BadMedia, UserError
 
 ZIP_START = b"PK\x03\x04"  # of a list of frames as one file: a ZIP of images, not compressed
@@ -57,10 +59,8 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
         size = _qwen2_size(how, size, merged, len(indices), unit)
         seconds_per_frame = header.frames / float(header.rate or how.fps) / len(indices)
         indices = _filled(indices, unit)
-        patches = np.arange(len(indices) // unit, dtype=np.float32)
-        # In float32, as transformers computes it.
-        step = np.float32(how.tokens_per_second) * np.float32(unit * seconds_per_frame) if how.tokens_per_second else 1
-        return SampledVideo(indices, size, times=tuple((patches * step).astype(int).tolist()))
+        times = _rotary_times(how, len(indices) // unit, unit * seconds_per_frame, unit)
+        return SampledVideo(indices, size, times=tuple(times.astype(int).tolist()))
     if isinstance(how, Qwen3Video):
         indices = _first_to_last(how, header)
         size = _qwen3_size(how, size, merged, len(indices), unit)
@@ -75,6 +75,18 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
     labels = [how.label.replace("{}", str(k + 1)) for k in range(len(indices) // unit)] if how.label else []
     texts = (*(label.lstrip("\n") for label in labels[:1]), *labels[1:])
     return SampledVideo(indices, (how.size[0], how.size[1]) if how.size else size, texts=texts)
+
+
+def _rotary_times(how: Qwen2Video, count: int, sampled: float, unit: int) -> np.ndarray:
+    """Compute the times of so many temporal patches in float32, rounded as transformers does for each family.
+
+    sampled: seconds between the frames taken that begin two of them.
+    """
+    patches = np.arange(count, dtype=np.float32)
+    per_second = np.float32(how.tokens_per_second)
+    if how.seconds == "nominal":
+        return patches * np.float32(unit / how.fps) * per_second
+    return patches * (per_second * np.float32(sampled) if how.tokens_per_second else np.float32(1))
 
 
 def _every_nth(how: Qwen2Video, header: VideoHeader, unit: int) -> np.ndarray:
@@ -143,7 +155,11 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
         frames = _zip_frames(file)
         header = VideoHeader(len(frames), *read_image_size(io.BytesIO(frames[0])), Fraction(0))
     else:
-        header = (_mp4_header(file) if start[4:8] == b"ftyp" else None) or _container_header(file)
+        quick = _mp4_header(file) if start[4:8] == b"ftyp" else None
+        if start.startswith(MATROSKA_START):
+            quick = read_matroska_header(file)
+            file.seek(0)
+        header = quick or _container_header(file)
     if header.frames < 1 or min(header.height, header.width) < 1:
         raise BadMedia(f"a video of {header.frames} frames of {header.height} x {header.width} pixels is empty")
     if max(header.height, header.width) > 0xFFFF or header.frames >= 1 << 31:
@@ -232,27 +248,33 @@ def _inner(content: bytes, *path: bytes) -> bytes:
 
 def _container_header(file: BinaryIO) -> VideoHeader:
     """Read the header by FFmpeg, with the frames counted from the duration where the container does not count them."""
-    av = import_pyav()
-    with _opened(file) as container:
+    with open_container(file) as container:
         stream = _video_stream(container)
         rate = stream.average_rate or stream.guessed_rate
         if not rate:
             raise BadMedia("a video that does not say its frame rate; encode it again")
         frames = stream.frames
         if not frames:
-            seconds = None
-            if stream.duration is not None:
-                seconds = stream.duration * stream.time_base
-            elif container.duration is not None:
-                seconds = Fraction(container.duration, av.time_base)
-            if seconds is None:  # a recording that was never finished: its packets are counted
+            if (
+                seconds := track_seconds(container, stream)
+            ) is None:  # a recording that was never finished: its packets are counted
                 frames = sum(1 for packet in container.demux(stream) if packet.size)
             else:
                 frames = max(1, round(seconds * rate))
         return VideoHeader(frames, stream.height, stream.width, Fraction(rate).limit_denominator(MAX_TERM))
 
 
-def _opened(file: BinaryIO) -> Any:
+def track_seconds(container: Any, stream: Any) -> Fraction | None:
+    """Read how long a track is: by Matroska's tag, by itself, or as the longest of its container; None if unknown."""
+    with suppress(ValueError):
+        return parse_duration(stream.metadata.get("DURATION", ""))
+    if stream.duration is not None:
+        return stream.duration * stream.time_base
+    return None if container.duration is None else Fraction(container.duration, import_pyav().time_base)
+
+
+def open_container(file: BinaryIO) -> Any:
+    """Open a video by FFmpeg. Raises BadMedia where it cannot."""
     av = import_pyav()
     try:
         return av.open(file, metadata_errors="replace")
@@ -320,7 +342,7 @@ def _container_frames(file: BinaryIO, header: VideoHeader, indices: np.ndarray) 
     """Decode these frames of a container, upright, each once and in order."""
     av = import_pyav()
     try:
-        with _opened(file) as container:
+        with open_container(file) as container:
             stream = _video_stream(container)
             times, keys = _packet_times(container, stream)
             frame_times = _frame_times(np.unique(indices), times, header, float(stream.time_base))

@@ -21,6 +21,7 @@ from mmjax.data.media.patches import Encoders
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
 from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
 from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
+from mmjax.data.sources.sound import WithSound
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import Conversations, FileRef, hash_strings
 from mmjax.data.text.chat import Chat, load_chat
@@ -194,6 +195,8 @@ class ChatSource:
         self._reopen = reopen
         self._limits = limits
         self._processors = MediaProcessors(encoders, functions, limits)
+        # As their headers are read: with the sound of videos, where a model has it.
+        self._heard = WithSound(self.conversations) if self._processors.sound else self.conversations
         self._media = SampleMedia(self._processors, self._sizes, self._file)
 
     def __len__(self) -> int:
@@ -215,7 +218,7 @@ class ChatSource:
 
     def read_headers(self, progress: Progress = lambda done: None) -> MediaFacts:
         """Read the media's headers that are new or have changed since the last time; return the facts of all."""
-        self._facts = read_facts(self.conversations, PROBES, self._cache, progress, self._limits)
+        self._facts = read_facts(self._heard, PROBES, self._cache, progress, self._limits)
         return self._facts
 
     def count_tokens(self, progress: Progress = lambda done: None) -> None:
@@ -224,7 +227,7 @@ class ChatSource:
 
     @cached_property
     def _facts(self) -> MediaFacts:
-        known = open_facts(self.conversations, self._cache, self._limits)
+        known = open_facts(self._heard, self._cache, self._limits)
         return self.read_headers() if known is None else known
 
     @cached_property

@@ -22,7 +22,7 @@ import numpy as np
 
 from mmjax.config import MediaLimits
 from mmjax.data.media.decode import Probe, check_media_size, limit_violations
-from mmjax.data.sample import BadSample, Medium
+from mmjax.data.sample import SOUND, BadSample
 from mmjax.data.sources.array_records import FACTS, ArrayRecords
 from mmjax.data.storage.array_store import (
     CHECKSUMS,
@@ -46,7 +46,7 @@ from mmjax.data.storage.files import (
 from mmjax.disk import append_json_lines, atomic_write, read_json_lines, remove_path
 from mmjax.errors import BadMedia, UserError
 
-KINDS: tuple[Medium, ...] = ("image", "audio", "video")
+KINDS = ("image", "audio", "video", SOUND)
 # Read (height, width) of an image or (frames, rate) of a clip from its header. I/O errors propagate.
 Progress = Callable[[int], None]  # called with the number of records done
 
@@ -77,7 +77,7 @@ class MediaFacts:
     def __len__(self) -> int:
         return len(self.characters)
 
-    def of(self, kind: Medium) -> np.ndarray:
+    def of(self, kind: str) -> np.ndarray:
         """Return the sizes of all media of a kind, int64 `[k, 2]`."""
         return self.size[self.kind == KINDS.index(kind)]
 
@@ -149,7 +149,7 @@ def _shipped_facts(records: ArrayRecords, cache: Path) -> MediaFacts | None:
 
 def read_facts(
     conversations: Conversations,
-    probes: Mapping[Medium, Probe],
+    probes: Mapping[str, Probe],
     cache: Path,
     progress: Progress = lambda done: None,
     limits: MediaLimits = MediaLimits(),
@@ -237,7 +237,7 @@ class _RecordFacts:
 
 
 def _read_record(
-    conversations: Conversations, index: int, probes: Mapping[Medium, Probe], known: _KnownFiles, limits: MediaLimits
+    conversations: Conversations, index: int, probes: Mapping[str, Probe], known: _KnownFiles, limits: MediaLimits
 ) -> _RecordFacts:
     try:
         conversation = conversations.conversation(index)
@@ -245,7 +245,7 @@ def _read_record(
         sizes = []
         for medium, stored in zip(media, conversations.media(index) if media else (), strict=True):
             first, second = known.size(medium.kind, stored, probes[medium.kind])
-            if isinstance(stored, FrameFiles):
+            if isinstance(stored, FrameFiles) and medium.kind == "video":
                 first = stored.counted(first)
             try:
                 check_media_size(medium.kind, (first, second), limits)
@@ -293,7 +293,7 @@ class _KnownFiles:
         self._tables = [(np.ascontiguousarray(rows["key"]), rows) for rows in tables if len(rows)]
         self._bad = _read_bad(folder / "unreadable.jsonl")
 
-    def size(self, kind: Medium, stored: FileRef, probe: Probe) -> tuple[int, int]:
+    def size(self, kind: str, stored: FileRef, probe: Probe) -> tuple[int, int]:
         """Look a medium's size up, or read it from the header. Raises BadSample."""
         key = _hash(f"{kind} {stored.name}")
         stamp = _hash(stored.stamp())
@@ -394,7 +394,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _read_header(stored: FileRef, kind: Medium, probe: Probe) -> tuple[int, int]:
+def _read_header(stored: FileRef, kind: str, probe: Probe) -> tuple[int, int]:
     with stored.open() as file:
         try:
             first, second = probe(file)
@@ -405,6 +405,6 @@ def _read_header(stored: FileRef, kind: Medium, probe: Probe) -> tuple[int, int]
             if isinstance(error, OSError) and error.errno is not None:  # an I/O error; decoders set no errno
                 raise Unreadable(f"{stored.name} cannot be read: {text}") from None
             raise BadSample(f"{stored.name} is a bad {kind} file: {text}") from None
-    if first <= 0 or second <= 0:
+    if (first <= 0 and kind != SOUND) or second <= 0:
         raise BadSample(f"{stored.name} is an empty {kind}: {first} x {second}")
     return int(first), int(second)

@@ -6,11 +6,11 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, MediaLimits, NoVideo, VisionConfig
+from mmjax.config import AudioConfig, MediaLimits, NoVideo, Qwen2Video, VisionConfig
 from mmjax.data.media.anyres_layout import BeforeLlm, before_llm
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
@@ -26,8 +26,10 @@ from mmjax.data.media.decode import (
 from mmjax.data.media.image_texts import image_texts, writes_texts
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import Encoders, item_size, token_grid
+from mmjax.data.media.soundtrack import SILENT, decode_sound, read_sound_header
 from mmjax.data.media.video import decode_video, read_video_header, sample_video
-from mmjax.data.sample import ArrangedItems, BadSample, Item, Medium, Sample, SampleLengths, Text, TokenLayout
+from mmjax.data.sample import SOUND, ArrangedItems, BadSample, Item, Medium, Sample, SampleLengths, Text, TokenLayout
+from mmjax.data.sources.sound import Sound, interleave_sound
 from mmjax.data.storage.files import FileRef, FrameFiles
 from mmjax.errors import BadMedia, UserError
 
@@ -35,12 +37,18 @@ CACHED_SIZES = 1 << 16  # media whose items' sizes are cached
 CACHED_MEDIA = 4  # decoded media that are cached, so that an image is decoded once for all its tiles
 
 Functions = Mapping[str, Callable[..., Any]]  # encoder callbacks by the names that the config gives them
-PROBES: dict[Medium, Probe] = {"image": read_image_size, "audio": read_clip_header, "video": read_video_header}
+PROBES: dict[str, Probe] = {
+    "image": read_image_size,
+    "audio": read_clip_header,
+    "video": read_video_header,
+    SOUND: read_sound_header,
+}
 
 
 # Takes the encoder of each part of each medium, and the texts around its parts.
 Tokenize = Callable[[Sequence[Sequence[str]], Sequence[Sequence[str]]], Sample]
-MediaSizes = Sequence[tuple[Medium, tuple[int, int]]]  # kind and header's size of each medium of a sample
+# Kind and header's size of each medium of a sample, where sound is read that of a video's behind the video's.
+MediaSizes = Sequence[tuple[str, tuple[int, int]]]
 
 
 class MediaItems(NamedTuple):
@@ -50,28 +58,41 @@ class MediaItems(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]  # one per item
     tokens: TokenLayout | None = None  # of an image whose tokens are arranged; None: its items' tokens in order
     times: tuple[int, ...] = ()  # rotary positions along t of a video's temporal patches; (): not by position
+    text_after: Literal["space", "time"] = "space"  # of such a video: what text behind it goes on behind
     # that stand before each part and behind the last; (): none. A part is an item, or an equal share of its tokens
     texts: tuple[str, ...] = ()
+    sound: Sound | None = None  # of a video, behind its temporal patches
 
     @property
-    def parts(self) -> int:
-        """Count the places that it has in a text."""
+    def items(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """List the encoder and the size of every item."""
+        frames = tuple((self.encoder, size) for size in self.sizes)
+        return frames if self.sound is None else (*frames, (self.sound.encoder, (self.sound.samples,)))
+
+    @property
+    def parts(self) -> list[str]:
+        """List the encoder of each place that it has in a text."""
         if self.texts:
-            return len(self.texts) - 1
-        return 1 if self.tokens is not None else len(self.sizes)
+            return [self.encoder] * (len(self.texts) - 1)
+        return [self.encoder] if self.tokens is not None else [name for name, _ in self.items]
 
     def count(self, encoders: Encoders) -> int:
         """Count the LLM tokens."""
-        encoder = encoders[self.encoder]
-        return sum(item_size(encoder, size).tokens for size in self.sizes) if self.tokens is None else len(self.tokens)
+        if self.tokens is not None:
+            return len(self.tokens)
+        return sum(item_size(encoders[name], size).tokens for name, size in self.items)
 
     def segments(self, encoders: Encoders, first: int) -> list[Item | ArrangedItems]:
         """Return what stands at each of its places; `first` is the number of its first item."""
         if self.tokens is not None:
             return [ArrangedItems(self.encoder, first, len(self.sizes), self.tokens)]
         if self.times:
-            return [Item(self.encoder, first + k, patch=k, time=time) for k, time in enumerate(self.times)]
-        shares = self.parts // len(self.sizes)
+            frames = [
+                Item(self.encoder, first + k, patch=k, time=time, text_after=self.text_after)
+                for k, time in enumerate(self.times)
+            ]
+            return frames if self.sound is None else [*frames, Item(self.sound.encoder, first + len(frames))]
+        shares = len(self.parts) // len(self.sizes)
         if shares == 1:
             return [Item(self.encoder, first + k) for k in range(len(self.sizes))]
         segments = []
@@ -107,22 +128,41 @@ class MediaProcessors:
             raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; {remedy}")
         return name
 
+    @property
+    def sound(self) -> str:
+        """Return the encoder of the videos' sound; empty where it is not read."""
+        videos = [encoder.videos for encoder in self.encoders.values() if isinstance(encoder, VisionConfig)]
+        return next((how.sound for how in videos if isinstance(how, Qwen2Video) and how.sound), "")
+
     def writes_text(self, kind: Medium) -> bool:
         """Tell whether text may be written around the items of media of a kind."""
         return kind == "video" or (kind == "image" and any(writes_texts(eyes.encoder) for eyes in self._eyes.values()))
 
-    def _items(self, kind: Medium, facts: tuple[int, int], images: int) -> MediaItems:
-        """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia."""
+    def _items(self, kind: Medium, facts: tuple[int, ...], images: int) -> MediaItems:
+        """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia.
+
+        facts: of a video its packed header, and where it is read that of its sound.
+        """
         name = self.encoder(kind)
         if kind == "image":
             return self._eyes[name].items(facts, images, self.limits)
         encoder = self.encoders[name]
         if kind == "video":
-            video = sample_video(encoder, VideoHeader.unpacked(facts))
+            video = sample_video(encoder, VideoHeader.unpacked(facts[:2]))
             sizes = ((encoder.frames, *video.size),) * (len(video.indices) // encoder.frames)
-            return MediaItems(name, sizes, times=video.times, texts=(*video.texts, "") if video.texts else ())
+            how = encoder.videos
+            text_after = how.text_after if isinstance(how, Qwen2Video) else "space"
+            texts = (*video.texts, "") if video.texts else ()
+            frames = MediaItems(name, sizes, times=video.times, text_after=text_after, texts=texts)
+            sound = ClipHeader(*facts[2:]) if self.sound and facts[2:] else SILENT
+            return frames if sound == SILENT else frames._replace(sound=self._sound(how, sound))
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
+
+    def _sound(self, how: Qwen2Video, header: ClipHeader) -> Sound:
+        encoder = self.encoders[how.sound]
+        samples = resampled_length(header, encoder.sample_rate)
+        return Sound(how.sound, samples, item_size(encoder, (samples,)).tokens, how.sound_chunk)
 
     def decoded(self, kind: Medium, file: FileRef, images: int) -> tuple[np.ndarray, ...]:
         """Decode a medium's file to its items, of the sizes that `items` returns. Raises BadMedia."""
@@ -132,7 +172,11 @@ class MediaProcessors:
             # Of a container only what is needed is read; it may be large.
             with io.BytesIO(file.read()) if isinstance(file, FrameFiles) else file.open() as opened:
                 patches = decode_video(opened, encoder, self.limits)
-            return tuple(map(grey, patches)) if encoder.channels == 1 else patches
+                opened.seek(0)
+                rate = self.encoders[self.sound].sample_rate if self.sound else 0
+                wave = decode_sound(opened, rate, self.limits) if rate else None
+            patches = tuple(map(grey, patches)) if encoder.channels == 1 else patches
+            return patches if wave is None else (*patches, wave)
         if kind == "image":
             items = prepare_image(
                 self._eyes[name].before_encoder, decode_image(file.read(), self.limits), images, self.limits
@@ -146,9 +190,7 @@ class MediaProcessors:
         """Return the lengths of a sample with these media."""
         arranged = any(medium.tokens is not None for medium in media)
         tokens = sum(medium.count(self.encoders) for medium in media) if arranged else None
-        return SampleLengths(
-            text_tokens, tuple((medium.encoder, size) for medium in media for size in medium.sizes), tokens
-        )
+        return SampleLengths(text_tokens, tuple(item for medium in media for item in medium.items), tokens)
 
 
 class SampleMedia:
@@ -167,7 +209,7 @@ class SampleMedia:
 
     def items(self, sample: int) -> list[MediaItems]:
         """Compute the items of every medium of a sample. Raises BadMedia."""
-        sizes = self._sizes(sample)
+        sizes = _with_own_sound(self._sizes(sample))
         images = sum(kind == "image" for kind, _ in sizes)
         return [self._processors.items(kind, size, images) for kind, size in sizes]
 
@@ -181,27 +223,46 @@ class SampleMedia:
     def place(self, sample: int, tokenize: Tokenize) -> Sample:
         """Tokenize a sample's text and place its items in it. Raises BadMedia."""
         media = self.items(sample)
-        encoders = [[medium.encoder] * medium.parts for medium in media]
-        sample = tokenize(encoders, [medium.texts for medium in media])
-        return place_media(sample, media, self._processors.encoders)
+        placed = place_media(
+            tokenize([medium.parts for medium in media], [medium.texts for medium in media]),
+            media,
+            self._processors.encoders,
+        )
+        number = 0
+        for medium in media:
+            if medium.sound is not None:
+                placed = interleave_sound(placed, number, medium.times, medium.sound)
+            number += len(medium.items)
+        return placed
 
     def writes_text(self, sample: int) -> bool:
         """Tell whether text is written around a sample's items, which is not counted without them. Raises BadMedia."""
-        return any(medium.texts for medium in self.items(sample))
+        return any(medium.texts or medium.sound for medium in self.items(sample))
 
     def item(self, sample: int, number: int) -> np.ndarray:
         """Decode one item. Raises IndexError where the sample has no such item, BadMedia where it cannot be decoded."""
         # Items are numbered through all media: of media with 3 and 2 items, item 4 is item 1 of medium 1.
         first = 0
         for medium, items in enumerate(self.items(sample)):
-            if number < first + len(items.sizes):
+            if number < first + len(items.items):
                 return self._decoded(sample, medium)[number - first]
-            first += len(items.sizes)
+            first += len(items.items)
         raise IndexError(f"sample {sample} has no item {number}")
 
     def _decode(self, sample: int, medium: int) -> tuple[np.ndarray, ...]:
-        kinds = [kind for kind, _ in self._sizes(sample)]
+        kinds = [kind for kind, _ in self._sizes(sample) if kind != SOUND]
         return self._processors.decoded(kinds[medium], self._file(sample, medium), kinds.count("image"))
+
+
+def _with_own_sound(sizes: MediaSizes) -> list[tuple[Medium, tuple[int, ...]]]:
+    """Join the size of each video's sound to that of the video."""
+    joined: list[tuple[Any, tuple[int, ...]]] = []
+    for kind, size in sizes:
+        if kind == SOUND:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((kind, size))
+    return joined
 
 
 @dataclass(frozen=True)
@@ -249,7 +310,7 @@ def place_media(sample: Sample, media: Sequence[MediaItems], encoders: Encoders)
     items = 0
     for medium in media:
         segments += medium.segments(encoders, items)
-        items += len(medium.sizes)
+        items += len(medium.items)
     return Sample(
         tuple(replace(segments[s.number], start=s.start) if isinstance(s, Item) else s for s in sample.segments)
     )

@@ -85,7 +85,7 @@ class Chat:
         each part and behind the last, where its medium has such text (the times of a video's frames). Raises BadSample
         where the conversation can't be trained on.
         """
-        line = self._line(conversation, texts)
+        line = self._line(conversation, texts, encoders)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         count = np.count_nonzero(tokens.weights)
         # With "sample" every sample counts alike, whatever its length; "square" lies between, as in InternVL.
@@ -105,7 +105,7 @@ class Chat:
         if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
             raise BadSample("it does not end with a question, so there is nothing to answer")
         text, _ = self.template.render(self._messages(conversation), True)
-        line = self._with_media(RenderedChat(text, ()), conversation, texts)
+        line = self._with_media(RenderedChat(text, ()), conversation, texts, encoders)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders, texts))
 
@@ -136,7 +136,12 @@ class Chat:
 
     # ----------------------------------------------------------------------------------------------------- text
 
-    def _line(self, conversation: Conversation, texts: Sequence[Sequence[str]] = ()) -> TokenizerInput:
+    def _line(
+        self,
+        conversation: Conversation,
+        texts: Sequence[Sequence[str]] = (),
+        encoders: Sequence[Sequence[str]] = (),
+    ) -> TokenizerInput:
         """Render the text to tokenize, with the characters of the answers that are trained on."""
         answer_weights = [message.weight for message in conversation.messages if message.role == ASSISTANT]
         if not answer_weights:
@@ -148,7 +153,7 @@ class Chat:
         rendered = self.template.rendered(self._messages(conversation), last_only, weights)
         if not rendered.answers:
             raise BadSample("the chat template writes nothing that the assistant says")
-        return self._with_media(rendered, conversation, texts)
+        return self._with_media(rendered, conversation, texts, encoders)
 
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """Convert to the template's messages. Raises BadSample where their text would be taken for control tokens."""
@@ -173,14 +178,25 @@ class Chat:
         return self.template.messages(conversation, {kind: p.written for kind, p in self.placeholders.items()})
 
     def _with_media(
-        self, rendered: RenderedChat, conversation: Conversation, texts: Sequence[Sequence[str]]
+        self,
+        rendered: RenderedChat,
+        conversation: Conversation,
+        texts: Sequence[Sequence[str]],
+        encoders: Sequence[Sequence[str]],
     ) -> TokenizerInput:
         # The template's placeholders become tokens, and must be as many as the conversation's media.
         kinds = [medium.kind for medium in conversation.media()]
         kind_of = {p.written: kind for kind, p in self.placeholders.items()}
         check_places([kind_of[match[0]] for match in self.written.finditer(rendered.text)], kinds)
         by_kind = {kind: [t for k, t in zip(kinds, texts, strict=True) if k == kind] for kind in kinds if texts}
-        return write_media(rendered, self.placeholders, self.written, by_kind)
+        # A video with items of two encoders has its sound among them.
+        videos = [len(set(names)) > 1 for kind, names in zip(kinds, encoders, strict=False) if kind == "video"]
+        if any(videos) and not self.placeholders["video"].sound_before:
+            raise UserError(
+                f"it is not known how {self.form.folder} marks videos with their sound; say it: "
+                "chat.placeholders.video.sound_before and sound_after, or leave model.encoders.NAME.videos.sound out"
+            )
+        return write_media(rendered, self.placeholders, self.written, by_kind, videos)
 
     # --------------------------------------------------------------------------------------------------- tokens
 

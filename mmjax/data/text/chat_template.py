@@ -61,6 +61,12 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                     after=named.get("vision_end_token", "<|vision_end|>"),
                 )
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
+            case "qwen25omni" | "qwen25omnithinker":
+                tokens = {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
+                kinds = {kind: Placeholder(named.get(f"{kind}_token", token)) for kind, token in tokens.items()}
+                begin = named.get("audio_bos_token", "<|audio_bos|>")
+                end = named.get("audio_eos_token", "<|audio_eos|>")
+                return kinds | {"video": replace(kinds["video"], sound_before=begin, sound_after=end)}
             case "qwen2audio":
                 return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
             case "internvl":
@@ -115,17 +121,19 @@ def write_media(
     places: Mapping[str, Placeholder],
     written: re.Pattern[str],
     texts: Mapping[str, Sequence[Sequence[str]]] = {},
+    sounded: Sequence[bool] = (),
 ) -> TokenizerInput:
     """Replace what the template wrote for each medium, found by `written`, with its token and the text around it.
 
     texts: by kind, what stands before each part of each medium of the kind, and behind its last part; such a medium has
-    a token for each part.
+    a token for each part. sounded: of each video, whether its sound is among its items; empty: of none.
     """
     kind_of = {p.written: kind for kind, p in places.items()}
     pieces = []
     media = []
     kinds = []
     remaining = {kind: iter(of_kind) for kind, of_kind in texts.items()}
+    with_sound = iter(sounded)
     length = last = 0  # of the new text, and in the rendered one
     # From position `starts[k]` of the rendered text on, positions move by `shifts[k]`: where "<image>" becomes "<img>"
     # in "a<image>b", b moves from 8 to 6, so the second entries are 8 and -2.
@@ -133,7 +141,10 @@ def write_media(
     shifts = [0]
     for match in written.finditer(rendered.text):
         kind = kind_of[match[0]]
-        item = places[kind].before + (places[kind].token or places[kind].written) + places[kind].after
+        place = places[kind]
+        sound = kind == "video" and next(with_sound, False)
+        prefix, suffix = (place.sound_before, place.sound_after) if sound else (place.before, place.after)
+        item = prefix + (place.token or place.written) + suffix
         pieces.append(rendered.text[last : match.start()])
         length += match.start() - last
         *leading, trailing = (next(remaining[kind]) if kind in remaining else ()) or ("", "")

@@ -15,7 +15,9 @@ from clips_made import frames_of, write_video
 from PIL import Image
 
 from mmjax.config import MediaLimits, Qwen2Video, Qwen3Video, UniformVideo, VisionConfig
+from mmjax.data.media import video
 from mmjax.data.media.decode import VideoHeader, check_media_size, limit_violations
+from mmjax.data.media.matroska import read_matroska_header
 from mmjax.data.media.video import decode_video, read_video_header, sample_video
 from mmjax.data.storage.files import FrameFiles, LocalFile
 from mmjax.errors import BadMedia
@@ -121,6 +123,33 @@ def test_no_cut_or_overwritten_file_ends_in_anything_but_the_planned_frames_or_b
             assert made.shape == (len(sampled.indices), *sampled.size, 3)
 
 
+@pytest.mark.parametrize("sound", [False, True], ids=["alone", "with sound"])
+@pytest.mark.parametrize(("ending", "codec"), [("mkv", "libx264"), ("webm", "libvpx-vp9")])
+def test_matroska_is_read_as_ffmpeg_reads_it_without_opening_a_codec(
+    ending: str, codec: str, sound: bool, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    track = np.zeros((1, 30_000), np.float32) if sound and ending == "mkv" else None
+    for count, rate in ((1, 25), (7, Fraction(30_000, 1001)), (31, Fraction(450, 367)), (24, Fraction(1, 5))):
+        path = write_video(tmp_path / f"{count}.{ending}", frames_of(rng, count, 48, 80), rate, codec, sound=track)
+        with path.open("rb") as file:
+            header = read_matroska_header(file)
+            assert header == VideoHeader(count, 48, 80, Fraction(rate))
+            file.seek(0)
+            assert header == video._container_header(file)
+
+
+def test_a_recording_of_unknown_length_is_left_to_ffmpeg(tmp_path: Path) -> None:
+    """No duration, no rate, sizes that were never written, a file that ends in its header: none is guessed."""
+    content = write_video(tmp_path / "a.mkv", frames_of(np.random.default_rng(0), 9, 32, 40), 10).read_bytes()
+    for name in (b"\x23\xe3\x83", b"\x16\x54\xae\x6b"):  # DefaultDuration, Tracks
+        assert name in content
+        other = content.replace(name, name[:-1] + b"\x85")
+        assert read_matroska_header(io.BytesIO(other)) is None
+    for end in range(4, content.index(b"\x1f\x43\xb6\x75"), 7):  # of the first cluster
+        assert read_matroska_header(io.BytesIO(content[:end])) is None
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -205,9 +234,11 @@ def test_a_list_of_images_is_a_video_whose_frames_are_all_taken(tmp_path: Path) 
 
 
 @pytest.mark.exhaustive
-def test_one_core_reads_the_headers_of_two_thousand_mp4_files_in_a_second(tmp_path: Path) -> None:
-    content = write_video(tmp_path / "a.mp4", frames_of(np.random.default_rng(0), 50, 96, 128), 30).read_bytes()
-    paths = [tmp_path / f"{number}.mp4" for number in range(500)]
+@pytest.mark.parametrize(("ending", "codec"), [("mp4", "mpeg4"), ("mkv", "mpeg4"), ("webm", "libvpx-vp9")])
+def test_one_core_reads_the_headers_of_two_thousand_files_in_a_second(ending: str, codec: str, tmp_path: Path) -> None:
+    frames = frames_of(np.random.default_rng(0), 50, 96, 128)
+    content = write_video(tmp_path / f"a.{ending}", frames, 30, codec).read_bytes()
+    paths = [tmp_path / f"{number}.{ending}" for number in range(500)]
     for path in paths:
         path.write_bytes(content)
     best = np.inf

@@ -1,0 +1,72 @@
+"""The sound of a video as a clip: its length from the container's header, and its samples decoded by FFmpeg (PyAV).
+
+As many samples are taken as the header promises, and silence follows where there are fewer: Matroska may say but the
+length of its longest track. Whether a file is cut off is seen by its frames.
+"""
+
+from __future__ import annotations
+
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mmjax.config import MediaLimits
+from mmjax.data.media.decode import IMAGE_STARTS, ClipHeader, check_media_size, resample
+from mmjax.data.media.video import ZIP_START, import_pyav, open_container, track_seconds
+from mmjax.errors import BadMedia
+
+SILENT = ClipHeader(frames=0, sample_rate=1)  # of a video without sound
+
+
+def read_sound_header(file: BinaryIO) -> ClipHeader:
+    """Read the length of a video's first sound track from a seekable file; `SILENT` where it has none.
+
+    Raises BadMedia for a file that cannot be opened, and for a track that does not say how long it is.
+    """
+    start = file.read(12)
+    file.seek(0)
+    if start.startswith((*IMAGE_STARTS, ZIP_START)) or start[8:] == b"WEBP":
+        return SILENT
+    with open_container(file) as container:
+        if not container.streams.audio or not container.streams.audio[0].rate:
+            return SILENT
+        stream = container.streams.audio[0]
+        if (seconds := track_seconds(container, stream)) is None:
+            raise BadMedia("a video whose sound does not say how long it is; encode it again")
+        return ClipHeader(frames=max(1, round(seconds * stream.rate)), sample_rate=stream.rate)
+
+
+def decode_sound(file: BinaryIO, sample_rate: int, limits: MediaLimits = MediaLimits()) -> np.ndarray | None:
+    """Decode a video's sound to mono samples at that rate, float32 `[n]`; None for a silent video.
+
+    Raises BadMedia as `read_sound_header`, for sound beyond the limits, and for sound that is corrupt.
+    """
+    header = read_sound_header(file)
+    if header == SILENT:
+        return None
+    check_media_size("sound", header, limits)
+    file.seek(0)
+    av = import_pyav()
+    try:
+        with open_container(file) as container:
+            pieces = [piece.mean(axis=0) for piece in _samples(av, container, header)]
+    except av.FFmpegError as error:
+        raise BadMedia(f"corrupt sound of a video: {error}") from None
+    wave = np.concatenate([np.empty(0, np.float32), *pieces])[: header.frames]
+    if not len(wave):
+        raise BadMedia("a video whose sound cannot be decoded")
+    if not np.isfinite(wave).all():
+        raise BadMedia("a video's sound holds samples that are not finite")
+    return resample(np.pad(wave, (0, header.frames - len(wave))), header, sample_rate)
+
+
+def _samples(av: Any, container: Any, header: ClipHeader) -> Any:
+    """Decode float32 `[channels, samples]`, piece by piece, no further than the header says."""
+    planar = av.AudioResampler(format="fltp")
+    count = 0
+    for frame in container.decode(container.streams.audio[0]):
+        for piece in planar.resample(frame):
+            yield piece.to_ndarray()
+            count += piece.samples
+        if count >= header.frames:
+            return
