@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
         c = self.config
         if not c.windowed:
             # Without windows there is no `reach`, and the program has no comparison for it.
-            return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads))
+            return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype)
         near = None
         if c.window_rope_theta:
             unscaled = replace(c, rope_theta=c.window_rope_theta, rope_scaling=PlainRope())
@@ -150,7 +150,7 @@ class Decoder(nnx.Module):
         window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
         return Context(full_mask, rotation, window_mask=window_mask, window_rotation=near).planned(
-            c.attention, c.head_width, (c.heads, c.kv_heads)
+            c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype
         )
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:

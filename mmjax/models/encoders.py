@@ -235,7 +235,7 @@ class VisionEncoder(nnx.Module):
             window = jnp.repeat(self._windows(items).number(), c.connector.merge**2, axis=1)
             # A query that sees no kind attends its span alone, here the window.
             context = context._replace(window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window)))
-        context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.max_block)
+        context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype, self.max_block)
         if isinstance(c.positions, LearnedGrid | FractionalGrid):
             return context
         alternating = isinstance(c.positions, AlternatingGrid)
@@ -343,7 +343,7 @@ class AudioEncoder(nnx.Module):
         """Build the attention mask of a batch; the stem has added positions already."""
         c = self.config
         return Context(encoder_mask(self._layer_items(items))).planned(
-            c.attention, c.width // c.heads, (c.heads, c.heads)
+            c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype
         )
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
