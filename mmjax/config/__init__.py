@@ -48,6 +48,7 @@ from mmjax.config.media import (
     ImagePreparation,
     LogMel,
     NoVideo,
+    PanAndScan,
     PixtralResize,
     Qwen2Video,
     Qwen3Video,

@@ -98,7 +98,19 @@ class SplitTiles:
     kind: Literal["split_tiles"] = "split_tiles"
 
 
-ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize | SplitTiles
+@dataclass(frozen=True)
+class PanAndScan:
+    """The whole image, then crops side by side where it is long or tall, as for Gemma 3, with text before each."""
+
+    resize: tuple[int, ...] = (896, 896)  # of the image and of its crops: height and width
+    min_crop: int = 256  # pixels of a crop's shorter side; with less, an image has no crops
+    max_crops: int = 4  # per image
+    min_ratio: float = 1.2  # longer side over shorter side, from which on an image has crops
+    filter: Filter = "bilinear"  # of resizing
+    kind: Literal["pan_and_scan"] = "pan_and_scan"
+
+
+ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize | SplitTiles | PanAndScan
 
 
 @dataclass(frozen=True)

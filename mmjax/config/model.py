@@ -80,6 +80,7 @@ class LongRope:
 
 RopeScaling = PlainRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+UNLIMITED = 2**30  # tokens: more than any row has
 Biased = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
 
@@ -97,7 +98,7 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A causal transformer: rotary positions, RMSNorm, a gated MLP, grouped-query attention."""
+    """A causal transformer: grouped-query attention; by default rotary positions, RMSNorm and a gated MLP."""
 
     layers: int  # number of layers
     width: int  # of the residual stream
@@ -111,9 +112,9 @@ class DecoderConfig:
     rope_sections: tuple[int, ...] = ()  # channel pairs rotated by (t, y, x); empty: all by one position
     rope_interleaved: bool = False  # interleaves the pairs of the sections
     rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
-    norm_eps: float = 1e-6  # of RMSNorm
-    norm_offset: float = 0.0  # added to the norms' scales
-    activation: Activation = "silu"  # of the MLP's gate
+    norm_eps: float = 1e-6  # of the norms
+    norm_offset: float = 0.0  # added to the scales of RMSNorms
+    activation: Activation = "silu"  # of the MLP, of its gate where it has one
     biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
     qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before RoPE
     post_norms: bool = False  # of the outputs of attention and MLP, before they are added to the residual stream
@@ -127,13 +128,23 @@ class DecoderConfig:
     window_rope_theta: float = 0.0  # base of the rotary frequencies of those layers, unscaled; 0: as the others
     delta_net: DeltaNetConfig | None = None  # in place of attention in some layers; none: all layers have attention
     tied: bool = True  # the embedding is the output table too
-    items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
+    # How the tokens of an image or clip attend; prefix: as all before the first answer, which attends both ways.
+    items: Literal["causal", "bidirectional", "isolated", "prefix"] = "causal"
     attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm; those of queries and keys are RMSNorms
+    gated: bool = True  # the MLP has a gate
+    learned_positions: int = 0  # entries of a table of learned positions in place of RoPE; 0: RoPE
+    first_position: int = 0  # entry of that table for a sample's first token
+
+    @property
+    def max_tokens(self) -> int:
+        """Return how many tokens a sample may have: as many as there are learned positions."""
+        return self.learned_positions - self.first_position if self.learned_positions else UNLIMITED
 
     @property
     def rotary_pairs(self) -> int:
@@ -187,11 +198,15 @@ class AlternatingGrid:
 
 @dataclass(frozen=True)
 class LearnedGrid:
-    """A learned vector per cell of a grid; images have at most as many rows and columns of patches."""
+    """A learned vector per cell of a grid; images have at most as many rows and columns of patches.
+
+    With an interpolation the grid is a square, whose vectors are interpolated to images of other sizes (DINOv2).
+    """
 
     rows: int  # of patches
     columns: int  # of patches
     kind: Literal["learned"] = "learned"
+    interpolation: Literal["none", "bicubic", "antialiased"] = "none"  # antialiased: bicubic, wider where it shrinks
 
 
 @dataclass(frozen=True)
@@ -272,6 +287,12 @@ class VisionConfig:
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
     embed_norm_first: bool = False  # embed_norm comes before learned positions are added
+    registers: int = 0  # further learned tokens beside the class token, without positions
+
+    @property
+    def own_tokens(self) -> int:
+        """Return how many learned tokens stand beside the patches of every image; the LLM sees none of them."""
+        return self.class_token + self.registers
 
     @property
     def patch_values(self) -> int:
@@ -375,7 +396,7 @@ def linear_layers(model: ModelConfig) -> Sizes:
     llm = model.llm
     query_width = llm.heads * llm.head_width
     key_width = llm.kv_heads * llm.head_width
-    sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=True)
+    sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=llm.gated)
     if llm.attention_gate:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
     if all(llm.delta_layers):

@@ -1,4 +1,4 @@
-"""Text decoders: Qwen2 to 3.5, Llama 3, Mistral, Phi-3, Gemma 1 to 3, GLM-4. What their configs say, their tensors."""
+"""Text decoders with RoPE: Qwen2 to 3.5, Llama 3, Mistral, Phi-3, Gemma 1 to 3, GLM-4. Their configs and tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mmjax.config import (
-    Activation,
     Biased,
     DecoderConfig,
     DeltaNetConfig,
@@ -21,21 +20,11 @@ from mmjax.config import (
     YarnRope,
 )
 from mmjax.errors import UserError
+from mmjax.hf import gpt
 from mmjax.hf.folder import Fields, HfFolder, note
 from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, fused_parts, linear, norm, table
+from mmjax.hf.names import ACTIVATIONS, QKV
 
-# By HF's names. The three approximations of GELU by tanh differ in how they are computed, not in what.
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-}
-QKV: tuple[Biased, ...] = ("query", "key", "value")
 ROPE = {  # what a config may say of RoPE beside its base
     "default": (),
     "mrope": (),
@@ -87,10 +76,12 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
     the computation in a way that is not supported.
     """
     kind = fields.get("model_type", str)
+    if kind in gpt.FAMILIES:
+        llm = gpt.read(fields)
+        return llm if tied is None else replace(llm, tied=tied)
     if kind not in FAMILIES:
-        raise UserError(
-            f"{fields.where}: model_type={kind!r} is no decoder that can be read; known: {', '.join(FAMILIES)}"
-        )
+        known = ", ".join((*FAMILIES, *gpt.FAMILIES))
+        raise UserError(f"{fields.where}: model_type={kind!r} is no decoder that can be read; known: {known}")
     family = FAMILIES[kind]
     width = fields.get("hidden_size", int, family.width)
     heads = fields.get("num_attention_heads", int, family.heads)
@@ -410,7 +401,11 @@ FAMILIES = {
 
 # ---------------------------------------------------------------------------------------------------------- tensors
 
-BODIES = ("model.language_model.", "model.text_model.", "language_model.model.", "model.", "language_model.", "")
+BODIES = (
+    *("model.language_model.", "model.text_model.", "language_model.model.", "model.", "language_model."),
+    *("language_model.model.decoder.", "model.decoder.", "decoder.", "transformer.", ""),
+)
+EMBEDDINGS = ("embed_tokens", "wte")
 OUTPUTS = ("lm_head", "language_model.lm_head")
 GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")  # of the outputs of attention and MLP
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
@@ -421,10 +416,15 @@ def find_decoder(folder: HfFolder) -> tuple[str, str]:
 
     Raises UserError where there is no decoder.
     """
-    inner = next((p for p in BODIES if f"{p}embed_tokens.weight" in folder.tensors), None)
+    inner = next((p for p in BODIES for e in EMBEDDINGS if f"{p}{e}.weight" in folder.tensors), None)
     if inner is None:
         raise UserError(f"{folder.path} has no decoder: no tensor is called [...]embed_tokens.weight")
     return inner, next((p for p in OUTPUTS if f"{p}.weight" in folder.tensors), OUTPUTS[0])
+
+
+def embedding_of(folder: HfFolder, inner: str) -> str:
+    """Name the tensor of the table of embeddings in a decoder's body."""
+    return next(f"{inner}{name}.weight" for name in EMBEDDINGS if f"{inner}{name}.weight" in folder.tensors)
 
 
 def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
@@ -439,6 +439,8 @@ def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
 def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     """Locate a decoder's parameters. Raises UserError where there is no decoder."""
     inner, output = find_decoder(folder)
+    if config.learned_positions:
+        return gpt.gpt_parts(config, folder, inner, output)
     layer = f"{inner}layers.*."
     attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
     mlp = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

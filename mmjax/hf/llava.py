@@ -18,9 +18,10 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, decoder_of, decoder_parts, find_decoder
+from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear
+from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, DEFAULTS
 from mmjax.hf.vision import (
     find_tower,
@@ -101,6 +102,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 def _check_features(fields: Fields, vision: VisionConfig, family: Family) -> None:
     """Raise UserError unless the LLM sees all patches of the tower, and no class token."""
+    if vision.registers:
+        raise UserError(f"{fields.where}: the LLM sees the {vision.registers} registers of its tower, which is not "
+                        "supported")  # fmt: skip
     features = fields.get("vision_feature_select_strategy", str, family.features)
     expected = "default" if vision.class_token else "full"
     if features != expected:

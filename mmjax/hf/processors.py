@@ -19,6 +19,7 @@ from mmjax.config import (
     Filter,
     FixedSize,
     ImagePreparation,
+    PanAndScan,
     PixtralResize,
     Qwen2Video,
     Qwen3Video,
@@ -68,6 +69,7 @@ _IDEFICS3 |= {"do_image_splitting": True}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "CLIPImageProcessor": _CLIP,
     "SiglipImageProcessor": _COMMON | _HALF | {"size": {"height": 224, "width": 224}},
+    "BitImageProcessor": _CLIP,
     "LlavaImageProcessor": _CLIP,
     "LlavaNextImageProcessor": _CLIP | {"image_grid_pinpoints": _NEXT_PINPOINTS},
     "LlavaOnevisionImageProcessor": _COMMON
@@ -126,6 +128,8 @@ def read_image_processing(folder: Path) -> ImageProcessing:
         how = _pixtral_resize(fields, folder)
     elif kind in ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor"):
         how = _any_res(fields, several="tiles" if kind == "LlavaNextImageProcessor" else "square")
+    elif kind == "Gemma3ImageProcessor" and fields.flag("do_pan_and_scan"):
+        how = _pan_and_scan(fields)
     else:
         how = _fixed_size(fields, pads=kind == "LlavaImageProcessor")
     normalized = fields.flag("do_normalize")
@@ -263,12 +267,22 @@ def _fixed_size(fields: _ProcessorFields, pads: bool) -> FixedSize:
         raise fields.refused("do_pad", "only LlavaImageProcessor pads; set it to false")
     if fields.flag("use_square_size"):
         raise fields.refused("use_square_size", "give height and width in size instead")
-    if fields.flag("do_pan_and_scan"):
-        raise fields.refused("do_pan_and_scan", "crops beside the whole image are not supported; set it to false")
     return FixedSize(
         square=_background(fields) if fields.flag("do_pad") else (),
         resize=fields.extent("size") if fields.flag("do_resize") else (),
         crop=fields.height_and_width("crop_size") if fields.flag("do_center_crop") else (),
+        filter=_filter(fields),
+    )
+
+
+def _pan_and_scan(fields: _ProcessorFields) -> PanAndScan:
+    if not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "an image and its crops must be of one size; set it to true")
+    return PanAndScan(
+        resize=fields.height_and_width("size"),
+        min_crop=fields.count("pan_and_scan_min_crop_size"),
+        max_crops=fields.count("pan_and_scan_max_num_crops"),
+        min_ratio=fields.number("pan_and_scan_min_ratio_to_activate"),
         filter=_filter(fields),
     )
 

@@ -17,9 +17,10 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
+from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_video_processing
 from mmjax.hf.vision import with_images
 
@@ -80,6 +81,12 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     if isinstance(videos, Qwen2Video):
         videos = replace(videos, tokens_per_second=vision.get("tokens_per_second", float))
     return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
+
+
+def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
+    """The vision tower alone, for another LLM: without a deepstack, whose mergers know the layers of their own."""
+    tower = read(folder, fields).encoders[NAME]
+    return replace(tower, deepstack=(), connector=ConnectorConfig(merge=tower.connector.merge))
 
 
 def _renamed(vision: Fields) -> Fields:

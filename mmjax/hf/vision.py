@@ -1,10 +1,11 @@
-"""Vision towers: CLIP, SigLIP, Pixtral, and InternViT in transformers' layout and in OpenGVLab's own."""
+"""Vision towers: CLIP, SigLIP, Pixtral, DINOv2, and InternViT in transformers' layout and in OpenGVLab's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from mmjax.config import (
     AlternatingGrid,
@@ -17,6 +18,7 @@ from mmjax.config import (
     FractionalGrid,
     LearnedGrid,
     ModelConfig,
+    PanAndScan,
     PixtralResize,
     RotaryGrid,
     SmartResize,
@@ -25,9 +27,9 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, QKV
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, convolution, fused_parts, linear, norm
+from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import (
     CLIP_MEAN,
     CLIP_STD,
@@ -310,16 +312,90 @@ def _open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
     )
 
 
+# ----------------------------------------------------------------------------------------------------------- DINOv2
+
+
+def _dinov2(fields: Fields) -> VisionConfig:
+    return _self_distilled(fields, 14, "bicubic", 0)
+
+
+def _dinov2_with_registers(fields: Fields) -> VisionConfig:
+    return _self_distilled(fields, 16, "antialiased", fields.get("num_register_tokens", int, 4))
+
+
+def _self_distilled(
+    fields: Fields, patch: int, interpolation: Literal["bicubic", "antialiased"], registers: int
+) -> VisionConfig:
+    width = fields.get("hidden_size", int, 768)
+    patch, grid = _patches(fields, 224, patch)
+    if grid.rows != grid.columns:
+        raise UserError(f"{fields.where}: image_size={fields.get('image_size', (int, list))} is no square, whose "
+                        "positions are not supported")  # fmt: skip
+    gated = fields.get("use_swiglu_ffn", bool, False)
+    mlp_width = int(width * fields.get("mlp_ratio", (int, float), 4))
+    return VisionConfig(
+        attention="auto",
+        layers=fields.get("num_hidden_layers", int, 12),
+        width=width,
+        heads=fields.get("num_attention_heads", int, 12),
+        # Two thirds with a gate, rounded up to a multiple of 8.
+        mlp_width=-(-int(mlp_width * 2 / 3) // 8) * 8 if gated else mlp_width,
+        patch=patch,
+        channels=fields.get("num_channels", int, 3),
+        positions=replace(grid, interpolation=interpolation),
+        class_token=True,
+        registers=registers,
+        norm_eps=fields.get("layer_norm_eps", float, 1e-6),
+        activation="silu" if gated else fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        gated=gated,
+        biases=(
+            *(QKV if fields.get("qkv_bias", bool, True) else ()),
+            "output",
+            *(("gate",) if gated else ()),
+            "up",
+            "down",
+        ),
+        layer_scale=True,
+    )
+
+
+def _dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    layer = f"{prefix}encoder.layer.*."
+    named = {name: f"attention.attention.{name}" for name in QKV} | {"output": "attention.output.dense"}
+    mlp = {"up": linear(f"{layer}mlp.fc1"), "down": linear(f"{layer}mlp.fc2")}
+    if config.gated:
+        mlp = fused_parts(linear(f"{layer}mlp.weights_in"), gate=config.mlp_width, up=config.mlp_width)
+        mlp["down"] = linear(f"{layer}mlp.weights_out")
+    return TensorNames(
+        {
+            "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
+            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))},
+            "embed.registers": {"weight": TensorSlice(f"{prefix}embeddings.register_tokens", (0, 1, 2))},
+            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
+            "layers.*.attention_norm": norm(f"{layer}norm1"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}{theirs}") for ours, theirs in named.items()},
+            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}layer_scale1.lambda1")},
+            "layers.*.mlp_norm": norm(f"{layer}norm2"),
+            **{f"layers.*.mlp.{name}": leaves for name, leaves in mlp.items()},
+            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}layer_scale2.lambda1")},
+            "head": norm(f"{prefix}layernorm"),
+        }
+    )
+
+
 _POOLED = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
 _POOLING_HEAD = (
     *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias"),
     *(f"head.{module}.{kind}" for module in _POOLED for kind in ("weight", "bias")),
 )
+_MASK_TOKEN = ("embeddings.mask_token",)  # of pretraining
 TOWERS_BY_KIND = {
     "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", _clip_parts),
     "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", _clip_parts, _POOLING_HEAD),
     "idefics3_vision": Tower(_idefics3, "embeddings.position_embedding.weight", _clip_parts),
     "pixtral": Tower(_pixtral, "patch_conv.weight", _pixtral_parts),
+    "dinov2": Tower(_dinov2, "embeddings.cls_token", _dinov2_parts, _MASK_TOKEN),
+    "dinov2_with_registers": Tower(_dinov2_with_registers, "embeddings.register_tokens", _dinov2_parts, _MASK_TOKEN),
     "internvl_vision": Tower(_intern, "embeddings.cls_token", _intern_parts),
     "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", _open_intern_parts),
 }
@@ -377,12 +453,12 @@ def _mismatch(vision: VisionConfig) -> str:
             f"it makes tiles of {how.tile} pixels, {how.tile // vision.patch} patches a side, which do not divide into "
             f"squares of {merge} x {merge}; make max_image_size a multiple of {merge * vision.patch}"
         )
-    if not isinstance(grid, LearnedGrid):
+    if not isinstance(grid, LearnedGrid) or grid.interpolation != "none":
         return ""
     match how:
         case FixedSize(crop=(height, width)) | FixedSize(crop=(), resize=(height, width)):
             pass
-        case DynamicTiles(tile=(height, width)):
+        case DynamicTiles(tile=(height, width)) | PanAndScan(resize=(height, width)):
             pass
         case AnyRes(tile=height):
             width = height
@@ -400,16 +476,24 @@ def _mismatch(vision: VisionConfig) -> str:
 
 # ------------------------------------------------------------------------------------------------------ towers alone
 
-# Kinds of folders.
-ALONE = ("clip", "clip_vision_model", "siglip", "siglip_vision_model", "pixtral", "internvl_vision")
+# Kinds of folders, and the layer whose output is read: the last but one where LLaVA reads that.
+ALONE = {
+    "clip": -2,
+    "clip_vision_model": -2,
+    "siglip": -2,
+    "siglip_vision_model": -2,
+    "pixtral": -1,
+    "internvl_vision": -1,
+    "dinov2": -1,
+    "dinov2_with_registers": -1,
+}
 
 
 def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
     """The tower of a folder that is one, or of CLIP or SigLIP with their text towers."""
     kind = fields.get("model_type", str)
     inner = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)
-    # The layer that LLaVA reads of CLIP and SigLIP is the last but one.
-    layer = -1 if kind_of(inner) in ("internvl_vision", "pixtral") else -2
+    layer = ALONE[kind]
     tower = with_images(folder, vision_of(inner, layer, layer == -1, ConnectorConfig()))
     if isinstance(tower.images, PixtralResize):
         # Tokens that other LLMs do not have.

@@ -35,18 +35,20 @@ from mmjax.models.layers import (
     PositionTable,
     TransformerLayer,
     encoder_layer_config,
+    keep_inputs,
 )
 from mmjax.models.rope import max_in_item, rotation_2d
 from mmjax.parallel.sharding import constrain
 
 
 class PatchEmbedding(nnx.Module):
-    """Normalised pixels projected to the width; class token, learned positions and a norm as configured."""
+    """Normalised pixels projected to the width; class token, registers, learned positions, a norm as configured."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         c = config
         self.patches = Linear(c.frames * c.patch**2 * c.channels, c.width, (None, "embed"), rngs, bias=c.embed_bias)
         self.class_token = PositionTable(1, c.width, rngs) if c.class_token else None
+        self.registers = PositionTable(c.registers, c.width, rngs) if c.registers else None
         positions = _learned_positions(c)
         self.positions = PositionTable(positions, c.width, rngs) if positions else None
         self.norm = NORMS[c.norm](c.width, c.norm_eps) if c.embed_norm else None
@@ -77,7 +79,14 @@ class PatchEmbedding(nnx.Module):
         elif self.positions is not None:
             # Entry 0 is the class token's, where there is one; the grid follows row by row.
             index = jnp.where(row < 0, 0, row * c.positions.columns + column + c.class_token)
-            x = x + self.positions(index, dtype)
+            if c.positions.interpolation == "none":
+                x = x + self.positions(index, dtype)
+            else:
+                x = x + bicubic_positions(self.positions, c.positions, items).astype(dtype)
+        if self.registers is not None:
+            # In columns -2, -3, ..: behind the class token in column -1.
+            number = jnp.clip(-2 - column, 0, c.registers - 1)
+            x = jnp.where((column < -1)[..., None], self.registers(number, dtype), x)
         return x if self.norm is None or c.embed_norm_first else self.norm(x)
 
 
@@ -152,6 +161,60 @@ def _cell_borders(side: int) -> np.ndarray:
     return ((step + step * first).astype(np.float32) + (index - first) * step).astype(np.float32)
 
 
+def bicubic_positions(table: PositionTable, grid: LearnedGrid, items: ItemBatch) -> Float[Array, "r l d"]:
+    """Interpolate a square of position vectors to each image's size, as PyTorch's bicubic `interpolate` does.
+
+    The class token's own vector, where the table begins with one, stays as it is.
+    """
+    side = grid.rows
+    first = len(table.weight[...]) - side**2  # entry of the square's first cell
+    antialiased = grid.interpolation == "antialiased"
+
+    @keep_inputs
+    def interpolated(patch: Array, size: Array, weight: Array) -> Array:
+        row, column = (cubic_weights(patch[..., i], size[..., i], side, antialiased) for i in (0, 1))
+        # A product with the whole square, most of whose factors are 0: a fraction of what one layer costs.
+        factors = (row[..., :, None] * column[..., None, :]).reshape(*row.shape[:2], side**2)
+        cells = weight[first:].astype(jnp.float32)
+        return jnp.matmul(factors, cells, precision=jax.lax.Precision.HIGHEST)
+
+    patch = jnp.maximum(items.coordinates[..., ROW:], 0)
+    size = 1 + max_in_item(patch, items.item)
+    # Padded patches may lie beyond the image, where no cell has a share.
+    x = interpolated(jnp.minimum(patch, size - 1), size, table.weight[...])
+    if not first:
+        return x
+    tokens = items.coordinates[..., ROW] < 0
+    return jnp.where(tokens[..., None], table(jnp.zeros_like(tokens, jnp.int32), jnp.dtype(jnp.float32)), x)
+
+
+def cubic_weights(
+    place: Int[Array, "r l"], count: Int[Array, "r l"], side: int, antialiased: bool
+) -> Float[Array, "r l s"]:
+    """Compute the share of each of `side` cells in cell `place` of `count`, both along one axis.
+
+    Of 2 cells that 4 become, the first lies at (0 + 0.5) * 4 / 2 - 0.5 = 0.5: between cells 0 and 1.
+    """
+    scale = side / count.astype(jnp.float32)[..., None]
+    centre = (place.astype(jnp.float32)[..., None] + 0.5) * scale - 0.5
+    cells = jnp.arange(side)
+    if antialiased:
+        weights = _cubic((cells - centre) / jnp.maximum(scale, 1), -0.5)
+        return weights / weights.sum(-1, keepdims=True)
+    taps = jnp.floor(centre) + jnp.arange(-1, 3)
+    # Beyond the border lies the border's own cell again.
+    taken = jnp.clip(taps, 0, side - 1)[..., None] == cells
+    return jnp.sum(_cubic(taps - centre, -0.75)[..., None] * taken, axis=-2)
+
+
+def _cubic(x: Array, a: float) -> Array:
+    """Evaluate the cubic convolution kernel (Keys 1981), whose slope at 1 is `a`."""
+    x = jnp.abs(x)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return jnp.where(x <= 1, near, jnp.where(x < 2, far, 0))
+
+
 class Windows(NamedTuple):
     """The attention windows of merge groups, `[R, G]`. A group's first member, its top left patch, is never padding."""
 
@@ -197,8 +260,8 @@ class VisionEncoder(nnx.Module):
     """embed -> layers -> head over patches in merge order: the members of each merge group are contiguous.
 
     A group at an image's edge may hold padded patches (item -1): they attend nothing, and nothing attends them. In an
-    encoder with a class token, an image's last group holds it (row and column -1), and padding. Where layers have
-    windows, what they compute is in window order (`Windows`), from `embedded` to `restored`.
+    encoder with a class token, an image's last groups hold it (row and column -1), registers and padding. Where layers
+    have windows, what they compute is in window order (`Windows`), from `embedded` to `restored`.
     """
 
     def __init__(self, config: VisionConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):

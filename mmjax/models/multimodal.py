@@ -230,6 +230,7 @@ class MultimodalModel(nnx.Module):
             slots = text.slots[name]
             is_item = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, WeightedSlots) else slots >= 0
             x = jnp.where(is_item[..., None], embedding, x)
+        x = self.llm.positioned(x, text.position)
         return constrain(x, "rows", "sequence", "width"), _add_up([deeper for _, *deeper in placed.values()])
 
     def additions(self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]) -> list[Float[Array, "b t d"]]:
@@ -318,7 +319,7 @@ def step(model: MultimodalModel, token: Int[Array, " b"], cache: Cache) -> tuple
     position = cache.position[:, None]
     if sections := model.llm.config.rope_sections:
         position = jnp.broadcast_to(position[..., None], (*position.shape, len(sections)))
-    x = model.llm.embedded(token[:, None])
+    x = model.llm.positioned(model.llm.embedded(token[:, None]), position)
     context = model.llm.context_of(query_mask, position)
     past = KVCacheView(cache.layers, cache.mask, cache.column)
     x, layers = model.llm.layers.forward_with_kv(x, context, past=past)

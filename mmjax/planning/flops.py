@@ -74,9 +74,10 @@ class Products(NamedTuple):
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
     llm = model.llm
-    # Layers, final norm, and a table of embeddings that a tied output table shares.
+    # Layers, final norm, learned positions, and a table of embeddings that a tied output table shares.
     layers = round(llm.layers * layer_sizes(llm).parameters)  # a mean where they are of several kinds
-    counts = {"llm": layers + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
+    tables = llm.learned_positions + (2 - llm.tied) * llm.vocab
+    counts = {"llm": layers + norm_parameters(llm) + tables * llm.width}
     for name, encoder in model.encoders.items():
         c = encoder.connector
         width = encoder.width
@@ -105,7 +106,7 @@ def _embedding_parameters(c: Encoder) -> int:
         return (CONV_TAPS * (c.mels + c.width) + 2 + table) * c.width
     learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
     learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid | FractionalGrid) else 0
-    vectors = c.embed_bias + c.class_token + learned
+    vectors = c.embed_bias + c.own_tokens + learned
     return (c.frames * c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
 
 
@@ -204,7 +205,10 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
             products[name] = Products(0, weights, attention, recurrence, chunked)
             continue
         if isinstance(config, VisionConfig):
-            data = config.frames * config.patch**2 * config.channels * config.width * w.inputs
+            grid = config.positions
+            interpolated = isinstance(grid, LearnedGrid) and grid.interpolation != "none"
+            cells = grid.rows * grid.columns if interpolated else 0
+            data = (config.frames * config.patch**2 * config.channels + cells) * config.width * w.inputs
         else:
             data = CONV_TAPS * config.mels * config.width * w.inputs
             # The second convolution, whose input is already an activation; its outputs are the layers' positions.
@@ -409,9 +413,10 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
     """Count the elementwise operations of one layer, (forward, backward)."""
     layer = layer_sizes(config)
     rates = _rates(config)
-    rotary = isinstance(config, DecoderConfig) or (
-        isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid | FractionalGrid)
-    )
+    if isinstance(config, DecoderConfig):
+        rotary = not config.learned_positions
+    else:
+        rotary = isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid | FractionalGrid)
     return _sum(
         (rates.width, layer.width * work.positions),
         (rates.mlp, layer.mlp * work.positions),
@@ -424,11 +429,10 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
 
 def _rates(config: DecoderConfig | Encoder) -> Elementwise:
     """Choose the operations per element by the kinds of a tower's norms and MLP."""
-    if isinstance(config, DecoderConfig):
-        return DECODER
-    norm = DECODER if isinstance(config, VisionConfig) and config.norm == "rms" else ENCODER
+    norm = DECODER if not isinstance(config, AudioConfig) and config.norm == "rms" else ENCODER
     mlp = DECODER if layer_sizes(config).gated else ENCODER
-    return ENCODER._replace(width=norm.width, mlp=mlp.mlp)
+    scores = DECODER if isinstance(config, DecoderConfig) else ENCODER
+    return scores._replace(width=norm.width, mlp=mlp.mlp)
 
 
 def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:

@@ -85,7 +85,7 @@ def _delta_net_sizes(config: DecoderConfig) -> LayerSizes:
     keys = c.key_heads * c.key_width
     values = c.value_heads * c.value_width
     # Beside both of the layer's norms, the gated norm's scale, filters, and of every head a decay's rate and bias.
-    vectors = 2 * config.width + c.value_width + c.taps * (2 * keys + values) + 2 * c.value_heads
+    vectors = 2 * norm_parameters(config) + c.value_width + c.taps * (2 * keys + values) + 2 * c.value_heads
     state = c.key_width * c.value_width
     # Of a head and token: decay, read, write and query, of which the first has no addition.
     recurrence = c.value_heads * 3.5 * state
@@ -99,7 +99,7 @@ def _delta_net_sizes(config: DecoderConfig) -> LayerSizes:
         keys=keys,
         heads=0,
         mlp=config.mlp_width,
-        gated=True,
+        gated=config.gated,
         vectors=vectors,
         extra=values + 2 * c.value_heads,
         recurrence=recurrence,
@@ -119,7 +119,8 @@ def _sizes_of_kind(config: DecoderConfig | Encoder) -> LayerSizes:
         queries = c.heads * c.head_width
         keys = c.kv_heads * c.head_width
         biases = c.biases
-        vectors = (2 + 2 * c.post_norms) * c.width + 2 * c.head_width * (c.qk_norm == "head")
+        gated = c.gated
+        vectors = (2 + 2 * c.post_norms) * norm_parameters(c) + 2 * c.head_width * (c.qk_norm == "head")
     elif isinstance(c, VisionConfig):
         gated = c.gated
         biases = c.biases
@@ -148,9 +149,9 @@ def head_width(config: DecoderConfig | Encoder) -> int:
     return config.head_width if isinstance(config, DecoderConfig) else config.width // config.heads
 
 
-def norm_parameters(config: Encoder) -> int:
-    """Count the parameters of one norm of an encoder: a scale, and a bias unless it is an RMSNorm."""
-    return config.width if isinstance(config, VisionConfig) and config.norm == "rms" else 2 * config.width
+def norm_parameters(config: DecoderConfig | Encoder) -> int:
+    """Count the parameters of one norm of a tower's layers: a scale, and a bias unless it is an RMSNorm."""
+    return config.width if not isinstance(config, AudioConfig) and config.norm == "rms" else 2 * config.width
 
 
 def connector_mlps(encoder: Encoder) -> int:

@@ -23,8 +23,11 @@ DECODERS = {
     "gemma3": transformers.Gemma3TextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "glm4": transformers.Glm4Config,
+    "opt": transformers.OPTConfig,
+    "gpt2": transformers.GPT2Config,
 }
-IN_LLAVA = [name for name in DECODERS if name not in ("qwen3_5_text", "glm4")]  # as the text of any vision tower
+# As the text of any vision tower.
+IN_LLAVA = [name for name in DECODERS if name not in ("qwen3_5_text", "glm4", "opt", "gpt2")]
 
 
 def pick(rng: np.random.Generator, *options: Any) -> Any:
@@ -75,6 +78,8 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
     """The config of a text decoder of a family. own: fields that win over what is drawn."""
     if family == "qwen3_5_text":
         return transformers.Qwen3_5TextConfig(**qwen3_5_text(rng) | own)
+    if family in ("opt", "gpt2"):
+        return DECODERS[family](**learned_positions(rng, family, vocab) | own)
     sizes, head_width = text_sizes(rng, vocab)
     given = sizes | rope(rng, head_width // 2)
     given["hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act"] = pick(rng, *ACTIVATIONS)
@@ -106,6 +111,30 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         if rng.integers(2):
             given["layer_types"] = layer_types(rng, given["num_hidden_layers"])
     return DECODERS[family](**given | own)
+
+
+def learned_positions(rng: np.random.Generator, family: str, vocab: int) -> Fields:
+    """OPT or GPT-2, with odd heads as well."""
+    heads = pick(rng, 1, 2, 3)
+    given = {
+        "vocab_size": vocab,
+        "hidden_size": heads * between(rng, 5, 16),
+        "num_hidden_layers": between(rng, 1, 4),
+        "num_attention_heads": heads,
+        "max_position_embeddings": between(rng, 20, 40),
+        "activation_function": pick(rng, *ACTIVATIONS),
+        "tie_word_embeddings": pick(rng, False, True),
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    }
+    if family == "opt":
+        own = {"ffn_dim": between(rng, 20, 90), "enable_bias": pick(rng, False, True)}
+        return given | own | {"pad_token_id": 0}  # of which nothing is learned there
+    return given | {
+        "n_inner": pick(rng, None, between(rng, 20, 90)),
+        "layer_norm_epsilon": pick(rng, 1e-6, 1e-5, 1e-3),
+        "scale_attn_weights": pick(rng, False, True),
+    }
 
 
 def phi3_fields(rng: np.random.Generator, given: Fields) -> Fields:
@@ -217,6 +246,20 @@ def two_norm_tower(rng: np.random.Generator, most: int = 5) -> tuple[transformer
     return tower, own | {"vision_feature_select_strategy": "full"}
 
 
+def dinov2_tower(rng: np.random.Generator, registers: bool = False) -> transformers.PreTrainedConfig:
+    """DINOv2, with registers or without, whose positions are learned of images of another size."""
+    sizes = tower_sizes(rng, 6)
+    del sizes["intermediate_size"]
+    sizes |= {
+        "mlp_ratio": between(rng, 1, 4),
+        "qkv_bias": pick(rng, False, True),
+        "use_swiglu_ffn": pick(rng, False, True),
+    }
+    if registers:
+        return transformers.Dinov2WithRegistersConfig(**sizes, num_register_tokens=between(rng, 1, 5))
+    return transformers.Dinov2Config(**sizes, use_mask_token=pick(rng, False, True))
+
+
 def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
     """Gemma 3: a SigLIP whose squares of patches become one token each, windows longer than an image."""
     vision = tower_sizes(rng, 5)
@@ -228,6 +271,20 @@ def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformer
         text_config=text,
         vision_config=transformers.SiglipVisionConfig(**vision, vision_use_head=False),
         mm_tokens_per_image=side**2,
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
+
+
+def paligemma(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """PaliGemma 1 or 2, around a Gemma or a Gemma 2, whose windows a prefix may exceed."""
+    text = decoder(rng, pick(rng, "gemma", "gemma2"), vocab)
+    while text.rope_parameters["rope_type"] in ("dynamic", "longrope"):  # positions there begin at 1
+        text = decoder(rng, text.model_type, vocab)
+    return transformers.PaliGemmaConfig(
+        text_config=text,
+        vision_config=transformers.SiglipVisionConfig(**tower_sizes(rng, 4), vision_use_head=False),
+        projection_dim=text.hidden_size,
         tie_word_embeddings=pick(rng, False, True),
         **own,
     )

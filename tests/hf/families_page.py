@@ -47,7 +47,7 @@ def row(kind: str) -> tuple[str, ...]:
         return f"`{kind}`", encoder, "whole items", "-", "items", tests_of(kind)
     llm = model.llm
     attention = ["windows"] * bool(llm.windowed) + ["delta nets"] * bool(llm.delta_net)
-    attention += ["images both ways"] * (llm.items == "bidirectional")
+    attention += ["images both ways"] * (llm.items == "bidirectional") + ["prefix both ways"] * (llm.items == "prefix")
     parts = f"`{kind}`", ", ".join(("llm", *model.encoders)), ", ".join(attention) or "causal", video(model)
     return *parts, "yes" if has_context(model) else "no", tests_of(kind)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class Given:
 
     samples: Sequence[Sequence[Part]]
     vision: str = "vision"  # the encoder of images
+    trained: Literal["all", "last", "none"] = "all"  # stretches of tokens
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -67,8 +68,9 @@ class Given:
         segments, number = [], 0
         for at, part in enumerate(self.samples[index]):
             if is_text(part):
-                weights = np.ones(len(part), np.float32)
-                weights[0] = at > 0
+                last = at == len(self.samples[index]) - 1
+                weights = np.full(len(part), self.trained == "all" or (self.trained == "last" and last), np.float32)
+                weights[0] *= at > 0
                 segments.append(Text(part.astype(np.int32), weights))
             else:
                 segments.append(Item(self.encoder(part), number))
@@ -132,7 +134,8 @@ def given(
     seeing = {name: encoder for name, encoder in model.encoders.items() if isinstance(encoder, VisionConfig)}
     name, eyes = next(iter(seeing.items()), ("vision", None))
     if eyes is not None and (tokens is not None or isinstance(eyes.images, AnyRes)):
-        return GivenWhole(samples, name, ImageProcessor.of(name, eyes, {}), {} if tokens is None else tokens)
+        eyes = ImageProcessor.of(name, eyes, {})
+        return GivenWhole(samples, name, eyes=eyes, tokens={} if tokens is None else tokens)
     return Given(samples, name)
 
 

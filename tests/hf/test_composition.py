@@ -92,7 +92,7 @@ def test_a_tower_and_a_decoder_of_two_folders_give_one_model(encoder, decoder, t
 
 def test_what_cannot_be_had_alone_is_said(tmp_path):
     saved(tmp_path, DECODERS["llama"])
-    with pytest.raises(UserError, match="has no encoder that can be read alone; known are those of clip"):
+    with pytest.raises(UserError, match=r"has no encoder that can be read alone; known are those of .*clip"):
         encoder_from_hf(tmp_path)
     saved(tmp_path / "tower", *ENCODERS["siglip"])
     with pytest.raises(UserError, match="no decoder that can be read; see encoder_from_hf"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ def answered(
     generator = Generator(
         model, mesh, ShardingRules(), ends, lambda tokens: " ".join(map(str, tokens)), max_tokens=DEFAULT_MAX_TOKENS
     )
-    return generator.answers(params, given(config, prompts, written))
+    return generator.answers(params, replace(given(config, prompts, written), trained="none"))
 
 
 def written_there(model: torch.nn.Module, inputs: dict[str, Any]) -> list[int]:
@@ -94,9 +95,11 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         (transformers.LlamaConfig, {"rope_parameters": LONG}),
         (transformers.LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
         (transformers.Qwen3Config, {"head_dim": 24}),
+        (transformers.OPTConfig, {"ffn_dim": 40, "pad_token_id": 0}),
+        (transformers.GPT2Config, {"bos_token_id": 2, "eos_token_id": 2}),
         (transformers.Gemma3TextConfig, {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL}),
     ],
-    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3", "gemma3"],
+    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3", "opt", "gpt2", "gemma3"],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):
     model = random_model(kind(**COMMON | own))
@@ -120,6 +123,22 @@ def test_llava_writes_what_it_writes_there(tmp_path):
     model = random_model(config, transformers.LlavaForConditionalGeneration)
     save(model, tmp_path)
     check(model, tmp_path, samples() + samples(seed=1), with_images((SIDE // 4) ** 2))
+
+
+def test_paligemma_writes_what_it_writes_there_after_a_prompt_that_attends_both_ways(tmp_path):
+    text = transformers.Gemma2Config(**COMMON | {"vocab_size": 61, "head_dim": 20, "sliding_window": 6})
+    vision = transformers.SiglipVisionConfig(**TOWER, vision_use_head=False)
+    config = transformers.PaliGemmaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE, projection_dim=text.hidden_size
+    )
+    model = random_model(config, transformers.PaliGemmaForConditionalGeneration)
+    save(model, tmp_path)
+
+    def inputs(prompt: Sequence[Part]) -> dict[str, Any]:
+        made = with_images((SIDE // 4) ** 2)(prompt)
+        return made | {"token_type_ids": torch.zeros_like(made["input_ids"])}
+
+    check(model, tmp_path, samples(), inputs)
 
 
 def test_internvl_writes_what_it_writes_there_with_one_tile_or_several(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from image_shapes import picture
 from PIL import Image
 from transformers import WhisperFeatureExtractor
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -32,10 +33,13 @@ from mmjax.data.media.patches import patchify
 from mmjax.errors import UserError
 from mmjax.hf.processors import IMAGENET_MEAN, IMAGENET_STD, read_audio_processing, read_image_processing
 
+PAN = {"do_pan_and_scan": True, "size": {"height": 30, "width": 42}, "pan_and_scan_min_crop_size": 1}
+PAN |= {"pan_and_scan_max_num_crops": 5, "pan_and_scan_min_ratio_to_activate": 1.2}
 SHAPES = ((60, 90), (91, 37), (1, 40), (512, 640))
 LARGE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 PROCESSORS = {
     "CLIPImageProcessor": (CLIPImageProcessorPil, LARGE),
+    "BitImageProcessor": (BitImageProcessorPil, LARGE),
     "SiglipImageProcessor": (SiglipImageProcessorPil, {"size": {"height": 48, "width": 40}, "resample": 2}),
     "LlavaImageProcessor": (LlavaImageProcessorPil, LARGE | {"do_pad": True, "image_mean": [0.1, 0.9, 0.5]}),
     "LlavaNextImageProcessor": (
@@ -135,6 +139,9 @@ def test_fields_that_are_missing_or_null_are_the_processors_own_defaults(name, s
         ("Idefics3ImageProcessor", {"do_image_splitting": False, "max_image_size": {"longest_edge": 40}}),
         ("Idefics3ImageProcessor", {"size": {"height": 60, "width": 50}, "max_image_size": {"longest_edge": 40}}),
         ("SmolVLMImageProcessor", {"do_resize": False, "max_image_size": {"longest_edge": 300}, "resample": 3}),
+        ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_crop_size": 16}),
+        ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_crop_size": 30, "pan_and_scan_max_num_crops": 2}),
+        ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_ratio_to_activate": 1.5, "resample": 3}),
         ("GotOcr2ImageProcessor", {"size": 44}),
         ("GotOcr2ImageProcessor", {"size": 44, "crop_to_patches": True, "max_patches": 1}),
         ("LlavaNextImageProcessor", {"size": 224, "image_grid_pinpoints": [[224, 448]], "do_resize": False}),
@@ -185,7 +192,7 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("BitImageProcessor", {}, "image_processor_type='BitImageProcessor': known are CLIPImageProcessor"),
+        ("ViTImageProcessor", {}, "image_processor_type='ViTImageProcessor': known are CLIPImageProcessor"),
         ("CLIPImageProcessor", {"do_pad": True}, "do_pad=True: only LlavaImageProcessor pads"),
         ("CLIPImageProcessor", {"use_square_size": True}, "use_square_size=True: give height and width"),
         ("CLIPImageProcessor", {"size": {"longest_edge": 9}}, "size={'longest_edge': 9}: give height and width, or"),
@@ -207,6 +214,8 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
         ("PixtralImageProcessor", {"do_center_crop": True}, "do_center_crop=True: images are not cropped"),
         ("PixtralImageProcessor", {"size": {"shortest_edge": 9}}, "size={'shortest_edge': 9}: give height and width"),
         ("PixtralImageProcessor", {"patch_size": {"height": 7, "width": 8}}, "give one whole number above 0"),
+        ("Gemma3ImageProcessor", {"do_pan_and_scan": True}, "pan_and_scan_min_crop_size=None: give a whole number"),
+        ("Gemma3ImageProcessor", PAN | {"do_resize": False}, "do_resize=False: an image and its crops must be of one"),
         ("GotOcr2ImageProcessor", {"size": {"shortest_edge": 9}}, "size={'shortest_edge': 9}: give height and width"),
         ("LlavaNextImageProcessor", {"size": 336}, "size and crop_size the same; crop_size is {'height': 224"),
         ("LlavaNextImageProcessor", {"image_grid_pinpoints": [[300, 448]]}, "in multiples of size, 224"),

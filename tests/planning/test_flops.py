@@ -22,6 +22,7 @@ from mmjax.config import (
     DecoderConfig,
     DeltaNetConfig,
     FractionalGrid,
+    LearnedGrid,
     LogMel,
     ModelConfig,
     Remat,
@@ -395,6 +396,7 @@ def test_delta_nets_need_work_in_proportion_to_tokens_and_attention_only_in_its_
         {},
         {"tied": False, "biases": ("query", "key", "value"), "qk_norm": "head"},
         {"biases": ("output", "gate", "up", "down"), "post_norms": True},
+        {"norm": "layer", "gated": False, "learned_positions": 40, "first_position": 2, "biases": ("up", "down")},
         {"layers": 7, "delta_net": DELTA_NET, "attention_gate": True, "biases": ("query",), "qk_norm": "head"},
     ],
 )
@@ -415,6 +417,7 @@ def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
     [
         {"frames": 2, "norm": "rms", "gated": True, "window": 4, "windowed": (0, 2)},
         {"positions": StretchedGrid(5), "deepstack": (0, 1), "head_norm": False},
+        {"positions": LearnedGrid(5, 5, interpolation="bicubic"), "class_token": True, "registers": 3},
         {"norm": "rms", "head_norm_type": "layer"},
         {"head_norm_type": "rms"},
         {"positions": AlternatingGrid(), "connector": ConnectorConfig(mlp_width=20, norm="rms", merger_width=12)},

@@ -1,10 +1,10 @@
-"""Text that is written between the tokens of an image: Pixtral's row ends, the labels of Idefics3's tiles."""
+"""Text that is written between the tokens of an image: Pixtral's row ends, labels of Idefics3's tiles, Gemma 3's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmjax.config import PixtralResize, SplitTiles, VisionConfig
+from mmjax.config import PanAndScan, PixtralResize, SplitTiles, VisionConfig
 from mmjax.data.media.image_transforms import Size, split_grid
 
 
@@ -18,6 +18,8 @@ def image_texts(encoder: VisionConfig, size: Size, grids: Sequence[Size]) -> tup
     if isinstance(encoder.images, SplitTiles):
         return _tile_texts(encoder.images, size)
     how = encoder.images
+    if isinstance(how, PanAndScan):
+        return _crop_texts(len(grids))
     ((rows, _),) = grids
     return ("", *[how.row_end] * (rows - 1), how.end)
 
@@ -31,6 +33,8 @@ def writes_texts(encoder: VisionConfig) -> bool:
             return bool(row_end or end)
         case SplitTiles(marker=marker, label=label, whole=whole):
             return bool(marker or label or whole)
+        case PanAndScan():
+            return True
     return False
 
 
@@ -44,3 +48,11 @@ def _tile_texts(how: SplitTiles, size: Size) -> tuple[str, ...]:
     ]
     # The last row's line break, and one more.
     return (*labels, "\n\n" * (rows > 0) + how.marker + how.whole, how.marker)
+
+
+def _crop_texts(items: int) -> tuple[str, ...]:
+    """Return what Gemma 3's processor writes around the whole image and its crops; an image without crops has none."""
+    if items == 1:
+        return ()
+    first_crop = " and here are some crops to help you see better "
+    return ("Here is the original image ", first_crop, *(" ",) * (items - 2), "")

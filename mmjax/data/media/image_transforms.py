@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 from PIL import Image
@@ -25,6 +26,7 @@ from mmjax.config import (
     FixedSize,
     ImagePreparation,
     MediaLimits,
+    PanAndScan,
     PixtralResize,
     SmartResize,
     SplitTiles,
@@ -98,6 +100,16 @@ class LazyImage:
         parts = [part for row in np.split(self.pixels, rows) for part in np.split(row, columns, axis=1)]
         return tuple(self._replaced(tile, part) for part in parts)
 
+    def slices(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
+        """Cut into a grid of parts, row by row, whose last ones are smaller where the sides do not divide."""
+        height, width = (-(-side // count) for side, count in zip(self.size, (rows, columns), strict=True))
+        parts = []
+        for y, x in product(range(0, self.size[0], height), range(0, self.size[1], width)):
+            size = min(height, self.size[0] - y), min(width, self.size[1] - x)
+            pixels = None if self.pixels is None else self.pixels[y : y + height, x : x + width]
+            parts.append(self._replaced(size, pixels))
+        return tuple(parts)
+
     def _centred(self, canvas: Size, color: tuple[int, ...]) -> LazyImage:
         self._check(canvas)
         if self.pixels is None:
@@ -140,6 +152,8 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
             return partial(split_tiles, config)
         case PixtralResize():
             return partial(pixtral_resize, config)
+        case PanAndScan():
+            return partial(pan_and_scan, config)
 
 
 def prepared_sizes(
@@ -278,6 +292,28 @@ def _whole_tiles(size: Size, tile: int) -> tuple[int, int]:
         return math.ceil(int(columns * tile / ratio) / tile), columns
     rows = math.ceil(height / tile)
     return rows, math.ceil(int(rows * tile * ratio) / tile)
+
+
+def pan_and_scan(config: PanAndScan, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Prepare the whole image, then its crops along the longer side."""
+    crops = crop_count(config, picture.size)
+    landscape = picture.size[1] >= picture.size[0]
+    parts = picture.slices(1 if landscape else crops, crops if landscape else 1) if crops else ()
+    size = config.resize[0], config.resize[1]
+    return tuple(part.resized(size, config.filter) for part in (picture, *parts))
+
+
+def crop_count(config: PanAndScan, size: Size) -> int:
+    """Choose how many crops an image has: as many squares as its longer side holds, at least 2; 0: none at all.
+
+    With max_crops=4, 300 x 1000 pixels have 3 crops of 300 x 334 pixels.
+    """
+    short, long = sorted(size)
+    if long / short < config.min_ratio:
+        return 0
+    crops = min(math.floor(long / short + 0.5), long // config.min_crop)
+    crops = min(max(crops, 2), config.max_crops)
+    return crops if min(short, -(-long // crops)) >= config.min_crop else 0
 
 
 def smart_size(config: SmartResize, size: Size) -> Size:

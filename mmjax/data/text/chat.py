@@ -193,8 +193,9 @@ class Chat:
         media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values()))) if self.token else np.empty(0, np.int64)
         if len(media) != len(line.media):
             raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
-        # Multimodal processors tokenize with special tokens, except where the template has written <s> already.
-        has_bos = line.text.startswith(self.tokenizer.named.get("bos_token") or "\0")
+        # Multimodal processors tokenize with special tokens, except where the template has written <s> already; what
+        # users say has none.
+        has_bos = (self.tokenizer.named.get("bos_token") or "\0") in line.text
         around = self.tokenizer.around if self.processor and not has_bos else ((), ())
         for prompt_end in line.prompts:
             self._check_prompt(line.text, encoded, prompt_end)

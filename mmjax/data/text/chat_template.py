@@ -46,7 +46,7 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
         match family:
             case "pixtral" | "mistral3":
                 return {"image": Placeholder(named.get("image_token", "[IMG]"))}
-            case "llava" | "llavanext" | "llavaonevision" | "idefics3" | "smolvlm":
+            case "llava" | "llavanext" | "llavaonevision" | "idefics3" | "smolvlm" | "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "glm4v" | "glm46v":
                 return {"image": Placeholder(named.get("image_token", "<|image|>"))}
@@ -317,6 +317,30 @@ class Template:
         return begin, begin + len(answer) if answer.endswith(self.special) else end
 
 
+# PaliGemma's folders have none: its processor writes images, <bos>, the prompt and a line break, then the suffix.
+PALIGEMMA = """
+{%- if messages | length > 2 or messages[0]['role'] != 'user' -%}
+    {{ raise_exception('PaliGemma answers one question, and takes nothing else: one of the user, then an answer') }}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message['role'] == 'user' -%}
+        {%- set last = namespace(image=-1) -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'image' -%}{%- set last.image = loop.index0 -%}{%- endif -%}
+        {%- endfor -%}
+        {%- if last.image < 0 -%}{{ bos_token }}{%- endif -%}
+        {%- for part in message['content'] -%}
+            {{- '<image>' if part['type'] == 'image' else part['text'] -}}
+            {%- if loop.index0 == last.image -%}{{ bos_token }}{%- endif -%}
+        {%- endfor -%}
+        {{- '\n' -}}
+    {%- else -%}
+        {{- message['content'] + eos_token -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
+
 def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
     """Load the chat template of a folder with this tokenizer. Raises UserError where there is none that compiles."""
     source, where = template_source(form)
@@ -359,6 +383,8 @@ def template_source(form: ChatFormat) -> tuple[str, str]:
         return path.read_text(encoding="utf-8"), str(path)
     if templates := tokenizer_config(form.folder).get("chat_template"):
         return _default(templates, folder / "tokenizer_config.json")
+    if "paligemma" in _families(folder, read_json(folder / "processor_config.json", {})):
+        return PALIGEMMA, f"of {folder}"
     raise UserError(
         f"{folder} has no chat template (chat_template.jinja); give a Jinja file as chat.template, "
         "such as that of the model's chat version"
