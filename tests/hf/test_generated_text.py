@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import test_any_res
+import test_glm4v
 import test_pixtral
 import torch
 import transformers
@@ -18,7 +19,7 @@ from parity_samples import Given, Part, given, is_text
 from test_any_res import NEXT, ONEVISION, inputs, processor_of, saved
 from test_audio_towers import AUDIO_TOKEN, HOP, clip, features_there, qwen2_audio, words
 from test_decoders import COMMON
-from test_qwen_vl import GRIDS, inputs_of, qwen2_5, qwen3, qwen3_5, samples_of
+from test_qwen_vl import GRIDS, inputs_of, qwen2_5, qwen3, qwen3_5, random_whole, samples_of
 from test_vision_language import IMAGE, LLAMA, MEAN, QWEN2, SIDE, STD, TOWER, samples, save
 
 from mmjax.config import MeshConfig
@@ -167,9 +168,13 @@ def test_pixtral_and_mistral3_write_what_they_write_there_after_images_of_severa
     check(model, tmp_path, test_pixtral.samples(unit), of, test_pixtral.TOKENS)
 
 
+def glm4v():
+    return random_whole(test_glm4v.config_of("glm4v", 4), test_glm4v.WHOLE["glm4v"])
+
+
 @pytest.mark.default_cases("qwen3", "qwen3_5")
-@pytest.mark.parametrize("make", [qwen2_5, qwen3, qwen3_5])
-def test_qwen_vl_writes_what_it_writes_there_after_images_of_several_sizes(make, tmp_path):
+@pytest.mark.parametrize("make", [qwen2_5, qwen3, qwen3_5, glm4v])
+def test_qwen_vl_and_glm_write_what_they_write_there_after_images_of_several_sizes(make, tmp_path):
     model = make()
     model.save_pretrained(tmp_path)
     vision = model.config.vision_config

@@ -20,10 +20,13 @@ WHOLE = {
 }
 
 
+def config_of(family, seed):
+    return drawn.glm4v(np.random.default_rng(seed), family, image_token_id=IMAGE, video_token_id=VIDEO)
+
+
 def made(family, seed, folder):
     """A random model in a folder."""
-    config = drawn.glm4v(np.random.default_rng(seed), family, image_token_id=IMAGE, video_token_id=VIDEO)
-    model = random_whole(config, WHOLE[family])
+    model = random_whole(config_of(family, seed), WHOLE[family])
     model.save_pretrained(folder)
     return model
 

@@ -94,7 +94,7 @@ def inputs_of(sample, processor, tokens):
     return {"input_ids": torch.tensor([ids]), **out}
 
 
-@pytest.mark.default_cases("idefics3-0", "smolvlm-1")
+@pytest.mark.default_cases("idefics3-1")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):

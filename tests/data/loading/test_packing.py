@@ -347,3 +347,17 @@ def test_facts_that_changed_behind_the_index_are_named():
 
     with pytest.raises(UserError, match=r"made\[0\]: its item 0 has 1 tokens, and by its source's facts\(\) the size"):
         packed_with_axes(Changed([GOOD]), Made([GOOD]))
+
+
+def test_text_may_stand_between_the_parts_of_an_items_tokens():
+    rng = np.random.default_rng(0)
+    words, between, picture = text(rng, 3, first=True), text(rng, 1), image(rng, 12, 8)
+    whole = (words, Item("vision", 0), between), [picture]
+    parts = (words, Item("vision", 0, part=(0, 2)), between, Item("vision", 0, part=(2, 6))), [picture]
+    slots, divided = (packed(Made([sample]), Made([whole])).text.slots["vision"] for sample in (whole, parts))
+    assert (slots[slots >= 0] == divided[divided >= 0]).all()
+    (row,) = {*np.nonzero(divided >= 0)[0].tolist()}
+    assert (np.flatnonzero(divided[row] >= 0) - np.flatnonzero(slots[row] >= 0)).tolist() == [0, 0, 1, 1, 1, 1]
+    lacking = (*parts[0][:3], Item("vision", 0, part=(2, 5))), [picture]
+    with pytest.raises(UserError, match="9 tokens where its source's facts\\(\\) promised 10"):
+        packed(Made([lacking]), Made([whole]))
