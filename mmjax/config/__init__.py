@@ -64,6 +64,7 @@ from mmjax.config.model import (
     DecoderConfig,
     DeltaNetConfig,
     DynamicRope,
+    ExpertsConfig,
     LearnedGrid,
     LinearRope,
     Llama3Rope,

@@ -1,4 +1,4 @@
-"""The text decoder: grouped-query attention or gated delta nets, rotary positions, RMSNorm, a gated MLP, an output."""
+"""The text decoder: attention or gated delta nets, rotary positions, RMSNorm, a gated MLP or experts, an output."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mmjax.config import DecoderConfig, PlainRope
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
+from mmjax.models.experts import Experts
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, RMSNorm, TransformerLayer
@@ -82,8 +83,8 @@ def _logits_backward(dtype: jnp.dtype, residuals: Any, d_logits: Array) -> tuple
 _logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
 
 
-def decoder_layer_config(config: DecoderConfig, delta: bool) -> LayerConfig:
-    """Describe a decoder's layers, those with a gated delta net or those with attention."""
+def decoder_layer_config(config: DecoderConfig, delta: bool, sparse: bool) -> LayerConfig:
+    """Describe a decoder's layers, with a gated delta net or attention, and with experts (sparse) or an MLP."""
     c = config
     return LayerConfig(
         width=c.width,
@@ -99,6 +100,7 @@ def decoder_layer_config(config: DecoderConfig, delta: bool) -> LayerConfig:
         head_norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm == "head" else None,
         attention_gate=c.attention_gate,
         delta_net=partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation) if delta else None,
+        experts=partial(Experts, c.experts, c.width, c.activation) if sparse else None,
         post_norms=c.post_norms,
         scoring=Scoring(c.attention_scale, c.attention_cap),
     )
@@ -117,7 +119,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.embed = TokenTable(config.vocab, config.width, rngs)
-        blocks = [decoder_layer_config(config, delta) for delta in config.delta_layers]
+        blocks = [decoder_layer_config(config, *kind) for kind in config.layer_kinds]
         self.layers = LayerStacks(lambda i, rngs: TransformerLayer(blocks[i], rngs), plan, rngs, config.windowed)
         self.head = DecoderHead(config, rngs)
         self.config = config

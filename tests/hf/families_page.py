@@ -26,6 +26,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
     **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
+    **{kind: {"vision_config": {"out_hidden_size": 2048}} for kind in ("qwen3_vl_moe", "qwen3_5_moe")},
 }
 HEAD = ("`model_type`", "modules", "attention", "video", "context", "compared")
 
@@ -47,7 +48,8 @@ def row(kind: str) -> tuple[str, ...]:
     llm = model.llm
     attention = ["windows"] * bool(llm.windowed) + ["delta nets"] * bool(llm.delta_net)
     attention += ["images both ways"] * (llm.items == "bidirectional")
-    parts = f"`{kind}`", ", ".join(("llm", *model.encoders)), ", ".join(attention) or "causal", video(model)
+    module = "llm with experts" if llm.experts else "llm"
+    parts = f"`{kind}`", ", ".join((module, *model.encoders)), ", ".join(attention) or "causal", video(model)
     return *parts, "yes" if has_context(model) else "no", tests_of(kind)
 
 
