@@ -227,7 +227,7 @@ class Executor:
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         on_all = replicated(mesh)
         self.sums_shardings = Accumulated._make(on_all for _ in Accumulated._fields)._replace(
-            gradients=self.shardings.trainable, experts=on_all if model.config.llm.experts else None
+            gradients=self.shardings.trainable, experts=jax.tree.map(lambda _: on_all, self._zero_expert_sums())
         )
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)

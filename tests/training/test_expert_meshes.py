@@ -8,11 +8,13 @@ import jax
 import numpy as np
 import pytest
 from packed import pack, random_sample, tiny
-from tiny_run import gradients, make_executor, scattered, state_with, tiny_config, worst_leaf
+from tiny_run import gradients, make_executor, scattered, state_with, tiny_config, weight, worst_leaf
 
 from mmjax.config import ExpertsConfig, MeshConfig
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import check_heads, mesh_sizes
+from mmjax.runtime.state import hyperparameters
+from mmjax.training.metrics import expert_scalars
 
 MESHES = {
     "expert=8": MeshConfig(1, expert=8),
@@ -61,3 +63,24 @@ def test_an_expert_axis_that_does_not_divide_the_experts_or_has_none_is_refused(
     dense = replace(model, llm=replace(model.llm, experts=None))
     with pytest.raises(UserError, match=r"mesh\.expert=3: model\.llm\.experts is none; use mesh\.fsdp"):
         check_heads(mesh_sizes(mesh, 3), mesh, dense)
+
+
+def test_a_step_reports_the_losses_and_the_imbalance_of_its_experts():
+    config = config_with()
+    executor = make_executor(config, MeshConfig(1))
+    params = scattered(executor)
+    batches = [batch_of_rows(2), batch_of_rows(4)]
+    alone = [gradients(executor, state_with(executor, params), [batch]) for batch in batches]
+    hyper = hyperparameters(config, executor.modules, 0)
+    state = state_with(executor, params)
+    executor.compile(state, executor.zeros(), batches, hyper)
+    put = [executor.put(batch) for batch in batches]
+    *_, report = executor.step(state, executor.zeros(), put, hyper)
+    scalars = expert_scalars(jax.device_get(report.experts))
+    share = np.array([weight([batch]) for batch in batches]) / weight(batches)
+    for name, field in (("experts/balance_loss", "balance"), ("experts/z_loss", "z")):
+        assert scalars[name] == pytest.approx(share @ [getattr(sums.experts, field) for sums in alone], rel=1e-5)
+    tokens = sum(sums.experts.tokens for sums in alone)
+    assert tokens.sum(-1).tolist() == [EXPERTS.per_token * sum((b.text.sample >= 0).sum() for b in batches)] * 2
+    assert scalars["experts/imbalance"] == pytest.approx((tokens.max(-1) / tokens.mean(-1)).max())
+    assert float(report.loss.sum()) == pytest.approx(sum(float(sums.loss.sum()) for sums in alone), rel=1e-5)
