@@ -215,12 +215,14 @@ def _experts(
         shared_width=shared_width,
         balance_loss=fields.get("router_aux_loss_coef", float, 0.001) if balanced else 0.0,
     )
+    if not layers or not count:
+        return None
     if not 1 <= experts.per_token <= count:
         raise UserError(
             f"{fields.where}: num_experts_per_tok={experts.per_token} is not between 1 and the number of experts, "
             f"{count}"
         )
-    return experts if layers else None
+    return experts
 
 
 def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:

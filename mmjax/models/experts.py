@@ -1,7 +1,7 @@
 """A mixture of experts in place of a layer's MLP: no capacity, so that every token reaches all of its experts.
 
-Copies of the tokens, one for each expert of a token, are sorted by expert, multiplied in groups of any size
-(`jax.lax.ragged_dot`), and put back where they came from. Positions that are no token of a sample reach no expert, and
+Copies of the tokens, one for each expert of a token, are sorted by expert, multiplied in groups of any size, and put
+back where they came from. Positions that are no token of a sample reach no expert, and
 what an expert computes of a token is a matter of that token alone, so packing changes nothing.
 """
 
@@ -14,10 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config import Activation, ExpertsConfig
+from mmjax.kernels.grouped_matmul import grouped_matmul
 from mmjax.models.expert_routing import Routes, Routing, route
 from mmjax.models.layers import ACTIVATIONS, MLP, Linear, keep_inputs
 from mmjax.parallel.expert_exchange import INTO, OUT, ExpertLayout
-from mmjax.parallel.sharding import Axes
+from mmjax.parallel.sharding import Axes, platform
 
 
 class ExpertMatrices(nnx.Module):
@@ -59,9 +60,8 @@ class Experts(nnx.Module):
         def on_device(x: Array, valid: Array, router: Array, *matrices: Array) -> tuple[Array, Routing]:
             tokens = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
             routes, routing = route(tokens, router, valid.reshape(len(tokens)), c.per_token, c.normalized)
-            return grouped_mlp(tokens, routes, *matrices, layout, self.activation).reshape(x.shape), layout.add_up(
-                routing
-            )
+            out = grouped_mlp(tokens, routes, *matrices, layout, self.activation)
+            return out.reshape(x.shape), layout.add_up(routing)
 
         matrices = (self.gate.weight[...], self.up.weight[...], self.down.weight[...])
         out, routing = layout.run(on_device, x, valid, self.router.weight[...], *matrices)
@@ -101,11 +101,11 @@ def grouped_mlp(
         copies = jnp.broadcast_to(layout.gather(x)[:, None], (tokens, per_token, width))
         copies = jnp.where(grouped, permute(copies.reshape(tokens * per_token, width), order, inverse), 0)
         weights = [layout.gather_shards(weight.astype(x.dtype), 1) for weight in (gate, up)]
-        return tuple(jax.lax.ragged_dot(copies, weight, sizes) for weight in weights)
+        return tuple(grouped_product(copies, weight, sizes) for weight in weights)
 
     def out(gated: Array, raised: Array, down: Array, share: Array) -> Array:
         hidden = jnp.where(grouped, ACTIVATIONS[activation](gated) * raised, 0)
-        y = jax.lax.ragged_dot(hidden, layout.gather_shards(down.astype(x.dtype), 2), sizes)
+        y = grouped_product(hidden, layout.gather_shards(down.astype(x.dtype), 2), sizes)
         y = permute(jnp.where(grouped, y, 0), inverse, order).reshape(tokens, per_token, width)
         return layout.scatter(jnp.einsum("nkd,nk->nd", y.astype(jnp.float32), share).astype(x.dtype))
 
@@ -117,6 +117,13 @@ def grouped_mlp(
         return keep_inputs(both)(x, gate, up, down, routes.share)
     gated, raised = (checkpoint_name(y, "linear") for y in keep_inputs(into)(x, gate, up))
     return keep_inputs(out)(gated, raised, down, routes.share)
+
+
+def grouped_product(
+    x: Float[Array, "m i"], weight: Float[Array, "e i o"], sizes: Int[Array, " e"]
+) -> Float[Array, "m o"]:
+    """Multiply groups of rows of these sizes by a matrix each, by a kernel on GPUs, for which XLA has none."""
+    return (grouped_matmul if platform() == "gpu" else jax.lax.ragged_dot)(x, weight, sizes)
 
 
 @jax.custom_vjp
