@@ -51,7 +51,8 @@ def saved_bytes_of_policy(
     attention = logsumexp + (trainable or blockwise) * output
     # Outputs of the linear layers: query, key and value, gates, attention's output, and up (and gate) of the MLP.
     mlp = (1 + layer.gated) * layer.mlp
-    products = attention + (layer.queries + 2 * layer.keys + layer.extra + layer.width + mlp) * activation
+    wide = 1 + layer.shared  # attention's output, and a shared expert's
+    products = attention + (layer.queries + 2 * layer.keys + layer.extra + wide * layer.width + mlp) * activation
     return {
         "full": SavedBytes(stream),
         "attention": SavedBytes(stream + logsumexp + output),

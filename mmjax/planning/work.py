@@ -49,11 +49,13 @@ class LayerSizes(NamedTuple):
     recurrence: float = 0  # multiply-adds per position that a gated delta net needs beside its matrices
     chunked: float = 0  # those that it runs, in chunks
     idle: float = 0  # elements of matrices that a position does not use: of the experts that it is not sent to
+    router: float = 0  # outputs of the router of experts, which no remat policy saves
+    shared: float = 0  # 1 where the output of a shared expert is multiplied by a gate
 
     @property
     def weights(self) -> float:
         """Count the elements of the matrices that a position uses, which is also its multiply-adds."""
-        projections = self.width * (2 * self.queries + 2 * self.keys + self.extra)
+        projections = self.width * (2 * self.queries + 2 * self.keys + self.extra + self.router)
         return projections + (2 + self.gated) * self.width * self.mlp
 
     @property
@@ -100,7 +102,9 @@ def _with_experts(config: DecoderConfig | Encoder, sizes: LayerSizes) -> LayerSi
     c = config.experts
     return sizes._replace(
         mlp=c.per_token * c.width + c.shared_width,
-        extra=sizes.extra + c.count + bool(c.shared_width),  # the router, and the shared expert's gate
+        extra=sizes.extra + bool(c.shared_width),  # the shared expert's gate
+        router=c.count,
+        shared=bool(c.shared_width),
         idle=(c.count - c.per_token) * 3 * config.width * c.width,
     )
 
