@@ -148,6 +148,7 @@ class DecoderConfig:
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     experts: ExpertsConfig | None = None  # in place of the MLP in some layers; none: all layers have the MLP
+    rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
 
     @property
     def rotary_pairs(self) -> int:
@@ -188,6 +189,10 @@ class ConnectorConfig:
     newline: bool = False  # a learned token behind every row of an image whose tokens the LLM sees by rows
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    merger_width: int = 0  # of what a matrix makes of merged neighbours before the MLP (Mistral 3); 0: there is none
+    merger_bias: bool = False  # of that matrix
+    projection: bool = False  # a square matrix, a LayerNorm and a GELU between that and the MLP (GLM-4.1V)
+    gated: bool = False  # the MLP has a gate
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,14 @@ class RotaryGrid:
 
     theta: float = 100.0  # base of the frequencies
     kind: Literal["rotary"] = "rotary"
+
+
+@dataclass(frozen=True)
+class AlternatingGrid:
+    """2D RoPE whose frequencies turn by row and by column in turn; of an image only whole patches count (Pixtral)."""
+
+    theta: float = 10_000.0  # base of the frequencies
+    kind: Literal["alternating"] = "alternating"
 
 
 @dataclass(frozen=True)
@@ -214,6 +227,19 @@ class StretchedGrid:
     side: int  # of the square
     theta: float = 10_000.0  # base of the frequencies
     kind: Literal["stretched"] = "stretched"
+    # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge (GLM-4.1V)
+    filter: Literal["bilinear", "bicubic"] = "bilinear"
+
+
+@dataclass(frozen=True)
+class FractionalGrid:
+    """A learned vector per cell of a square grid, which a patch takes by where it lies in its image (Idefics3).
+
+    Of an image only whole patches count.
+    """
+
+    side: int  # of the square
+    kind: Literal["fractional"] = "fractional"
 
 
 @dataclass(frozen=True)
@@ -245,7 +271,7 @@ class VisionConfig:
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
     videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
-    positions: RotaryGrid | LearnedGrid | StretchedGrid = RotaryGrid()
+    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid = RotaryGrid()
     # side, in patches, of the square windows that the layers in `windowed` attend within; a multiple of connector.merge
     window: int = 0
     windowed: tuple[int, ...] = ()  # layers with window attention
@@ -271,6 +297,7 @@ class VisionConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
+    embed_norm_first: bool = False  # embed_norm comes before learned positions are added
 
     @property
     def patch_values(self) -> int:
@@ -396,12 +423,21 @@ def linear_layers(model: ModelConfig) -> Sizes:
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
         sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
-        merged = merged_width(encoder)
-        if hidden := encoder.connector.mlp_width:
-            sizes |= {f"{name}.connector.mlp.up": (merged, hidden), f"{name}.connector.mlp.down": (hidden, llm.width)}
-        else:
-            sizes[f"{name}.connector.linear"] = (merged, llm.width)
+        sizes |= {f"{name}.connector.{layer}": size for layer, size in connector_layers(encoder, llm.width).items()}
     return sizes
+
+
+def connector_layers(encoder: Encoder, outputs: int) -> Sizes:
+    """List the linear layers of an encoder's connector in the order of the computation."""
+    c = encoder.connector
+    merged = merged_width(encoder)
+    sizes = {"merger": (merged, c.merger_width)} if c.merger_width else {}
+    inputs = c.merger_width or merged
+    sizes |= {"projection": (inputs, inputs)} if c.projection else {}
+    if not c.mlp_width:
+        return sizes | {"linear": (inputs, outputs)}
+    gate = {"mlp.gate": (inputs, c.mlp_width)} if c.gated else {}
+    return sizes | gate | {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, outputs)}
 
 
 def merged_width(encoder: Encoder) -> int:

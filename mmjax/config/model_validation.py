@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmjax.config import (
+    AlternatingGrid,
     AnyRes,
     AsIs,
     AudioConfig,
@@ -14,6 +15,7 @@ from mmjax.config import (
     DecoderConfig,
     DynamicTiles,
     FixedSize,
+    FractionalGrid,
     ImagePreparation,
     LearnedGrid,
     Llama3Rope,
@@ -22,8 +24,10 @@ from mmjax.config import (
     MediaLimits,
     ModelConfig,
     NoVideo,
+    PixtralResize,
     Qwen2Video,
     SmartResize,
+    SplitTiles,
     StoredTable,
     StretchedGrid,
     UniformVideo,
@@ -55,7 +59,15 @@ def check_images(where: str, how: ImagePreparation) -> None:
         check(not how.crop or is_size(how.crop), f"{where}.crop={listed(how.crop)}: give height and width, or nothing")
     elif isinstance(how, SmartResize):
         at_least(1, where, how, ("patch", "merge", "min_pixels"))
+        at_least(0, where, how, ("frames",))
         ordered(where, how, "min_pixels", "max_pixels")
+    elif isinstance(how, PixtralResize):
+        at_least(1, where, how, ("unit",))
+        check(is_size(how.box), f"{where}.box={listed(how.box)}: give height and width")
+    elif isinstance(how, SplitTiles):
+        at_least(1, where, how, ("tile",))
+        fits = len(how.resize) <= 2 and min(how.resize, default=1) > 0
+        check(fits, f"{where}.resize={listed(how.resize)}: give the longest edge, or height and width, or nothing")
     elif isinstance(how, DynamicTiles):
         check(is_size(how.tile), f"{where}.tile={listed(how.tile)}: give height and width")
         at_least(1, where, how, ("min_tiles",))
@@ -135,7 +147,7 @@ def check_model(model: ModelConfig) -> None:
         divides(where, encoder.width, "width", encoder.heads, "heads")
         at_least(1, f"{where}.connector", encoder.connector, ("merge",))
         at_most(MAX_MERGE, f"{where}.connector", encoder.connector, ("merge",))
-        at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
+        at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid", "merger_width"))
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
             _check_vision(where, encoder)
@@ -312,14 +324,17 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     if isinstance(positions, LearnedGrid):
         at_least(1, f"{where}.positions", positions, ("rows", "columns"))
         return
-    if isinstance(positions, StretchedGrid):
+    if isinstance(positions, StretchedGrid | FractionalGrid):
         at_least(1, f"{where}.positions", positions, ("side",))
+    if isinstance(positions, FractionalGrid):
+        return
     above_zero(f"{where}.positions", positions, ("theta",))
     head_width = encoder.width // encoder.heads
+    unit = 2 if isinstance(positions, AlternatingGrid) else 4
     check(
-        head_width % 4 == 0,
+        head_width % unit == 0,
         f"{where}: width={encoder.width} over heads={encoder.heads} is {head_width} per head; 2D RoPE turns "
-        f"pairs along two axes, so make width a multiple of {4 * encoder.heads}",
+        f"pairs along two axes, so make width a multiple of {unit * encoder.heads}",
     )
 
 

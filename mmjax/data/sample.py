@@ -94,7 +94,8 @@ class Item:
     """The place of the tokens of one item: the sample's item `number`, counting images, clips and temporal patches of
     videos in order from 0.
 
-    Where positions have axes, all temporal patches of a video begin at the same row and column positions.
+    Text may stand between an item's tokens; each part of them has an `Item` then. Where positions have axes, all
+    temporal patches of a video begin at the same row and column positions.
     """
 
     encoder: str
@@ -102,6 +103,7 @@ class Item:
     start: int | None = None  # RoPE position of the first token; None = continue the branch
     patch: int = 0  # index of a temporal patch in its video; from 1 on it begins where the one before it began
     time: int = 0  # RoPE position along t, from that of its video's first token on
+    part: tuple[int, int] | None = None  # [begin, end) of its tokens, where text divides them; None: all
 
 
 NO_TOKEN = -1  # in `TokenLayout.token`: no token

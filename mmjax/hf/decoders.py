@@ -1,4 +1,4 @@
-"""Text decoders: Qwen2 to 3.5, Llama 3, Mistral, Mixtral, Phi-3, Gemma 1 to 3: what configs say, their tensors."""
+"""Text decoders: Qwen2 to 3.5, Llama 3, Mistral, Mixtral, Phi-3, Gemma 1 to 3, GLM-4: their configs and tensors."""
 
 from __future__ import annotations
 
@@ -246,6 +246,11 @@ def _everywhere(fields: Fields, plain: DecoderConfig, default: int) -> DecoderCo
     return replace(plain, window=window, windowed=tuple(range(plain.layers)) if window else ())
 
 
+def _glm4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    biases = QKV if fields.get("attention_bias", bool, True) else ()
+    return replace(plain, biases=biases, post_norms=True, rope_neighbours=True)
+
+
 def _gemma(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
     return replace(plain, biases=biases, norm_offset=1.0, embedding_scale=plain.width**0.5)
@@ -460,6 +465,17 @@ FAMILIES = {
         kv_heads=None,
         rotary_share=1.0,
     ),
+    "glm4": Family(
+        _glm4,
+        layers=40,
+        mlp_width=13_696,
+        vocab=151_552,
+        positions=131_072,
+        norm_eps=1.5625e-7,
+        head_width=128,
+        kv_heads=2,
+        rotary_share=0.5,
+    ),
     "gemma": Family(
         _gemma,
         width=3072,
@@ -480,8 +496,9 @@ FAMILIES = {
 
 # ---------------------------------------------------------------------------------------------------------- tensors
 
-BODIES = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
+BODIES = ("model.language_model.", "model.text_model.", "language_model.model.", "model.", "language_model.", "")
 OUTPUTS = ("lm_head", "language_model.lm_head")
+GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")  # of the outputs of attention and MLP
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 
 
@@ -512,17 +529,19 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
     mlp = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it comes after attention.
-    after_attention = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    gemma = f"{inner}layers.0.pre_feedforward_layernorm.weight" in folder.tensors
+    before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+    after = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else GLM_NORMS
     parts = {
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
         **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{theirs}") for ours, theirs in attention.items()},
         "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
-        "layers.*.attention_after": norm(f"{layer}post_attention_layernorm"),
-        "layers.*.mlp_norm": norm(f"{layer}{after_attention}"),
+        "layers.*.attention_after": norm(f"{layer}{after[0]}"),
+        "layers.*.mlp_norm": norm(f"{layer}{before_mlp}"),
         **{f"layers.*.mlp.{ours}": linear(f"{layer}mlp.{theirs}") for ours, theirs in mlp.items()},
-        "layers.*.mlp_after": norm(f"{layer}post_feedforward_layernorm"),
+        "layers.*.mlp_after": norm(f"{layer}{after[1]}"),
         "head.norm": norm(f"{inner}norm"),
         "head.table": table(output),
     }
@@ -530,8 +549,9 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         heads = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
         widths = {name: count * config.head_width for name, count in heads.items()}
         qkv = fused_parts(linear(f"{layer}self_attn.qkv_proj"), **widths)
-        gates = fused_parts(linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width)
         parts |= {f"layers.*.attention.{name}": part for name, part in qkv.items()}
+    if f"{inner}layers.0.mlp.gate_up_proj.weight" in folder.tensors:  # Phi-3 and GLM-4
+        gates = fused_parts(linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width)
         parts |= {f"layers.*.mlp.{name}": part for name, part in gates.items()}
     if config.delta_net:
         parts |= _delta_parts(config.delta_net, layer)

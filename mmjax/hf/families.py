@@ -12,7 +12,7 @@ from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import Encoder, module_names
 from mmjax.errors import UserError
-from mmjax.hf import audio, decoders, gemma3, internvl, llava, qwen_vl, vision
+from mmjax.hf import audio, decoders, gemma3, glm4v, idefics3, internvl, llava, mistral3, qwen_vl, vision
 from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
@@ -44,6 +44,9 @@ def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 CHECKPOINTS = {
     **dict.fromkeys(decoders.FAMILIES, Checkpoints(_decoder, _decoder_layout)),
     **dict.fromkeys(llava.FAMILIES, Checkpoints(llava.read, llava.layout)),
+    **dict.fromkeys(glm4v.FAMILIES, Checkpoints(glm4v.read, glm4v.layout)),
+    **dict.fromkeys(idefics3.FAMILIES, Checkpoints(idefics3.read, idefics3.layout)),
+    "mistral3": Checkpoints(mistral3.read, mistral3.layout),
     "gemma3": Checkpoints(gemma3.read, gemma3.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),

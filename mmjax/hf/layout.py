@@ -16,7 +16,8 @@ class TensorSlice:
     """Locate one parameter in a checkpoint: a tensor, or some rows or columns of one.
 
     key: a `*` in it stands for the layer's number; `name[3]` is entry 3 of a tensor's first axis. order: the tensor's
-    axes in the order in which the parameter has them, which may join several into one.
+    axes in the order in which the parameter has them, which may join several into one. view: axes that the tensor is
+    split into before that.
     """
 
     key: str
@@ -24,6 +25,7 @@ class TensorSlice:
     rows: tuple[int, int] | None = None  # of the tensor's first axis, where it holds several parameters
     columns: tuple[int, int] | None = None  # of its second axis
     experts: bool = False  # the parameter's first axis counts experts, whose numbers stand for `#` in the key
+    view: tuple[int, ...] | None = None  # None: its own axes
 
     def split(self, shape: tuple[int, ...]) -> list[tuple[TensorSlice, tuple[int, ...]]]:
         """Return the slice and the shape of each expert of a parameter of this shape; of any other its own."""
@@ -32,7 +34,7 @@ class TensorSlice:
         expert = replace(self, experts=False)
         return [(replace(expert, key=self.key.replace("#", str(n))), shape[1:]) for n in range(shape[0])]
 
-    def view(self, tensor: np.ndarray) -> np.ndarray:
+    def selected(self, tensor: np.ndarray) -> np.ndarray:
         """Select the rows and columns that hold the parameter from the tensor that `key` names without its entry."""
         _, entry = split_entry(self.key)
         tensor = tensor[...] if entry is None else tensor[entry]
@@ -42,6 +44,7 @@ class TensorSlice:
 
     def from_hf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Return the parameter of this shape that the tensor's rows hold."""
+        tensor = tensor if self.view is None else tensor.reshape(self.view)
         return (tensor if self.order is None else tensor.transpose(self.order)).reshape(shape)
 
     def to_hf(self, parameter: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -49,9 +52,10 @@ class TensorSlice:
         if self.order is None:
             return parameter.reshape(shape)
         # The parameter joins several axes; here they come apart again, still in its order.
-        turned = parameter.reshape([shape[axis] for axis in self.order])
+        axes = self.view or shape
+        turned = parameter.reshape([axes[axis] for axis in self.order])
         # argsort of a permutation is its inverse: order (2, 3, 1, 0) is undone by (3, 2, 0, 1).
-        return turned.transpose(np.argsort(self.order))
+        return turned.transpose(np.argsort(self.order)).reshape(shape)
 
 
 LeafTensors = Mapping[str, TensorSlice]  # of one module, by attribute
@@ -76,6 +80,12 @@ def table(key: str) -> LeafTensors:
 def convolution(key: str, order: tuple[int, ...]) -> LeafTensors:
     """Locate a convolution that is computed as a matrix product; `order` as in `TensorSlice`."""
     return {"weight": TensorSlice(f"{key}.weight", order), "bias": TensorSlice(f"{key}.bias")}
+
+
+def merging_linear(key: str, outputs: int, inputs: int, merge: int) -> LeafTensors:
+    """Locate a matrix over merge x merge neighbours that is stored channel by channel: [out, channel x neighbour]."""
+    # Ours: neighbour, channel, out.
+    return {"weight": TensorSlice(f"{key}.weight", (2, 1, 0), view=(outputs, inputs, merge**2))}
 
 
 def fused_parts(leaves: LeafTensors, **widths: int) -> dict[str, LeafTensors]:

@@ -1,4 +1,4 @@
-"""Vision towers: CLIP, SigLIP and InternViT, the latter in transformers' layout and in OpenGVLab's own."""
+"""Vision towers: CLIP, SigLIP, Pixtral, and InternViT in transformers' layout and in OpenGVLab's own."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmjax.config import (
+    AlternatingGrid,
     AnyRes,
+    AsIs,
     Biased,
     ConnectorConfig,
     DynamicTiles,
     FixedSize,
+    FractionalGrid,
     LearnedGrid,
     ModelConfig,
+    PixtralResize,
     RotaryGrid,
     SmartResize,
+    SplitTiles,
     StretchedGrid,
     VisionConfig,
 )
@@ -23,7 +28,14 @@ from mmjax.errors import UserError
 from mmjax.hf.decoders import ACTIVATIONS, QKV
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, convolution, fused_parts, linear, norm
-from mmjax.hf.processors import image_processor_file, read_image_processing
+from mmjax.hf.processors import (
+    CLIP_MEAN,
+    CLIP_STD,
+    IMAGE_END,
+    ROW_END,
+    image_processor_file,
+    read_image_processing,
+)
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
 TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_model.", "")
@@ -107,6 +119,14 @@ def _siglip(fields: Fields) -> VisionConfig:
     return _two_norms(fields, "gelu_pytorch_tanh", 1e-6, class_token=False)
 
 
+def _idefics3(fields: Fields) -> VisionConfig:
+    plain = _siglip(fields.over({"hidden_size": 1152, "patch_size": 32}))
+    grid = plain.positions
+    if not isinstance(grid, LearnedGrid) or grid.rows != grid.columns:
+        raise UserError(f"{fields.where}: image_size must be one number")
+    return replace(plain, positions=FractionalGrid(grid.rows))
+
+
 def _two_norms(fields: Fields, activation: str, eps: float, class_token: bool) -> VisionConfig:
     width = fields.get("hidden_size", int, 768)
     patch, grid = _patches(fields, 224, 32 if class_token else 16)
@@ -154,6 +174,51 @@ def _clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
             "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
             "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
             "head": norm(f"{prefix}post_layernorm"),
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- Pixtral
+
+PIXTRAL_EPS = 1e-5  # of all its norms, written in no config
+
+
+def _pixtral(fields: Fields) -> VisionConfig:
+    width, heads = fields.get("hidden_size", int, 1024), fields.get("num_attention_heads", int, 16)
+    fields.refuse("head_dim", width // heads)
+    rope = Fields(fields.get("rope_parameters", dict, {}), f"{fields.where}: rope_parameters")
+    rope.refuse("rope_type", "axial", "default")
+    return VisionConfig(
+        attention="auto",
+        layers=fields.get("num_hidden_layers", int, 24),
+        width=width,
+        heads=heads,
+        mlp_width=fields.get("intermediate_size", int, 4096),
+        patch=fields.get("patch_size", int, 16),
+        channels=fields.get("num_channels", int, 3),
+        positions=AlternatingGrid(rope.get("rope_theta", float, fields.get("rope_theta", float, 10_000.0))),
+        embed_bias=False,
+        embed_norm=True,
+        head_norm=False,
+        norm="rms",
+        norm_eps=PIXTRAL_EPS,
+        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        gated=True,
+        biases=(),
+    )
+
+
+def _pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    layer = f"{prefix}transformer.layers.*."
+    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+    return TensorNames(
+        {
+            "embed.patches": convolution(f"{prefix}patch_conv", PATCHES),
+            "embed.norm": norm(f"{prefix}ln_pre"),
+            "layers.*.attention_norm": norm(f"{layer}attention_norm"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
+            "layers.*.mlp_norm": norm(f"{layer}ffn_norm"),
+            **{f"layers.*.mlp.{name}": linear(f"{layer}feed_forward.{name}_proj") for name in ("gate", "up", "down")},
         }
     )
 
@@ -253,6 +318,8 @@ _POOLING_HEAD = (
 TOWERS_BY_KIND = {
     "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", _clip_parts),
     "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", _clip_parts, _POOLING_HEAD),
+    "idefics3_vision": Tower(_idefics3, "embeddings.position_embedding.weight", _clip_parts),
+    "pixtral": Tower(_pixtral, "patch_conv.weight", _pixtral_parts),
     "internvl_vision": Tower(_intern, "embeddings.cls_token", _intern_parts),
     "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", _open_intern_parts),
 }
@@ -269,11 +336,23 @@ def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
     # Here pixels are divided by 255, there multiplied by `rescale`.
     # (x * rescale - mean) / std = (x / 255 - mean / (255 * rescale)) / (std / (255 * rescale)).
     mean, std = (tuple(x / (255 * rescale) for x in numbers) for numbers in (mean, std))
+    if isinstance(how, PixtralResize) and how.unit == vision.patch:
+        # Of an image processor without one around it, which says how patches are merged.
+        how = replace(how, unit=vision.patch * vision.connector.merge)
     prepared = replace(vision, images=how, mean=mean, std=std)
     if differing := _mismatch(prepared):
         file = image_processor_file(folder.path)
         raise UserError(f"{file} does not go with {folder.path / 'config.json'}: {differing}")
     return prepared
+
+
+def with_pixtral_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
+    """The tower with its images as the folder says; as Pixtral's processor prepares them where it says nothing."""
+    vision = with_images(folder, vision)
+    if not isinstance(vision.images, AsIs):
+        return vision
+    how = PixtralResize(unit=vision.patch * vision.connector.merge, row_end=ROW_END, end=IMAGE_END)
+    return replace(vision, images=how, mean=CLIP_MEAN, std=CLIP_STD)
 
 
 def _mismatch(vision: VisionConfig) -> str:
@@ -287,6 +366,17 @@ def _mismatch(vision: VisionConfig) -> str:
                 f"it makes patches of {theirs[0]} pixels and merges {theirs[1]} x {theirs[1]} of them, the tower has "
                 f"patches of {ours[0]} and merges {ours[1]} x {ours[1]}; make patch_size and merge_size the same"
             )
+    if isinstance(how, PixtralResize) and how.unit != (unit := vision.patch * vision.connector.merge):
+        return (
+            f"it makes images in multiples of {how.unit} pixels, the tower has tokens of {unit}; make patch_size times "
+            "spatial_merge_size the same"
+        )
+    merge = vision.connector.merge
+    if isinstance(how, SplitTiles) and isinstance(grid, FractionalGrid) and how.tile // vision.patch % merge:
+        return (
+            f"it makes tiles of {how.tile} pixels, {how.tile // vision.patch} patches a side, which do not divide into "
+            f"squares of {merge} x {merge}; make max_image_size a multiple of {merge * vision.patch}"
+        )
     if not isinstance(grid, LearnedGrid):
         return ""
     match how:
@@ -310,7 +400,8 @@ def _mismatch(vision: VisionConfig) -> str:
 
 # ------------------------------------------------------------------------------------------------------ towers alone
 
-ALONE = ("clip", "clip_vision_model", "siglip", "siglip_vision_model", "internvl_vision")  # kinds of folders
+# Kinds of folders.
+ALONE = ("clip", "clip_vision_model", "siglip", "siglip_vision_model", "pixtral", "internvl_vision")
 
 
 def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
@@ -318,8 +409,12 @@ def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
     kind = fields.get("model_type", str)
     inner = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)
     # The layer that LLaVA reads of CLIP and SigLIP is the last but one.
-    layer = -1 if kind_of(inner) == "internvl_vision" else -2
-    return with_images(folder, vision_of(inner, layer, layer == -1, ConnectorConfig()))
+    layer = -1 if kind_of(inner) in ("internvl_vision", "pixtral") else -2
+    tower = with_images(folder, vision_of(inner, layer, layer == -1, ConnectorConfig()))
+    if isinstance(tower.images, PixtralResize):
+        # Tokens that other LLMs do not have.
+        tower = replace(tower, images=replace(tower.images, row_end="", end=""))
+    return tower
 
 
 def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:

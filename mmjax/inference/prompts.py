@@ -13,7 +13,7 @@ import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
-from mmjax.config import AnyRes, DynamicTiles, FixedSize, MediaLimits, ModelConfig, VisionConfig
+from mmjax.config import AnyRes, DynamicTiles, FixedSize, MediaLimits, ModelConfig, SplitTiles, VisionConfig
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
 from mmjax.data.media.decode import check_media_size
@@ -400,7 +400,8 @@ class PromptRows:
         unit = math.lcm(8, int(self._index.positions_per_token[module - 1]))
         config = self._arrays.encoders[encoder]
         longest = max(1, int(positions.max(initial=0)))
-        alike = isinstance(config, VisionConfig) and isinstance(config.images, FixedSize | DynamicTiles | AnyRes)
+        tiles = FixedSize | DynamicTiles | AnyRes | SplitTiles
+        alike = isinstance(config, VisionConfig) and isinstance(config.images, tiles)
         # 29 positions in units of 8: ceil(29 / 8) * 8 = 32.
         return -(-longest // unit) * unit if alike else round_up_to_step(longest, unit)
 

@@ -1,15 +1,13 @@
-"""Products of groups of rows with a matrix each, forward and backward, in Pallas for GPUs (Triton).
+"""Products of groups of rows with a matrix of their own, for experts: a Pallas kernel for GPUs (Triton).
 
-As MegaBlocks (Gale et al. 2022) has it: groups of any size lie one behind the other, and a list of pairs says which
-tile of rows meets which group. A tile that several groups share is visited once for each, and each writes its own rows.
-The gradient of a matrix has its programs to itself, without atomic additions, so results are repeatable to the bit.
-`jax.lax.ragged_dot` is the same, for which XLA has no kernel on GPUs: it computes all groups of all rows there.
+`jax.lax.ragged_dot` computes the same, but XLA for GPUs multiplies all rows with every group's matrix. A program here
+multiplies one tile of one group's rows; which rows is data, so that group sizes need no padding and no capacity.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,73 +17,93 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
 
-class GroupTiles(NamedTuple):
-    """Tiles of the kernels, and how these run; static."""
+class MatmulTiles(NamedTuple):
+    """Rows, outputs and summed channels of a tile, and the warps and pipeline stages that Triton runs it with."""
 
-    rows: int = 128
-    columns: int = 128
-    inner: int = 64  # of what is summed over
-    warps: int = 8
-    stages: int = 3
-    interpret: bool = False  # run as JAX operations, on any device
-
-    def launch(self, name: str) -> dict[str, Any]:
-        """Return how `pallas_call` runs a kernel."""
-        params = pltriton.CompilerParams(num_warps=self.warps, num_stages=self.stages)
-        return {"compiler_params": params, "interpret": self.interpret, "name": name}
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
 
 
-TILES = GroupTiles()
+# TILES of outputs and gradients of rows; GRADIENT_TILES of gradients of matrices, where rows are summed (`k`). The
+# fastest on an H200 of those tried (docs/measurements/gpu.md).
+TILES = MatmulTiles(128, 256, 64, 8, 3)
+GRADIENT_TILES = MatmulTiles(128, 256, 64, 8, 3)
+
+
+class Visits(NamedTuple):
+    """Tiles of rows: whose group, and their first and end rows; int32 `[tiles]`.
+
+    The rows behind the last group are tiles of a group `E`, and have no product; tiles that are not needed are empty.
+    """
+
+    group: Array
+    start: Array
+    end: Array
+
+    @classmethod
+    def of(cls, sizes: Int[Array, " e"], rows: int, size: int) -> Visits:
+        """Cut groups of these sizes into tiles of at most `size` rows.
+
+        Sizes (3, 5) of 9 rows in tiles of 4: groups (0, 1, 1, 2), starts (0, 3, 7, 8), ends (3, 7, 8, 9).
+        """
+        sizes = jnp.append(sizes, rows - sizes.sum())
+        ends = jnp.cumsum(sizes)
+        tiles = -(-sizes // size)
+        tile_ends = jnp.cumsum(tiles)
+        tile = jnp.arange(-(-rows // size) + len(sizes) - 1, dtype=jnp.int32)
+        group = jnp.minimum(jnp.searchsorted(tile_ends, tile, side="right"), len(sizes) - 1)
+        start = (ends - sizes)[group] + (tile - (tile_ends - tiles)[group]) * size
+        end = jnp.minimum(start + size, ends[group])
+        return cls(*(x.astype(jnp.int32) for x in (group, start, end)))
+
+
+def takes(width: int, output: int) -> bool:
+    """Return whether the kernel takes matrices of this width and these outputs: whole tiles of 32 channels or more."""
+    return width % 32 == 0 and output % 32 == 0
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(
-    x: Float[Array, "m k"], weight: Float[Array, "g k n"], sizes: Int[Array, " g"], tiles: GroupTiles = TILES
-) -> Float[Array, "m n"]:
-    """Multiply rows by the matrices of their groups, summing in float32.
+    x: Float[Array, "t k"], weights: Float[Array, "e k n"], sizes: Int[Array, " e"], interpret: bool = False
+) -> Float[Array, "t n"]:
+    """Multiply contiguous groups of rows with the group's matrix, in the dtype of `x`; sums are float32.
 
-    sizes: rows of each group, the first group's first. What stands in rows behind the last group is not defined.
+    Rows behind the last group give zeros. interpret: run as JAX operations, on any device. `k` and `n` are multiples
+    of 32 (`takes`).
     """
-    return _product(x, weight, sizes, tiles, turned=False)
+    return _multiply(x, weights, sizes, False, interpret)
 
 
-def _forward(x: Array, weight: Array, sizes: Array, tiles: GroupTiles) -> tuple[Array, Any]:
-    return grouped_matmul(x, weight, sizes, tiles), (x, weight, sizes)
+def _forward(x: Array, weights: Array, sizes: Array, interpret: bool) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _multiply(x, weights, sizes, False, interpret), (x, weights, sizes)
 
 
-def _backward(tiles: GroupTiles, residuals: Any, gradient: Array) -> tuple[Array, Array, None]:
-    x, weight, sizes = residuals
-    return _product(gradient, weight, sizes, tiles, turned=True), _weight_gradient(x, gradient, sizes, tiles), None
+def _backward(interpret: bool, residuals: tuple[Array, Array, Array], d_out: Array) -> tuple[Array, Array, None]:
+    x, weights, sizes = residuals
+    d_x = _multiply(d_out, weights, sizes, True, interpret)
+    return d_x, _weight_gradients(x, d_out, sizes, weights.dtype, interpret), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
 
 
-class Pairs(NamedTuple):
-    """Which tile of rows meets which group, and which of all rows are the group's; int32, one for each program."""
-
-    group: Array
-    tile: Array
-    start: Array
-    stop: Array  # as `start` where there is no pair
+def _divisor(size: int, tile: int) -> int:
+    """Return the largest tile up to this one, halving it, that divides a size."""
+    while size % tile:
+        tile //= 2
+    return tile
 
 
-def list_pairs(sizes: Int[Array, " g"], rows: int, tile: int) -> Pairs:
-    """List the pairs of tiles and groups that share rows; their number is static, and what is left over is empty.
+def _rows_in_bounds(x: Array, tile: int, interpret: bool) -> Array:
+    """Append a tile of rows where slices are interpreted, which would move a slice that ends behind the last row."""
+    return jnp.pad(x, ((0, tile), (0, 0))) if interpret else x
 
-    Tiles of 4 rows and groups of 3, 0 and 6 rows: tile 0 with group 0, then tiles 0, 1 and 2 with group 2.
-    """
-    stop = jnp.cumsum(sizes)
-    start = stop - sizes
-    first = start // tile
-    counts = jnp.where(sizes > 0, (stop - 1) // tile - first + 1, 0)
-    last = jnp.cumsum(counts)
-    number = jnp.arange(-(-rows // tile) + len(sizes))
-    group = jnp.minimum((last[:, None] <= number).sum(0), len(sizes) - 1)
-    exists = number < last[-1]
-    position = first[group] + number - (last - counts)[group]
-    pairs = (group, jnp.where(exists, position, 0), start[group], jnp.where(exists, stop[group], start[group]))
-    return Pairs(*(array.astype(jnp.int32) for array in pairs))
+
+def _whole(x: jax.ShapeDtypeStruct | Array) -> pl.BlockSpec:
+    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
 def _dot(a: Array, b: Array) -> Array:
@@ -93,89 +111,85 @@ def _dot(a: Array, b: Array) -> Array:
     return pltriton.dot(a, b, allow_tf32=False if a.dtype == jnp.float32 else None)
 
 
-def _rows_of(ref: Any, start: Array, size: int, columns: Any, first: Array, stop: Array) -> Array:
-    """Load the tile of rows that begins at `start`, with zeros in place of rows outside of `first` to `stop`."""
-    number = start + jnp.arange(size)
-    inside = ((number >= first) & (number < stop))[:, None]
-    return pltriton.load(ref.at[pl.ds(start, size), columns], mask=inside, other=0.0)
+def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool, interpret: bool) -> Array:
+    """Multiply groups of rows with their matrices, or with these transposed."""
+    rows, width = x.shape
+    experts = len(weights)
+    output = weights.shape[1 if transposed else 2]
+    tiles = TILES._replace(n=_divisor(output, TILES.n), k=_divisor(width, TILES.k))
+    visits = Visits.of(sizes, rows, tiles.m)
+
+    def kernel(group_ref, start_ref, end_ref, x_ref, weights_ref, out_ref):
+        tile = pl.program_id(0)
+        group, start, end = group_ref[tile], start_ref[tile], end_ref[tile]
+        inside = (start + jnp.arange(tiles.m) < end)[:, None]
+        at = pl.ds(start, tiles.m)
+        outputs = pl.ds(pl.program_id(1) * tiles.n, tiles.n)
+        matrix = jnp.minimum(group, experts - 1)
+
+        def body(step: Array, total: Array) -> Array:
+            channels = pl.ds(step * tiles.k, tiles.k)
+            a = pltriton.load(x_ref.at[at, channels], mask=inside, other=0.0)
+            if transposed:
+                return total + _dot(a, pltriton.load(weights_ref.at[matrix, outputs, channels]).T)
+            return total + _dot(a, pltriton.load(weights_ref.at[matrix, channels, outputs]))
+
+        # Of int32, as the first step is: a loop of Triton has bounds of one type.
+        steps = jnp.where(group < experts, jnp.int32(width // tiles.k), jnp.int32(0))
+        total = lax.fori_loop(0, steps, body, jnp.zeros((tiles.m, tiles.n), jnp.float32))
+        pltriton.store(out_ref.at[at, outputs], total.astype(out_ref.dtype), mask=inside)
+
+    x = _rows_in_bounds(x, tiles.m, interpret)
+    out = jax.ShapeDtypeStruct((len(x), output), x.dtype)
+    inputs = (*visits, x, weights)
+    multiplied = pl.pallas_call(
+        kernel,
+        grid=(len(visits.group), output // tiles.n),
+        in_specs=[_whole(x) for x in inputs],
+        out_specs=_whole(out),
+        out_shape=out,
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="grouped_matmul",
+    )(*inputs)
+    return multiplied[:rows]
 
 
-def _product_kernel(
-    x_ref, weight_ref, group, tile, start, stop, out_ref, *, tiles: GroupTiles, inner: int, turned: bool
-):  # fmt: skip
-    """Compute one tile of the products of one group."""
-    pair = pl.program_id(0)
-    columns = pl.ds(pl.program_id(1) * tiles.columns, tiles.columns)
-    first, last, matrix = start[pair], stop[pair], group[pair]
-    begin = tile[pair] * tiles.rows
+def _weight_gradients(x: Array, d_out: Array, sizes: Array, dtype: jnp.dtype, interpret: bool) -> Array:
+    """Compute the gradient of every group's matrix: over its rows, the sum of x' d_out; zeros where it has none."""
+    (_, width), output = x.shape, d_out.shape[1]
+    experts = len(sizes)
+    tiles = GRADIENT_TILES._replace(m=_divisor(width, GRADIENT_TILES.m), n=_divisor(output, GRADIENT_TILES.n))
+    ends = jnp.cumsum(sizes).astype(jnp.int32)
 
-    def body(step: Array, total: Array) -> Array:
-        across = pl.ds(step * tiles.inner, tiles.inner)
-        x = _rows_of(x_ref, begin, tiles.rows, across, first, last)
-        if turned:
-            return total + _dot(x, pltriton.load(weight_ref.at[matrix, columns, across]).T)
-        return total + _dot(x, pltriton.load(weight_ref.at[matrix, across, columns]))
+    def kernel(start_ref, end_ref, x_ref, d_out_ref, out_ref):
+        group = pl.program_id(2)
+        start, end = start_ref[group], end_ref[group]
+        channels = pl.ds(pl.program_id(0) * tiles.m, tiles.m)
+        outputs = pl.ds(pl.program_id(1) * tiles.n, tiles.n)
 
-    # Bounds are of one type, as Triton wants them.
-    steps = jnp.where(last > first, jnp.int32(inner // tiles.inner), jnp.int32(0))
-    total = lax.fori_loop(jnp.int32(0), steps, body, jnp.zeros((tiles.rows, tiles.columns), jnp.float32))
-    number = begin + jnp.arange(tiles.rows)
-    inside = ((number >= first) & (number < last))[:, None]
-    pltriton.store(out_ref.at[pl.ds(begin, tiles.rows), columns], total.astype(out_ref.dtype), mask=inside)
+        def body(step: Array, total: Array) -> Array:
+            first = start + step * tiles.k
+            inside = (first + jnp.arange(tiles.k) < end)[:, None]
+            at = pl.ds(first, tiles.k)
+            a = pltriton.load(x_ref.at[at, channels], mask=inside, other=0.0)
+            b = pltriton.load(d_out_ref.at[at, outputs], mask=inside, other=0.0)
+            return total + _dot(a.T, b)
 
+        steps = lax.div(end - start + tiles.k - 1, tiles.k)
+        total = lax.fori_loop(0, steps, body, jnp.zeros((tiles.m, tiles.n), jnp.float32))
+        pltriton.store(out_ref.at[group, channels, outputs], total.astype(out_ref.dtype))
 
-def _weight_kernel(x_ref, gradient_ref, start, stop, out_ref, *, tiles: GroupTiles):
-    """Compute one tile of the gradient of one group's matrix: the sum over its rows."""
-    matrix = pl.program_id(0)
-    inner = pl.ds(pl.program_id(1) * tiles.columns, tiles.columns)
-    columns = pl.ds(pl.program_id(2) * tiles.columns, tiles.columns)
-    first, last = start[matrix], stop[matrix]
-    # Fewer rows at a time than a tile of the products has: this sum is over rows.
-    size = tiles.inner
-
-    def body(step: Array, total: Array) -> Array:
-        x = _rows_of(x_ref, step * size, size, inner, first, last)
-        gradient = _rows_of(gradient_ref, step * size, size, columns, first, last)
-        return total + _dot(x.T, gradient)
-
-    begin = lax.div(first, jnp.int32(size))
-    end = jnp.where(last > first, lax.div(last + size - 1, jnp.int32(size)), begin)
-    total = lax.fori_loop(begin, end, body, jnp.zeros((tiles.columns, tiles.columns), jnp.float32))
-    pltriton.store(out_ref.at[matrix, inner, columns], total.astype(out_ref.dtype))
-
-
-def _pad(x: Array, *multiples: int) -> Array:
-    """Pad the last dimensions with zeros to multiples."""
-    sizes = x.shape[x.ndim - len(multiples) :]
-    extra = [(0, -size % multiple) for size, multiple in zip(sizes, multiples, strict=True)]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - len(multiples)) + extra)
-
-
-def _product(x: Array, weight: Array, sizes: Array, tiles: GroupTiles, turned: bool) -> Array:
-    """Multiply rows by the matrices of their groups, or by these matrices turned."""
-    rows, columns = len(x), weight.shape[1 if turned else 2]
-    x = _pad(x, tiles.rows, tiles.inner)
-    weight = _pad(weight, *((tiles.columns, tiles.inner) if turned else (tiles.inner, tiles.columns)))
-    pairs = list_pairs(sizes, rows, tiles.rows)
-    width = columns + -columns % tiles.columns
-    out = pl.pallas_call(
-        partial(_product_kernel, tiles=tiles, inner=x.shape[1], turned=turned),
-        grid=(len(pairs.group), width // tiles.columns),
-        out_shape=jax.ShapeDtypeStruct((len(x), width), x.dtype),
-        **tiles.launch("grouped_matmul"),
-    )(x, weight, *pairs)
-    return out[:rows, :columns]
-
-
-def _weight_gradient(x: Array, gradient: Array, sizes: Array, tiles: GroupTiles) -> Array:
-    inner, columns = x.shape[1], gradient.shape[1]
-    x, gradient = (_pad(y, tiles.inner, tiles.columns) for y in (x, gradient))
-    stop = jnp.cumsum(sizes, dtype=jnp.int32)
-    shape = (len(sizes), x.shape[1], gradient.shape[1])
-    out = pl.pallas_call(
-        partial(_weight_kernel, tiles=tiles),
-        grid=(len(sizes), x.shape[1] // tiles.columns, gradient.shape[1] // tiles.columns),
-        out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
-        **tiles.launch("grouped_matmul_weight_gradient"),
-    )(x, gradient, stop - sizes.astype(jnp.int32), stop)
-    return out[:, :inner, :columns]
+    x, d_out = (_rows_in_bounds(y, tiles.k, interpret) for y in (x, d_out))
+    out = jax.ShapeDtypeStruct((experts, width, output), dtype)
+    inputs = (ends - sizes.astype(jnp.int32), ends, x, d_out)
+    return pl.pallas_call(
+        kernel,
+        grid=(width // tiles.m, output // tiles.n, experts),
+        in_specs=[_whole(x) for x in inputs],
+        out_specs=_whole(out),
+        out_shape=out,
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="grouped_matmul_gradients",
+    )(*inputs)

@@ -103,6 +103,7 @@ def decoder_layer_config(config: DecoderConfig, delta: bool, sparse: bool) -> La
         experts=partial(Experts, c.experts, c.width, c.activation) if sparse else None,
         post_norms=c.post_norms,
         scoring=Scoring(c.attention_scale, c.attention_cap),
+        rope_neighbours=c.rope_neighbours,
     )
 
 
@@ -142,7 +143,7 @@ class Decoder(nnx.Module):
         c = self.config
         if not c.windowed:
             # Without windows there is no `reach`, and the program has no comparison for it.
-            return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads))
+            return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype)
         near = None
         if c.window_rope_theta:
             unscaled = replace(c, rope_theta=c.window_rope_theta, rope_scaling=PlainRope())
@@ -151,7 +152,7 @@ class Decoder(nnx.Module):
         window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
         return Context(full_mask, rotation, window_mask=window_mask, window_rotation=near).planned(
-            c.attention, c.head_width, (c.heads, c.kv_heads)
+            c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype
         )
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:

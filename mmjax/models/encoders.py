@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import jax
@@ -12,7 +14,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.batch import ROW, TIME, ItemBatch
-from mmjax.config import AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
+from mmjax.config import (
+    AlternatingGrid,
+    AudioConfig,
+    FractionalGrid,
+    LearnedGrid,
+    StoredTable,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import (
@@ -58,13 +68,17 @@ class PatchEmbedding(nnx.Module):
         x = self.patches(jnp.tile(pixels, c.frames * c.patch**2 * c.channels // pixels.shape[-1]))
         if self.class_token is not None:
             x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)
+        if c.embed_norm_first and self.norm is not None:
+            x = self.norm(x)
         if isinstance(c.positions, StretchedGrid):
-            x = x + interpolate_positions(self.positions, c.positions.side, items).astype(dtype)
+            x = x + interpolate_positions(self.positions, c.positions, items).astype(dtype)
+        elif isinstance(c.positions, FractionalGrid):
+            x = x + self.positions(fractional_positions(c.positions.side, items), dtype)
         elif self.positions is not None:
             # Entry 0 is the class token's, where there is one; the grid follows row by row.
             index = jnp.where(row < 0, 0, row * c.positions.columns + column + c.class_token)
             x = x + self.positions(index, dtype)
-        return x if self.norm is None else self.norm(x)
+        return x if self.norm is None or c.embed_norm_first else self.norm(x)
 
 
 def _learned_positions(config: VisionConfig) -> int:
@@ -72,27 +86,70 @@ def _learned_positions(config: VisionConfig) -> int:
     match config.positions:
         case LearnedGrid(rows=rows, columns=columns):
             return rows * columns + config.class_token
-        case StretchedGrid(side=side):
+        case StretchedGrid(side=side) | FractionalGrid(side=side):
             return side**2
     return 0
 
 
-def interpolate_positions(table: PositionTable, side: int, items: ItemBatch) -> Float[Array, "r l d"]:
-    """Interpolate a `side` x `side` grid of position vectors bilinearly, its corners aligned with those of each image.
+def interpolate_positions(table: PositionTable, grid: StretchedGrid, items: ItemBatch) -> Float[Array, "r l d"]:
+    """Interpolate a square grid of position vectors to the size of each image.
 
-    With side 4, patch column 3 of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5: half of column 1 and half of column 2.
+    Bilinear, the grid's corners are aligned with those of each image: with side 4, patch column 3 of 7 lies at
+    3 * (4 - 1) / (7 - 1) = 1.5, half of column 1 and half of column 2. Bicubic, its edges are: the centre of patch
+    column 3 of 7 lies at 3.5 / 7 * 4 - 0.5 = 1.5 too, where columns 0 to 3 have their shares.
     """
     patch = jnp.maximum(items.coordinates[..., ROW:], 0)
-    point = patch.astype(jnp.float32) * (side - 1) / jnp.maximum(max_in_item(patch, items.item), 1)
+    largest = max_in_item(patch, items.item)
+    bicubic = grid.filter == "bicubic"
+    if bicubic:
+        point = (patch.astype(jnp.float32) + 0.5) / (largest + 1) * grid.side - 0.5
+    else:
+        point = patch.astype(jnp.float32) * (grid.side - 1) / jnp.maximum(largest, 1)
     vectors = jnp.zeros((), jnp.float32)
-    for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        # The four corners around the point, each weighted by 1 less its distance along both axes.
-        corner = jnp.floor(point) + jnp.array(step, jnp.float32)
-        weight = jnp.prod(1 - jnp.abs(point - corner), axis=-1, keepdims=True)
-        # Beyond the last row or column the weight is 0, so any index will do.
-        row, column = jnp.moveaxis(jnp.minimum(corner.astype(jnp.int32), side - 1), -1, 0)
-        vectors = vectors + weight * table(row * side + column, jnp.dtype(jnp.float32))
+    # The cells around the point along each axis, 2 x 2 or 4 x 4.
+    for step in product((-1, 0, 1, 2) if bicubic else (0, 1), repeat=2):
+        cell = jnp.floor(point) + jnp.array(step, jnp.float32)
+        distance = jnp.abs(point - cell)
+        share = _cubic_share(distance) if bicubic else 1 - distance
+        # Beyond the grid a bilinear share is 0, and a bicubic one is the nearest cell's.
+        row, column = jnp.moveaxis(jnp.clip(cell.astype(jnp.int32), 0, grid.side - 1), -1, 0)
+        vectors = vectors + jnp.prod(share, axis=-1, keepdims=True) * table(
+            row * grid.side + column, jnp.dtype(jnp.float32)
+        )
     return vectors
+
+
+def _cubic_share(distance: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Compute the share of a cell at a distance of 0 to 2 by PyTorch's cubic convolution (a = -0.75)."""
+    a, x = -0.75, distance
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((x - 5) * x + 8) * x * a - 4 * a
+    return jnp.where(x <= 1, near, far)
+
+
+def fractional_positions(side: int, items: ItemBatch) -> Int[Array, "r l"]:
+    """Find the cell of a `side` x `side` grid in which each patch's top left corner lies, if both have one size.
+
+    With side 4, patch column 3 of 6 begins at 3 / 6, which is where column 2 of 4 does. Computed in float32 as in
+    transformers, whose rounding decides at the borders of cells.
+    """
+    patch = jnp.maximum(items.coordinates[..., ROW:], 0)
+    step = 1.0 / (1 + max_in_item(patch, items.item)).astype(jnp.float32)
+    fraction = jnp.minimum(patch.astype(jnp.float32) * step, np.float32(1.0 - 1e-6))
+    row, column = jnp.moveaxis(jnp.searchsorted(_cell_borders(side), fraction, side="right"), -1, 0)
+    return row * side + column
+
+
+def _cell_borders(side: int) -> np.ndarray:
+    """Compute torch.arange(1 / side, 1, 1 / side) to the bit, as CPUs do.
+
+    They take whole groups of 16 in vectors of 8, each of which counts on from a first value in float32.
+    """
+    step = 1 / side
+    count = max(math.ceil((1.0 - step) / step), 0)
+    index = np.arange(count)
+    first = np.where(index < count // 16 * 16, index // 8 * 8, index)
+    return ((step + step * first).astype(np.float32) + (index - first) * step).astype(np.float32)
 
 
 class Windows(NamedTuple):
@@ -178,10 +235,11 @@ class VisionEncoder(nnx.Module):
             window = jnp.repeat(self._windows(items).number(), c.connector.merge**2, axis=1)
             # A query that sees no kind attends its span alone, here the window.
             context = context._replace(window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window)))
-        context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.max_block)
-        if isinstance(c.positions, LearnedGrid):
+        context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype, self.max_block)
+        if isinstance(c.positions, LearnedGrid | FractionalGrid):
             return context
-        return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta))
+        alternating = isinstance(c.positions, AlternatingGrid)
+        return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta, alternating))
 
     def _windows(self, items: ItemBatch) -> Windows:
         return Windows.of(items, self.config.window, self.config.connector.merge)
@@ -285,7 +343,7 @@ class AudioEncoder(nnx.Module):
         """Build the attention mask of a batch; the stem has added positions already."""
         c = self.config
         return Context(encoder_mask(self._layer_items(items))).planned(
-            c.attention, c.width // c.heads, (c.heads, c.heads)
+            c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype
         )
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config import Activation, ExpertsConfig
-from mmjax.kernels.grouped_matmul import grouped_matmul
+from mmjax.kernels.grouped_matmul import grouped_matmul, takes
 from mmjax.models.expert_routing import Routes, Routing, route
 from mmjax.models.layers import ACTIVATIONS, MLP, Linear, keep_inputs
 from mmjax.parallel.expert_exchange import INTO, OUT, ExpertLayout
@@ -123,7 +123,8 @@ def grouped_product(
     x: Float[Array, "m i"], weight: Float[Array, "e i o"], sizes: Int[Array, " e"]
 ) -> Float[Array, "m o"]:
     """Multiply groups of rows of these sizes by a matrix each, by a kernel on GPUs, for which XLA has none."""
-    return (grouped_matmul if platform() == "gpu" else jax.lax.ragged_dot)(x, weight, sizes)
+    kernel = platform() == "gpu" and takes(*weight.shape[1:])
+    return (grouped_matmul if kernel else jax.lax.ragged_dot)(x, weight, sizes)
 
 
 @jax.custom_vjp

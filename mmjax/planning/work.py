@@ -15,7 +15,7 @@ import numpy as np
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ROW, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.config.model import CONV_STRIDE, Encoder, merged_width
+from mmjax.config.model import CONV_STRIDE, Encoder, connector_layers
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
 
@@ -229,9 +229,7 @@ def layer_positions(encoder: Encoder) -> int:
 
 def connector_weights(encoder: Encoder, outputs: int) -> int:
     """Count the elements of a connector's matrices, which is also the multiply-adds per token."""
-    inputs = merged_width(encoder)
-    hidden = encoder.connector.mlp_width
-    return hidden * (inputs + outputs) if hidden else inputs * outputs
+    return sum(rows * columns for rows, columns in connector_layers(encoder, outputs).values())
 
 
 def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]) -> dict[str, Work]:

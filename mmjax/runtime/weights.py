@@ -106,6 +106,8 @@ def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> N
     beyond = any(cut is not None and cut[1] > size for cut, size in zip(cuts, have, strict=False))
     ends = [size if cut is None else cut[1] - cut[0] for cut, size in zip(cuts, have, strict=False)]
     selected = (*ends, *have[len(ends) :])
+    if part.view is not None and math.prod(part.view) == math.prod(selected):
+        selected = part.view
     fits = selected == shape if part.order is None else len(part.order) == len(selected)
     if fits and part.order is not None:
         permuted = tuple(selected[axis] for axis in part.order)
@@ -299,7 +301,7 @@ class Exporter:
         tensor = folder.read(key)
         changed = False
         for piece in pieces:
-            source = piece.part.view(tensor)
+            source = piece.part.selected(tensor)
             value = self.merged(piece.name, piece.part.from_hf(source, piece.shape), piece.expert)
             if value is not None:
                 source[...] = piece.part.to_hf(value, source.shape)

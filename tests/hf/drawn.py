@@ -25,8 +25,9 @@ DECODERS = {
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
+    "glm4": transformers.Glm4Config,
 }
-NOT_IN_LLAVA = ("qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text")
+NOT_IN_LLAVA = ("qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4")
 IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]  # as the text of any vision tower
 
 
@@ -97,6 +98,8 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         given |= expert_fields(rng, family, given["num_hidden_layers"])
     if family == "phi3":
         given |= phi3_fields(rng, given)
+    if family == "glm4":
+        given |= glm4_fields(rng, given) | {"attention_bias": pick(rng, False, True), "pad_token_id": 0}
     if family == "gemma3":
         near = {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)}
         given["rope_parameters"] = {"full_attention": given["rope_parameters"], "sliding_attention": near}
@@ -142,6 +145,14 @@ def expert_fields(rng: np.random.Generator, family: str, layers: int) -> Fields:
     }
     width = {"moe_intermediate_size": between(rng, 10, 40), "norm_topk_prob": pick(rng, False, True)}
     return experts | windows | sparse | width | {"num_experts": count}
+
+
+def glm4_fields(rng: np.random.Generator, given: Fields) -> Fields:
+    """GLM-4's heads, a part of whose channels RoPE turns."""
+    share, head_width = pick(rng, (0.5, 16), (0.5, 12), (0.25, 24), (1.0, 10))
+    turned = rope(rng, int(head_width * share) // 2)
+    turned["rope_parameters"]["partial_rotary_factor"] = share
+    return turned | {"head_dim": head_width, "hidden_size": given["num_attention_heads"] * between(rng, 3, 12)}
 
 
 def late_windows(rng: np.random.Generator, layers: int) -> Fields:
@@ -255,6 +266,65 @@ def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformer
         mm_tokens_per_image=side**2,
         tie_word_embeddings=pick(rng, False, True),
         **own,
+    )
+
+
+def pixtral_tower(rng: np.random.Generator, merge: int = 1) -> transformers.PreTrainedConfig:
+    """Pixtral's tower. Heads of an odd number of channel pairs have one more turned by rows than by columns."""
+    sizes = tower_sizes(rng, 5)
+    heads = sizes["num_attention_heads"]
+    sizes |= {"hidden_size": heads * 2 * between(rng, 5, 7), "rope_parameters": pixtral_rope(rng)}
+    sizes["image_size"] = sizes["patch_size"] * merge * between(rng, 2, 4)
+    del sizes["layer_norm_eps"]
+    return transformers.PixtralVisionConfig(**sizes)
+
+
+def pixtral_rope(rng: np.random.Generator) -> Fields:
+    """The base of Pixtral's RoPE."""
+    return {"rope_type": "axial", "rope_theta": pick(rng, 100.0, 1e4)}
+
+
+def pixtral(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Pixtral: a LLaVA whose tower takes images of any size."""
+    vision = pixtral_tower(rng)
+    layers = vision.num_hidden_layers
+    return transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=decoder(rng, "mistral", vocab),
+        vision_feature_layer=pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        vision_feature_select_strategy="full",
+        multimodal_projector_bias=pick(rng, False, True),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
+
+
+def mistral3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Mistral 3: Pixtral's tower, whose patches are merged by a matrix."""
+    merge = pick(rng, 1, 2, 2, 3)
+    vision = pixtral_tower(rng, merge)
+    layers = vision.num_hidden_layers
+    return transformers.Mistral3Config(
+        vision_config=vision,
+        text_config=decoder(rng, "mistral", vocab),
+        vision_feature_layer=pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        multimodal_projector_bias=pick(rng, False, True),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        tie_word_embeddings=pick(rng, False, True),
+        spatial_merge_size=merge,
+        **own,
+    )
+
+
+def idefics3(rng: np.random.Generator, family: str, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Idefics3, or SmolVLM: a SigLIP tower for images of several sizes, and a matrix on squares of patches."""
+    vision = tower_sizes(rng, 9)
+    text = any_decoder(rng, vocab)
+    kind = {"idefics3": transformers.Idefics3Config, "smolvlm": transformers.SmolVLMConfig}[family]
+    tied = text.tie_word_embeddings
+    return kind(
+        vision_config=vision, text_config=text, scale_factor=pick(rng, 1, 2, 3), tie_word_embeddings=tied, **own
     )
 
 
@@ -391,6 +461,36 @@ def _qwen3_5(rng: np.random.Generator, text: Fields) -> Fields:
     vision = qwen_tower(rng, text["hidden_size"])
     vision["num_position_embeddings"] = between(rng, 2, 7) ** 2
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": pick(rng, False, True)}
+
+
+def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.PreTrainedConfig:
+    """GLM-4.1V, or GLM-4.6V: positions stretched bicubically, and a merger of a convolution and a gated MLP."""
+    sizes, _ = text_sizes(rng)
+    own = glm4_fields(rng, sizes)
+    pairs = int(own["head_dim"] * own["rope_parameters"]["partial_rotary_factor"]) // 2
+    y, x = between(rng, 0, pairs // 2), between(rng, 0, pairs // 2)
+    turned = own["rope_parameters"] | {"rope_type": "default", "mrope_section": [pairs - y - x, y, x]}
+    turned = {name: turned[name] for name in ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")}
+    del sizes["head_dim"], sizes["tie_word_embeddings"]
+    sizes |= {"hidden_size": sizes["num_attention_heads"] * own["head_dim"], "rope_parameters": turned}
+    sizes |= {"hidden_act": pick(rng, *ACTIVATIONS), "max_position_embeddings": 64, "pad_token_id": 0}
+    heads, patch = pick(rng, 1, 2, 3), between(rng, 3, 6)
+    vision = {
+        "depth": between(rng, 1, 4),
+        "hidden_size": heads * 4 * between(rng, 3, 5),
+        "intermediate_size": between(rng, 20, 60),
+        "num_heads": heads,
+        "attention_bias": pick(rng, False, True),
+        "image_size": patch * between(rng, 1, 6) + between(rng, 0, patch - 1),
+        "patch_size": patch,
+        "spatial_merge_size": pick(rng, 1, 2, 2, 3),
+        "temporal_patch_size": pick(rng, 1, 2, 2),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "out_hidden_size": sizes["hidden_size"],
+        "rms_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+    }
+    kind = {"glm4v": transformers.Glm4vConfig, "glm46v": transformers.Glm46VConfig}[family]
+    return kind(text_config=sizes, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens)
 
 
 def audio_tower(rng: np.random.Generator) -> Fields:

@@ -235,7 +235,7 @@ def stored_parameter(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]
     """Read the parameter of this shape that a checkpoint has here, each expert's own."""
     parts = part.split(shape)
     tensors = {name: folder.read(name) for name in {split_entry(one.key)[0] for one, _ in parts}}
-    return np.stack([one.from_hf(one.view(tensors[split_entry(one.key)[0]]), s) for one, s in parts]).reshape(shape)
+    return np.stack([one.from_hf(one.selected(tensors[split_entry(one.key)[0]]), s) for one, s in parts]).reshape(shape)
 
 
 def saved_gradients(model: torch.nn.Module) -> HfFolder:

@@ -65,6 +65,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
     "qwen3_5_text-0",
     "mixtral-0",
     "qwen3_moe-2",
+    "glm4-0",
 )
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", drawn.DECODERS)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import test_any_res
+import test_pixtral
 import torch
 import transformers
 from parity import loaded, random_model
@@ -29,13 +30,15 @@ DEFAULT_MAX_TOKENS = 7
 Inputs = Callable[[Sequence[Part]], dict[str, Any]]  # of transformers' model, for one prompt
 
 
-def answered(folder, prompts: Sequence[Sequence[Part]], ends: Sequence[int]) -> list[Answer]:
+def answered(
+    folder, prompts: Sequence[Sequence[Part]], ends: Sequence[int], written: Mapping[str, Sequence[int]] | None = None
+) -> list[Answer]:
     model, params, config = loaded(folder)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     generator = Generator(
         model, mesh, ShardingRules(), ends, lambda tokens: " ".join(map(str, tokens)), max_tokens=DEFAULT_MAX_TOKENS
     )
-    return generator.answers(params, given(config, prompts))
+    return generator.answers(params, given(config, prompts, written))
 
 
 def written_there(model: torch.nn.Module, inputs: dict[str, Any]) -> list[int]:
@@ -46,12 +49,21 @@ def written_there(model: torch.nn.Module, inputs: dict[str, Any]) -> list[int]:
         return model.generate(**given, do_sample=False, max_new_tokens=DEFAULT_MAX_TOKENS)[0, ids.shape[1] :].tolist()
 
 
-def check(model: torch.nn.Module, folder, prompts: Sequence[Sequence[Part]], inputs: Inputs) -> None:
-    """Tokens of two answers end them all: what is written is what is there up to the first such token."""
+def check(
+    model: torch.nn.Module,
+    folder,
+    prompts: Sequence[Sequence[Part]],
+    inputs: Inputs,
+    written: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Tokens of two answers end them all: what is written is what is there up to the first such token.
+
+    written: tokens of the texts between an image's.
+    """
     there = [written_there(model, inputs(prompt)) for prompt in prompts]
     ends = [there[0][2], there[-1][4]]
     stop = [next((k + 1 for k, token in enumerate(tokens) if token in ends), DEFAULT_MAX_TOKENS) for tokens in there]
-    here = answered(folder, prompts, ends)
+    here = answered(folder, prompts, ends, written)
     assert [list(a.tokens) for a in here] == [tokens[:n] for tokens, n in zip(there, stop, strict=True)]
     assert [a.ended for a in here] == [tokens[n - 1] in ends for tokens, n in zip(there, stop, strict=True)]
     assert len({a.tokens for a in here}) > 1
@@ -126,6 +138,14 @@ def test_llava_next_and_onevision_write_what_they_write_there_of_images_in_tiles
     model = saved(variant, *kinds, processor, tmp_path)
     of = lambda prompt: inputs(model, prompt, processor, name == "LlavaOnevision")  # noqa: E731
     check(model, tmp_path, test_any_res.samples(), of)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", test_pixtral.WHOLE)
+def test_pixtral_and_mistral3_write_what_they_write_there_after_images_of_several_sizes(family, tmp_path):
+    model, processor, unit = test_pixtral.made(family, 1, tmp_path)
+    of = lambda prompt: test_pixtral.inputs_of(prompt, processor, unit)  # noqa: E731
+    check(model, tmp_path, test_pixtral.samples(unit), of, test_pixtral.TOKENS)
 
 
 @pytest.mark.default_cases("qwen3", "qwen3_5")

@@ -16,11 +16,13 @@ import pytest
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import (
+    AlternatingGrid,
     AudioConfig,
     ConnectorConfig,
     DecoderConfig,
     DeltaNetConfig,
     ExpertsConfig,
+    FractionalGrid,
     LogMel,
     ModelConfig,
     Remat,
@@ -44,6 +46,9 @@ from mmjax.planning.flops import (
 from mmjax.planning.work import useful_work
 from mmjax.runtime.losses import losses_in_chunks
 
+GLM = ConnectorConfig(
+    mlp_width=20, norm="none", biases=(), merger_width=12, merger_bias=True, projection=True, gated=True
+)
 MODULES = ("llm", "vision", "vision.connector", "audio", "audio.connector")
 FROZEN = [
     frozenset(),
@@ -434,6 +439,9 @@ def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
         {"positions": StretchedGrid(5), "deepstack": (0, 1), "head_norm": False},
         {"norm": "rms", "head_norm_type": "layer"},
         {"head_norm_type": "rms"},
+        {"positions": AlternatingGrid(), "connector": ConnectorConfig(mlp_width=20, norm="rms", merger_width=12)},
+        {"embed_norm": True, "embed_norm_first": True, "connector": GLM},
+        {"positions": FractionalGrid(3), "connector": ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=())},
     ],
 )
 def test_parameters_of_other_towers_are_those_of_the_built_model(vision: dict) -> None:

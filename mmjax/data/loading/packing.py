@@ -136,7 +136,8 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
     begin = 0
     for segment, n in zip(sample.segments, lengths, strict=True):
         branch = segment.branch if isinstance(segment, Text) else 0
-        grid = places[segment.number].grid if isinstance(segment, Item) else None
+        whole = isinstance(segment, Item) and segment.part is None
+        grid = places[segment.number].grid if whole else None
         if grid is None or not segment.patch:  # else it begins where the temporal patch before it did
             begin = position.get(branch, position[0]) if segment.start is None else segment.start
         span = slice(offset, offset + n)
@@ -185,6 +186,8 @@ def _write_tokens(
     item_slots = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in item_places])
     slots = item_slots[:, None]
     shares = np.ones((1, 1), np.float32)
+    if isinstance(segment, Item) and segment.part:
+        slots = slots[slice(*segment.part)]
     if isinstance(segment, ArrangedItems):
         codes = np.array([item_places[0].newline, PADDING])  # at the end, as NEWLINE and NO_TOKEN count from there
         slots = np.concatenate([item_slots, codes])[segment.tokens.token]
@@ -207,7 +210,7 @@ def _items(segment: Item | ArrangedItems) -> int:
 def _tokens_of(segment: Item | ArrangedItems, places: Sequence[Place], arrays: Arrays) -> int:
     """Count the tokens of the LLM that a segment takes. ValueError where they are arranged as they cannot be."""
     if isinstance(segment, Item):
-        return places[segment.number].tokens
+        return len(range(places[segment.number].tokens)[slice(*(segment.part or (None,)))])
     token = segment.tokens.token
     have = sum(p.tokens for p in places[segment.number :][: segment.items])
     if not NEWLINE <= token.min(initial=NO_TOKEN) <= token.max(initial=NO_TOKEN) < have:
@@ -236,7 +239,8 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
             for number in range(segment.number, segment.number + _items(segment)):
                 if number >= len(places) or places[number].encoder != segment.encoder:
                     raise ValueError(f"its item {number} of {segment.encoder!r} is not in its source's facts()")
-                numbers.append(number)
+                if not (isinstance(segment, Item) and segment.part and segment.part[0]):  # an item's later parts
+                    numbers.append(number)
             lengths.append(_tokens_of(segment, places, arrays))
             continue
         tokens = segment.tokens

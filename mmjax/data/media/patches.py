@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import COLUMN, ROW, TIME
-from mmjax.config import AudioConfig, LearnedGrid, LogMel, NoVideo, VisionConfig
+from mmjax.config import AlternatingGrid, AudioConfig, FractionalGrid, LearnedGrid, LogMel, NoVideo, VisionConfig
 from mmjax.config.model import CONV_STRIDE, Encoder
 from mmjax.data.media.audio_features import clip_size, log_mel_frames
 from mmjax.errors import BadMedia
@@ -71,6 +71,7 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
         size = size[-2:]
         height, width = patch_grid(encoder, size)
         _check_grid(encoder, size, height, width)
+        _check_windows(encoder, size, height, width)
         _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
         windows = -(-height // merge) * -(-width // merge)
         hidden = hidden_tokens(encoder)
@@ -93,11 +94,11 @@ def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, 
 def patch_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int]:
     """Return rows and columns of the patches of an image of (height, width) in pixels.
 
-    With a learned grid of positions only whole patches count, as in the convolutions of CLIP, SigLIP and InternViT: the
-    remainder at the bottom and the right is dropped. Otherwise the last patches are padded with black.
+    With a learned grid of positions only whole patches count, as in the convolutions of CLIP, SigLIP and InternViT, and
+    of Pixtral: the remainder at the bottom and the right is dropped. Otherwise the last patches are padded with black.
     """
     # Convolutions with stride = patch drop a remainder.
-    if isinstance(encoder.positions, LearnedGrid):
+    if isinstance(encoder.positions, LearnedGrid | AlternatingGrid | FractionalGrid):
         return size[0] // encoder.patch, size[1] // encoder.patch
     return -(-size[0] // encoder.patch), -(-size[1] // encoder.patch)
 
@@ -110,6 +111,16 @@ def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width
         raise BadMedia(
             f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, the encoder learned positions "
             f"of {grid.rows} x {grid.columns}; prepare images smaller"
+        )
+
+
+def _check_windows(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
+    merge = encoder.connector.merge
+    # Mistral 3 drops what is no whole window behind its tower, which has seen it, and Idefics3 refuses it.
+    if isinstance(encoder.positions, AlternatingGrid | FractionalGrid) and (height % merge or width % merge):
+        raise BadMedia(
+            f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, which are no whole squares of "
+            f"{merge} x {merge}; prepare images in whole squares"
         )
 
 

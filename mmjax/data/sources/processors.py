@@ -23,6 +23,7 @@ from mmjax.data.media.decode import (
     read_image_size,
     resampled_length,
 )
+from mmjax.data.media.image_texts import image_texts, writes_texts
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import Encoders, item_size, token_grid
 from mmjax.data.media.video import decode_video, read_video_header, sample_video
@@ -37,7 +38,7 @@ Functions = Mapping[str, Callable[..., Any]]  # encoder callbacks by the names t
 PROBES: dict[Medium, Probe] = {"image": read_image_size, "audio": read_clip_header, "video": read_video_header}
 
 
-# Takes the encoder of each item of each medium, and the text before each item.
+# Takes the encoder of each part of each medium, and the texts around its parts.
 Tokenize = Callable[[Sequence[Sequence[str]], Sequence[Sequence[str]]], Sample]
 MediaSizes = Sequence[tuple[Medium, tuple[int, int]]]  # kind and header's size of each medium of a sample
 
@@ -49,12 +50,35 @@ class MediaItems(NamedTuple):
     sizes: tuple[tuple[int, ...], ...]  # one per item
     tokens: TokenLayout | None = None  # of an image whose tokens are arranged; None: its items' tokens in order
     times: tuple[int, ...] = ()  # rotary positions along t of a video's temporal patches; (): not by position
-    texts: tuple[str, ...] = ()  # that stands before each of a video's temporal patches; (): none
+    # that stand before each part and behind the last; (): none. A part is an item, or an equal share of its tokens
+    texts: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """Count the places that it has in a text."""
+        if self.texts:
+            return len(self.texts) - 1
+        return 1 if self.tokens is not None else len(self.sizes)
 
     def count(self, encoders: Encoders) -> int:
         """Count the LLM tokens."""
         encoder = encoders[self.encoder]
         return sum(item_size(encoder, size).tokens for size in self.sizes) if self.tokens is None else len(self.tokens)
+
+    def segments(self, encoders: Encoders, first: int) -> list[Item | ArrangedItems]:
+        """Return what stands at each of its places; `first` is the number of its first item."""
+        if self.tokens is not None:
+            return [ArrangedItems(self.encoder, first, len(self.sizes), self.tokens)]
+        if self.times:
+            return [Item(self.encoder, first + k, patch=k, time=time) for k, time in enumerate(self.times)]
+        shares = self.parts // len(self.sizes)
+        if shares == 1:
+            return [Item(self.encoder, first + k) for k in range(len(self.sizes))]
+        segments = []
+        for number, size in enumerate(self.sizes, start=first):
+            share = item_size(encoders[self.encoder], size).tokens // shares
+            segments += [Item(self.encoder, number, part=(k * share, (k + 1) * share)) for k in range(shares)]
+        return segments
 
 
 class MediaProcessors:
@@ -83,6 +107,10 @@ class MediaProcessors:
             raise UserError(f"the data has media of the kind {kind}, but no model.encoders takes them; {remedy}")
         return name
 
+    def writes_text(self, kind: Medium) -> bool:
+        """Tell whether text may be written around the items of media of a kind."""
+        return kind == "video" or (kind == "image" and any(writes_texts(eyes.encoder) for eyes in self._eyes.values()))
+
     def _items(self, kind: Medium, facts: tuple[int, int], images: int) -> MediaItems:
         """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia."""
         name = self.encoder(kind)
@@ -92,7 +120,7 @@ class MediaProcessors:
         if kind == "video":
             video = sample_video(encoder, VideoHeader.unpacked(facts))
             sizes = ((encoder.frames, *video.size),) * (len(video.indices) // encoder.frames)
-            return MediaItems(name, sizes, times=video.times, texts=video.texts)
+            return MediaItems(name, sizes, times=video.times, texts=(*video.texts, "") if video.texts else ())
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
 
@@ -153,12 +181,12 @@ class SampleMedia:
     def place(self, sample: int, tokenize: Tokenize) -> Sample:
         """Tokenize a sample's text and place its items in it. Raises BadMedia."""
         media = self.items(sample)
-        encoders = [[medium.encoder] * len(medium.sizes) for medium in media]
-        texts = [medium.texts for medium in media]
-        return merge_arranged_items(set_video_times(tokenize(encoders, texts), media), media)
+        encoders = [[medium.encoder] * medium.parts for medium in media]
+        sample = tokenize(encoders, [medium.texts for medium in media])
+        return place_media(sample, media, self._processors.encoders)
 
     def writes_text(self, sample: int) -> bool:
-        """Tell whether text is written between a sample's items, which is not counted without them. Raises BadMedia."""
+        """Tell whether text is written around a sample's items, which is not counted without them. Raises BadMedia."""
         return any(medium.texts for medium in self.items(sample))
 
     def item(self, sample: int, number: int) -> np.ndarray:
@@ -199,9 +227,9 @@ class ImageProcessor:
     def items(self, size: tuple[int, int], images: int, limits: MediaLimits = MediaLimits()) -> MediaItems:
         """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
         sizes = prepared_sizes(self.before_encoder, size, images, limits)
-        if self.before_llm is None:
-            return MediaItems(self.name, sizes)
         grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
+        if self.before_llm is None:
+            return MediaItems(self.name, sizes, texts=image_texts(self.encoder, size, grids))
         return MediaItems(self.name, sizes, self.before_llm(size, grids))
 
 
@@ -215,34 +243,13 @@ def text_tokens(sample: Sample) -> int:
     return sum(len(segment.tokens) for segment in sample.segments if isinstance(segment, Text))
 
 
-def set_video_times(sample: Sample, media: Sequence[MediaItems]) -> Sample:
-    """Set the rotary time of every temporal patch of videos whose time is a position."""
-    numbered = [time for medium in media for time in enumerate(medium.times or (0,) * len(medium.sizes))]
-    timed = [bool(medium.times) for medium in media for _ in medium.sizes]
-    if not any(timed):
-        return sample
-    return Sample(
-        tuple(
-            replace(s, patch=numbered[s.number][0], time=numbered[s.number][1])
-            if isinstance(s, Item) and timed[s.number]
-            else s
-            for s in sample.segments
-        )
-    )
-
-
-def merge_arranged_items(sample: Sample, media: Sequence[MediaItems]) -> Sample:
-    """Replace the items of each image whose tokens are arranged with one `ArrangedItems` segment."""
-    replacement: dict[
-        int, ArrangedItems | None
-    ] = {}  # by item number; None: covered by the `ArrangedItems` of an earlier item
-    number = 0
+def place_media(sample: Sample, media: Sequence[MediaItems], encoders: Encoders) -> Sample:
+    """Replace a sample's places, numbered through the parts of all media, with what stands there."""
+    segments: list[Item | ArrangedItems] = []
+    items = 0
     for medium in media:
-        items = range(number, number + len(medium.sizes))
-        if medium.tokens is not None:
-            replacement |= dict.fromkeys(items)
-            replacement[number] = ArrangedItems(medium.encoder, number, len(items), medium.tokens)
-        number = items.stop
-    # An image's items follow each other in the sample, so its first item's segment can stand for all of them.
-    segments = (replacement.get(s.number, s) if isinstance(s, Item) else s for s in sample.segments)
-    return Sample(tuple(segment for segment in segments if segment is not None))
+        segments += medium.segments(encoders, items)
+        items += len(medium.sizes)
+    return Sample(
+        tuple(replace(segments[s.number], start=s.start) if isinstance(s, Item) else s for s in sample.segments)
+    )

@@ -44,8 +44,12 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
     # The texts are those that the families' processors in transformers write, unless the folder names others.
     for family in _families(path, processor):
         match family:
-            case "llava" | "llavanext" | "llavaonevision":
+            case "pixtral" | "mistral3":
+                return {"image": Placeholder(named.get("image_token", "[IMG]"))}
+            case "llava" | "llavanext" | "llavaonevision" | "idefics3" | "smolvlm":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
+            case "glm4v" | "glm46v":
+                return {"image": Placeholder(named.get("image_token", "<|image|>"))}
             case "qwen2vl" | "qwen25vl":
                 video = Placeholder(named.get("video_token", "<|video_pad|>"))
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
@@ -80,7 +84,10 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
 
 def _families(path: Path, processor: Mapping[str, object]) -> list[str]:
     """List the names of the model in the folder's files: "Qwen2_5_VLProcessor" and "qwen2_5_vl" become "qwen25vl"."""
-    names = [read_json(path / "config.json", {}).get("model_type")]
+    config = read_json(path / "config.json", {})
+    tower = config.get("vision_config") or {}
+    # Pixtral-12B is a LLaVA but for its tower.
+    names = ["pixtral" if tower.get("model_type") == "pixtral" else config.get("model_type")]
     for config in (processor, read_json(path / "preprocessor_config.json", {}), tokenizer_config(str(path))):
         names.append(config.get("processor_class"))
     return [str(name).replace("_", "").lower().removesuffix("processor") for name in names if name]
@@ -111,7 +118,8 @@ def write_media(
 ) -> TokenizerInput:
     """Replace what the template wrote for each medium, found by `written`, with its token and the text around it.
 
-    texts: by kind, what stands before each item of each medium of the kind; such a medium has a token for each item.
+    texts: by kind, what stands before each part of each medium of the kind, and behind its last part; such a medium has
+    a token for each part.
     """
     kind_of = {p.written: kind for kind, p in places.items()}
     pieces = []
@@ -128,11 +136,14 @@ def write_media(
         item = places[kind].before + (places[kind].token or places[kind].written) + places[kind].after
         pieces.append(rendered.text[last : match.start()])
         length += match.start() - last
-        for text in (next(remaining[kind]) if kind in remaining else ()) or ("",):
-            pieces.append(text + item)
-            media.append((length, length + len(text) + len(item)))
+        *leading, trailing = (next(remaining[kind]) if kind in remaining else ()) or ("", "")
+        parts = [text + item for text in leading]
+        parts[-1] += trailing
+        for part in parts:
+            pieces.append(part)
+            media.append((length, length + len(part)))
             kinds.append(kind)
-            length += len(text) + len(item)
+            length += len(part)
         last = match.end()
         starts.append(last)
         shifts.append(length - last)
