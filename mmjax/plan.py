@@ -43,7 +43,7 @@ from mmjax.pipeline.choose_units import choose_units
 from mmjax.pipeline.compile_stages import compile_pipeline
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.pipeline.stage_plan import memory_plan_of
-from mmjax.planning.flops import parameters
+from mmjax.planning.flops import active_parameters, parameters
 from mmjax.planning.hardware import USABLE, Cluster, parse_cluster
 from mmjax.planning.measured_file import layers_record, read_measured
 from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
@@ -149,7 +149,7 @@ def _units_plan(forecast: PipelineForecast) -> str:
     policies = memory_plan_of(config, forecast.stages, forecast.limit, config.training.loss_chunks or 1).policies
     expected = {"seconds": forecast.seconds, "mfu": forecast.mfu, "memory": max(s.bytes for s in forecast.stages)}
     # Units want the mesh as it is by default.
-    mesh = {"data": -1, "fsdp": 1, "context": 1, "tensor": 1}
+    mesh = {"data": -1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
     return plan_text(config, str(forecast.cluster), mesh, policies, config.training.loss_chunks or 1, expected)
 
 
@@ -274,8 +274,10 @@ def report(forecast: RunForecast, price: float | None, source: str, compiled: Co
     axes = " x ".join(f"{axis} {n}" for axis, n in forecast.mesh.items() if n > 1) or "one device"
     if config.mesh.sequence_parallel != "off":
         axes += f", mesh.sequence_parallel={config.mesh.sequence_parallel}"
+    total, active = sum(counts.values()), active_parameters(config.model)
+    of_token = f" ({count(active)} of them for a token)" if active < total else ""
     lines = [
-        f"plan   {config.name}: {count(sum(counts.values()))} parameters, {config.training.precision}, on "
+        f"plan   {config.name}: {count(total)} parameters{of_token}, {config.training.precision}, on "
         f"{forecast.cluster.devices} x {forecast.cluster.device.name} ({axes})",
         f"data   {source}; {forecast.samples:,.0f} samples and {count(forecast.tokens)} LLM tokens a step",
         *table(_module_rows(forecast)),

@@ -90,6 +90,32 @@ FAULTS = (
         ("models/test_gated_delta_net.py::test_a_packed_sample_gives_what_it_gives_alone_in_transformers",),
     ),
     Fault(
+        "a copy of a token that a wrong expert gets",
+        "models/experts.py",
+        "group = jnp.where((local >= 0) & (local < count), local, count)",
+        "group = jnp.where((local >= 0) & (local < count), local.at[0].set((local[0] + 1) % count), count)",
+        (
+            "models/test_experts.py::test_gradients_are_those_of_all_experts_computed_of_all_tokens",
+            "models/test_experts.py::test_a_token_gets_its_experts_outputs_by_their_weights_and_padding_gets_none",
+            "models/test_experts.py::test_a_packed_sample_gets_what_it_gets_alone_and_padding_is_not_routed",
+            "training/test_expert_meshes.py::test_loss_routing_and_every_gradient_are_those_of_one_device",
+        ),
+    ),
+    Fault(
+        "padding that is sent to experts",
+        "models/expert_routing.py",
+        "expert = jnp.where(valid[:, None], expert, experts)",
+        "expert = expert + 0 * experts",
+        ("models/test_experts.py::test_a_packed_sample_gets_what_it_gets_alone_and_padding_is_not_routed",),
+    ),
+    Fault(
+        "experts of a device taken for its neighbour's",
+        "parallel/expert_exchange.py",
+        "return lax.axis_index(EXPERT) * count if self.exchanges else 0",
+        "return (lax.axis_index(EXPERT) + 1) % lax.axis_size(EXPERT) * count if self.exchanges else 0",
+        ("training/test_expert_meshes.py::test_loss_routing_and_every_gradient_are_those_of_one_device",),
+    ),
+    Fault(
         "positions that go on from the sample before",
         "data/loading/packing.py",
         "position: dict[int, int] = {0: 0}  #",

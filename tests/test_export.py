@@ -107,10 +107,21 @@ FAMILIES = {
         }
         | {"num_hidden_layers": 4},
     ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 3}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "head_dim": 16,
+            "num_experts": 5,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [0],
+            "num_experts_per_tok": 2,
+        },
+    ),
 }
 
 
-@pytest.mark.default_cases("qwen2 tied", "gemma2", "qwen3_5_text")
+@pytest.mark.default_cases("qwen2 tied", "gemma2", "qwen3_5_text", "mixtral")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_changed_checkpoint_computes_in_transformers_what_the_run_computes(family, tmp_path):
     kind, own = FAMILIES[family]

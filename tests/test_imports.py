@@ -92,6 +92,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
             "mmjax.kernels",
             "mmjax.parallel.collective_matmul",
             "mmjax.parallel.encoder_exchange",
+            "mmjax.parallel.expert_exchange",
             "mmjax.parallel.sharding",
             "mmjax.config",
             "mmjax.batch",

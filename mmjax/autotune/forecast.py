@@ -26,7 +26,7 @@ from mmjax.data.plan.grouping import Budget, make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
-from mmjax.parallel.sharding import check_heads, mesh_sizes
+from mmjax.parallel.sharding import RANKS, check_heads, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB
@@ -143,8 +143,9 @@ def forecast_best_mesh(
         plans = [planner.plan(step) for step in range(min(2, steps))]
         needed = needed_flops(config, index, np.concatenate([plan.samples() for plan in plans])) / len(plans)
         fitting = []
-        for fsdp in (n for n in FSDP if devices % n == 0 and n <= devices):
-            on_mesh = replace(candidate, mesh=replace(config.mesh, data=devices // fsdp, fsdp=fsdp))
+        ranks = devices // config.mesh.expert
+        for fsdp in (n for n in FSDP if ranks % n == 0 and n <= ranks):
+            on_mesh = replace(candidate, mesh=replace(config.mesh, data=ranks // fsdp, fsdp=fsdp))
             mesh = mesh_sizes(on_mesh.mesh, devices)
             forecast = _forecast(on_mesh, cluster, mesh, layout, plans, index, tracer, speed)
             if forecast.memory_plan.fits:
@@ -220,7 +221,7 @@ def forecast_run(
     mesh = mesh_sizes(config.mesh, cluster.devices)
     check_heads(mesh, config.mesh, config.model)
     ranks_on_node = max(1, cluster.per_node // (mesh["tensor"] * mesh["context"]))
-    topology = make_topology(config.mesh, mesh["data"] * mesh["fsdp"], ranks_on_node, mesh)
+    topology = make_topology(config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh)
     rates = cluster.device.rates(config.training.precision)
     model = resolve_attention(config.model, rates, topology.context)
     tracer = ActivationTracer(replace(config, model=model))

@@ -39,12 +39,13 @@ VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
 def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) -> ModelConfig:
     """Reduce a model to `layers` layers of one tower ("llm", or an encoder) under one policy, and little besides.
 
-    An LLM has layers of one kind (`kinds_of_layers`): with a gated delta net all have it.
+    An LLM has layers of one kind (`kinds_of_layers`): with a gated delta net or experts all have them.
     """
     llm = replace(config.llm, vocab=VOCAB)
     if tower == "llm":
-        if llm.delta_net is not None:
-            llm = replace(llm, delta_net=replace(llm.delta_net, layers=tuple(range(layers))))
+        sections = {name: getattr(llm, name) for name in ("delta_net", "experts")}
+        kinds = {name: replace(c, layers=tuple(range(layers))) for name, c in sections.items() if c is not None}
+        llm = replace(llm, **kinds)
         return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
     encoder = replace(config.encoders[tower], layers=layers, remat=remat)
     if isinstance(encoder, VisionConfig):

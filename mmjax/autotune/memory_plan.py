@@ -350,9 +350,9 @@ def model_sharding(config: MeshConfig, mesh: Mapping[str, int]) -> ModelSharding
     """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
     way = "off" if config.sequence_parallel == "auto" else config.sequence_parallel
-    return ModelSharding(
-        mesh["fsdp"] * mesh["context"] * tensor, tensor, 1 if config.encoders == "data" else tensor, way
-    )
+    experts = mesh.get("expert", 1)
+    shards = mesh["fsdp"] * experts * mesh["context"] * tensor
+    return ModelSharding(shards, tensor, 1 if config.encoders == "data" else tensor, way, experts=experts)
 
 
 def choose_sequence_parallel(
@@ -412,7 +412,7 @@ def suggest_settings(
     Tried in order: parameters sharded over more devices, or over fewer; more microbatches; blockwise attention; moments
     in host memory.
     """
-    ranks = mesh["data"] * mesh["fsdp"]
+    ranks = mesh["data"] * mesh["fsdp"]  # for each device of `expert`
     shards = [n for n in range(1, ranks + 1) if ranks % n == 0]
     # Fewer shards too: a number that divides the widths replicates less than a larger one that does not.
     shards.sort(key=lambda n: (n < mesh["fsdp"], abs(n - mesh["fsdp"])))
@@ -420,7 +420,7 @@ def suggest_settings(
     max_microbatches = np.inf
     if isinstance(config.batch.size, Samples):
         # Every rank needs a sample in each microbatch.
-        max_microbatches = max(current, config.batch.size.count // ranks)
+        max_microbatches = max(current, config.batch.size.count // (ranks * mesh["expert"]))
     candidates = [n for n in (current * 2**k for k in range(MAX_HALVINGS + 1)) if n <= max_microbatches]
     # Microbatches in the outer loop: every sharding is tried before their number changes.
     for microbatches in candidates:

@@ -68,6 +68,7 @@ from mmjax.config.model import (
     DecoderConfig,
     DeltaNetConfig,
     DynamicRope,
+    ExpertsConfig,
     FractionalGrid,
     LearnedGrid,
     LinearRope,

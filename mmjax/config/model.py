@@ -97,6 +97,20 @@ class DeltaNetConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP in some layers: a router sends each token to a few of many MLPs."""
+
+    layers: tuple[int, ...]  # that have it
+    count: int  # experts of a layer
+    per_token: int  # experts that a token is sent to
+    width: int  # of an expert's hidden layer
+    normalized: bool = True  # the weights of a token's experts add up to 1
+    shared_width: int = 0  # of the hidden layer of an expert that sees every token, behind a gate; 0: there is none
+    balance_loss: float = 0.0  # weight of the loss that balances the tokens of the experts
+    z_loss: float = 0.0  # weight of the mean squared log-sum-exp of the router's logits
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A causal transformer: grouped-query attention; by default rotary positions, RMSNorm and a gated MLP."""
 
@@ -135,6 +149,7 @@ class DecoderConfig:
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    experts: ExpertsConfig | None = None  # in place of the MLP in some layers; none: all layers have the MLP
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
     norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm; those of queries and keys are RMSNorms
     gated: bool = True  # the MLP has a gate
@@ -156,6 +171,17 @@ class DecoderConfig:
         """Tell of each layer whether it has a gated delta net."""
         layers = self.delta_net.layers if self.delta_net else ()
         return tuple(i in layers for i in range(self.layers))
+
+    @property
+    def expert_layers(self) -> tuple[bool, ...]:
+        """Tell of each layer whether it has a mixture of experts."""
+        layers = self.experts.layers if self.experts else ()
+        return tuple(i in layers for i in range(self.layers))
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[bool, bool], ...]:
+        """Tell of each layer whether it has a gated delta net, and whether it has a mixture of experts."""
+        return tuple(zip(self.delta_layers, self.expert_layers, strict=True))
 
 
 @dataclass(frozen=True)
@@ -392,7 +418,8 @@ Sizes = dict[str, tuple[int, int]]  # (inputs, outputs) by name
 def linear_layers(model: ModelConfig) -> Sizes:
     """List the linear layers that may have an adapter: those of the transformer layers and of the connectors.
 
-    Embeddings, output tables, an encoder's first convolutions and the mergers of a deepstack may not.
+    Embeddings, output tables, an encoder's first convolutions, the mergers of a deepstack and the experts that a router
+    chooses may not.
     """
     llm = model.llm
     query_width = llm.heads * llm.head_width
@@ -402,6 +429,11 @@ def linear_layers(model: ModelConfig) -> Sizes:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
     if all(llm.delta_layers):
         sizes = {name: size for name, size in sizes.items() if ".attention." not in name}
+    if all(llm.expert_layers):
+        sizes = {name: size for name, size in sizes.items() if ".mlp." not in name}
+    if llm.experts and (hidden := llm.experts.shared_width):
+        shared = {"gate": (llm.width, hidden), "up": (llm.width, hidden), "down": (hidden, llm.width)}
+        sizes |= {f"llm.layers.*.experts.shared.{name}": size for name, size in shared.items()}
     if c := llm.delta_net:
         keys = c.key_heads * c.key_width
         values = c.value_heads * c.value_width
@@ -509,5 +541,7 @@ def layer_count(model: ModelConfig, name: str) -> int:
         return 1
     if module != "llm":
         return model.encoders[module].layers
+    layers = model.llm.layers
     delta = sum(model.llm.delta_layers)
-    return {"delta_net": delta, "attention": model.llm.layers - delta}.get(path[1], model.llm.layers)
+    sparse = sum(model.llm.expert_layers)
+    return {"delta_net": delta, "attention": layers - delta, "experts": sparse, "mlp": layers - sparse}[path[1]]

@@ -221,6 +221,7 @@ def _check_decoder(llm: DecoderConfig) -> None:
     else:
         _check_rope(where, llm)
     _check_delta_net(llm)
+    _check_experts(llm)
     at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
@@ -252,6 +253,26 @@ def _check_delta_net(llm: DecoderConfig) -> None:
     check(
         llm.items == "causal",
         f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use model.llm.items=causal",
+    )
+
+
+def _check_experts(llm: DecoderConfig) -> None:
+    if (experts := llm.experts) is None:
+        return
+    where = "model.llm.experts"
+    outside = [i for i in experts.layers if not 0 <= i < llm.layers]
+    check(not outside, f"{where}.layers names layer {outside[:1]}, there are 0 to {llm.layers - 1}")
+    check(bool(experts.layers), f"{where}.layers is empty; name the layers that have it, or use {where}=none")
+    at_least(1, where, experts, ("count", "per_token", "width"))
+    at_least(0, where, experts, ("shared_width", "balance_loss", "z_loss"))
+    check(
+        experts.per_token <= experts.count,
+        f"{where}.per_token={experts.per_token} is more than count={experts.count}; choose at most that",
+    )
+    biased = [name for name in llm.biases if name in ("gate", "up", "down")]
+    check(
+        not biased or not all(llm.expert_layers),
+        f"model.llm.biases has {listed(biased)}, and all layers have experts, whose matrices have none; leave it out",
     )
 
 

@@ -27,6 +27,7 @@ class MeshConfig:
     encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis shards their layers too, or splits their rows
     memory: float = 0.0  # GB of a device that may be used; 0: all that it has
     host_memory: float = 0.0  # GB of host memory per device for offloaded activations
+    expert: int = 1  # devices that share the experts of a layer and other parameters, each with samples of its own
 
 
 def context_form(form: ContextAttention, heads: tuple[int, int], context: int, tensor: int) -> ContextAttention:
@@ -49,6 +50,11 @@ class Unit:
     pipeline: int = 1  # stages, one after the other, each with as many devices
     virtual: int = 1  # parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved
     cuts: tuple[int, ...] = ()  # layers before which stages begin; empty: stages of equally many layers
+
+    @property
+    def expert(self) -> int:
+        """Return the devices that share the experts of a layer: in a unit each device has all of them."""
+        return 1
 
 
 def unit_modules(name: str, unit: Unit) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Text decoders with RoPE: Qwen2 to 3.5, Llama 3, Mistral, Phi-3, Gemma 1 to 3, GLM-4. Their configs and tensors."""
+"""Text decoders with RoPE: Qwen2 to 3.5, Llama 3, Mistral, Mixtral, Phi-3, Gemma 1 to 3, GLM-4: configs and tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mmjax.config import (
     DecoderConfig,
     DeltaNetConfig,
     DynamicRope,
+    ExpertsConfig,
     LinearRope,
     Llama3Rope,
     LongRope,
@@ -22,7 +23,7 @@ from mmjax.config import (
 from mmjax.errors import UserError
 from mmjax.hf import gpt
 from mmjax.hf.folder import Fields, HfFolder, note
-from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, fused_parts, linear, norm, table
+from mmjax.hf.layout import TRANSPOSED, LeafTensors, TensorNames, TensorSlice, fused_parts, linear, norm, table
 from mmjax.hf.names import ACTIVATIONS, QKV
 
 ROPE = {  # what a config may say of RoPE beside its base
@@ -148,6 +149,73 @@ def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     return replace(plain, biases=biases, qk_norm="head", norm_offset=1.0, attention_gate=True, delta_net=delta_net)
 
 
+def _qwen3_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    biases = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
+    step = fields.get("decoder_sparse_step", int, 1)
+    dense = fields.get("mlp_only_layers", list, [])
+    experts = _experts(
+        fields,
+        layers=tuple(i for i in range(plain.layers) if i not in dense and (i + 1) % step == 0),
+        width=fields.get("moe_intermediate_size", int, 768),
+        normalized=fields.get("norm_topk_prob", bool, False),
+    )
+    # Unlike the dense ones, all layers have the window or none.
+    windowed = fields.get("use_sliding_window", bool, False)
+    plain = _everywhere(fields, plain, 4096) if windowed else plain
+    return replace(plain, biases=biases, qk_norm="head", experts=experts)
+
+
+def _qwen3_5_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    experts = _experts(
+        fields,
+        count=256,
+        layers=tuple(range(plain.layers)),
+        width=fields.get("moe_intermediate_size", int, 512),
+        shared_width=fields.get("shared_expert_intermediate_size", int, 512),
+    )
+    return replace(_qwen3_5(fields, plain), experts=experts)
+
+
+def _mixtral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    fields.refuse("router_jitter_noise", 0, 0.0)
+    layers = tuple(range(plain.layers))
+    experts = _experts(fields, count=8, per_token=2, layers=layers, width=plain.mlp_width)
+    return replace(_everywhere(fields, plain, 0), experts=experts)
+
+
+def _experts(
+    fields: Fields,
+    layers: tuple[int, ...],
+    width: int,
+    count: int = 128,
+    per_token: int = 8,
+    normalized: bool = True,
+    shared_width: int = 0,
+) -> ExpertsConfig | None:
+    """Read what all mixtures of experts say alike; count, per_token: defaults. None where no layer has experts."""
+    # Its old name wins, for defaults have the new one.
+    count = fields.get("num_experts", int, fields.get("num_local_experts", int, count))
+    # As there, the balance loss is a part of the loss only where the router's logits are asked for.
+    balanced = fields.get("output_router_logits", bool, False)
+    experts = ExpertsConfig(
+        layers=layers,
+        count=count,
+        per_token=fields.get("num_experts_per_tok", int, per_token),
+        width=width,
+        normalized=normalized,
+        shared_width=shared_width,
+        balance_loss=fields.get("router_aux_loss_coef", float, 0.001) if balanced else 0.0,
+    )
+    if not layers or not count:
+        return None
+    if not 1 <= experts.per_token <= count:
+        raise UserError(
+            f"{fields.where}: num_experts_per_tok={experts.per_token} is not between 1 and the number of experts, "
+            f"{count}"
+        )
+    return experts
+
+
 def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     attention: tuple[Biased, ...] = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
     mlp: tuple[Biased, ...] = ("gate", "up", "down") if fields.get("mlp_bias", bool, False) else ()
@@ -155,14 +223,17 @@ def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 
 
 def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    # null is no window, and a field that is missing is the family's default.
-    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.values else 4096)
     fields.refuse("layer_types")
-    return replace(plain, window=window, windowed=tuple(range(plain.layers)) if window else ())
+    return _everywhere(fields, plain, 4096)
 
 
 def _phi3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
-    window = fields.get("sliding_window", int, 0)
+    return _everywhere(fields, plain, 0)
+
+
+def _everywhere(fields: Fields, plain: DecoderConfig, default: int) -> DecoderConfig:
+    """Add the window that all layers have: null is none, and a field that is missing is the family's default."""
+    window = fields.get("sliding_window", int, 0 if "sliding_window" in fields.values else default)
     return replace(plain, window=window, windowed=tuple(range(plain.layers)) if window else ())
 
 
@@ -358,6 +429,21 @@ FAMILIES = {
     "qwen3_5_text": Family(
         _qwen3_5, heads=16, kv_heads=4, head_width=256, mlp_width=12_288, vocab=248_320, rotary_share=0.25
     ),
+    "qwen3_moe": Family(_qwen3_moe, width=2048, layers=24, kv_heads=4, mlp_width=6144),
+    "qwen3_5_moe_text": Family(
+        _qwen3_5_moe,
+        width=2048,
+        layers=40,
+        heads=16,
+        kv_heads=2,
+        head_width=256,
+        mlp_width=512,
+        vocab=248_320,
+        rotary_share=0.25,
+    ),
+    "mixtral": Family(
+        _mixtral, mlp_width=14_336, vocab=32_000, positions=4096 * 32, kv_heads=8, theta=1e6, norm_eps=1e-5
+    ),
     "llama": Family(_llama, mlp_width=11_008, vocab=32_000, positions=2048, kv_heads=None),
     "mistral": Family(_mistral, mlp_width=14_336, vocab=32_000, positions=4096 * 32, kv_heads=8),
     "phi3": Family(
@@ -470,7 +556,11 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     if f"{inner}layers.0.mlp.gate_up_proj.weight" in folder.tensors:  # Phi-3 and GLM-4
         gates = fused_parts(linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width)
         parts |= {f"layers.*.mlp.{name}": part for name, part in gates.items()}
-    return TensorNames(parts | _delta_parts(config.delta_net, layer) if config.delta_net else parts)
+    if config.delta_net:
+        parts |= _delta_parts(config.delta_net, layer)
+    if config.experts:
+        parts |= _expert_parts(config.experts, layer, folder)
+    return TensorNames(parts)
 
 
 def _delta_parts(config: DeltaNetConfig, layer: str) -> dict[str, LeafTensors]:
@@ -492,3 +582,32 @@ def _delta_parts(config: DeltaNetConfig, layer: str) -> dict[str, LeafTensors]:
     parts |= {f"{delta_net}.{name}": part for name, part in fused_parts(matrix, **widths).items()}
     parts |= {f"{delta_net}.{name}_filter": part for name, part in fused_parts(channel_filter, **widths).items()}
     return parts
+
+
+def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[str, LeafTensors]:
+    """Locate the parameters of the mixtures of experts, whose matrices are stored one by one, or all of a layer fused.
+
+    Fused, gate and up are one matrix, stored [out, in] like linear layers, or [in, out] as Qwen3-VL's publisher does.
+    """
+    experts = "layers.*.experts"
+    first = layer.replace("*", str(config.layers[0]))
+    mixtral = f"{first}block_sparse_moe.gate.weight" in folder.tensors
+    block = f"{layer}block_sparse_moe" if mixtral else f"{layer}mlp"
+    hf_names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    names = dict(zip(("gate", "up", "down"), hf_names, strict=True))
+    parts: dict[str, LeafTensors] = {f"{experts}.router": linear(f"{block}.gate")}
+    parts |= {f"{experts}.shared.{ours}": linear(f"{block}.shared_expert.{name}") for ours, name in names.items()}
+    parts[f"{experts}.shared_gate"] = linear(f"{block}.shared_expert_gate")
+    fused = folder.tensors.get(f"{first}mlp.experts.gate_up_proj")
+    if fused is None:
+        keys = {ours: f"{block}.experts.#.{name}.weight" for ours, name in names.items()}
+        slices = {ours: TensorSlice(key, TRANSPOSED, experts=True) for ours, key in keys.items()}
+    else:
+        halves = {"gate": (0, config.width), "up": (config.width, 2 * config.width)}
+        turned = fused.shape[1:2] == (2 * config.width,)
+        order = TRANSPOSED if turned else None
+        slices = {"down": TensorSlice(f"{block}.experts.down_proj[#]", order, experts=True)}
+        for ours, half in halves.items():
+            cut = {"rows": half} if turned else {"columns": half}
+            slices[ours] = TensorSlice(f"{block}.experts.gate_up_proj[#]", order, experts=True, **cut)
+    return parts | {f"{experts}.{ours}": {"weight": part} for ours, part in slices.items()}

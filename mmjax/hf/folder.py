@@ -151,10 +151,17 @@ class HfFolder:
         )
 
     def stored(self, key: str) -> Stored:
-        """Locate a tensor. Raises UserError where there is none of this name."""
-        if key not in self.tensors:
-            raise UserError(f"{self.path} has no tensor {key}")
-        return self.tensors[key]
+        """Locate a tensor, or an entry of one. Raises UserError where there is none of this name."""
+        name, entry = split_entry(key)
+        if name not in self.tensors:
+            raise UserError(f"{self.path} has no tensor {name}")
+        tensor = self.tensors[name]
+        if entry is None:
+            return tensor
+        if not tensor.shape or entry >= tensor.shape[0]:
+            raise UserError(f"{self.path}: {name} has shape {list(tensor.shape)}, and so no entry {entry}")
+        size = math.prod(tensor.shape[1:]) * DTYPES[tensor.dtype].itemsize
+        return replace(tensor, shape=tensor.shape[1:], begin=tensor.begin + entry * size)
 
     def read(self, key: str, rows: slice = slice(None)) -> np.ndarray:
         """Rows of a tensor (its first axis), in its own dtype. Raises UserError where the file ends before them."""
@@ -175,6 +182,12 @@ class HfFolder:
                     raise UserError(f"{stored.file} ends inside {key}; copy the checkpoint again")
                 done += got
         return out
+
+
+def split_entry(key: str) -> tuple[str, int | None]:
+    """Split the name of an entry of a tensor's first axis, such as `experts.down_proj[3]`; else there is no entry."""
+    name, bracket, entry = key.removesuffix("]").partition("[")
+    return name, int(entry) if bracket else None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Map parameters to checkpoint tensors: each one's key, axis order, and rows of a fused tensor."""
+"""Map parameters to checkpoint tensors: each one's key, axis order, and rows or columns of a fused tensor."""
 
 from __future__ import annotations
 
@@ -8,30 +8,42 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from mmjax.hf.folder import HfFolder
+from mmjax.hf.folder import HfFolder, split_entry
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Locate one parameter in a checkpoint: a tensor, or some rows of one.
+    """Locate one parameter in a checkpoint: a tensor, or some rows or columns of one.
 
-    key: a `*` in it stands for the layer's number. order: the tensor's axes in the order in which the parameter has
-    them, which may join several into one. view: axes that the tensor is split into before that.
+    key: a `*` in it stands for the layer's number; `name[3]` is entry 3 of a tensor's first axis. order: the tensor's
+    axes in the order in which the parameter has them, which may join several into one. view: axes that the tensor is
+    split into before that.
     """
 
     key: str
     order: tuple[int, ...] | None = None  # None: as it is
     rows: tuple[int, int] | None = None  # of the tensor's first axis, where it holds several parameters
-    columns: tuple[int, int] | None = None  # of its second axis, where it holds them side by side
+    columns: tuple[int, int] | None = None  # of its second axis
+    experts: bool = False  # the parameter's first axis counts experts, whose numbers stand for `#` in the key
     view: tuple[int, ...] | None = None  # None: its own axes
 
-    def within(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of what this locates in the whole tensor: all of it, or some rows or columns."""
-        rows = tensor if self.rows is None else tensor[slice(*self.rows)]
-        return rows if self.columns is None else rows[:, slice(*self.columns)]
+    def split(self, shape: tuple[int, ...]) -> list[tuple[TensorSlice, tuple[int, ...]]]:
+        """Return the slice and the shape of each expert of a parameter of this shape; of any other its own."""
+        if not self.experts:
+            return [(self, shape)]
+        expert = replace(self, experts=False)
+        return [(replace(expert, key=self.key.replace("#", str(n))), shape[1:]) for n in range(shape[0])]
+
+    def selected(self, tensor: np.ndarray) -> np.ndarray:
+        """Select the rows and columns that hold the parameter from the tensor that `key` names without its entry."""
+        _, entry = split_entry(self.key)
+        tensor = tensor[...] if entry is None else tensor[entry]
+        if self.rows is not None:
+            tensor = tensor[slice(*self.rows)]
+        return tensor if self.columns is None else tensor[:, slice(*self.columns)]
 
     def from_hf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the parameter of this shape that what is `within` the tensor holds."""
+        """Return the parameter of this shape that what is `selected` from the tensor holds."""
         tensor = tensor if self.view is None else tensor.reshape(self.view)
         return (tensor if self.order is None else tensor.transpose(self.order)).reshape(shape)
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense), whole: what their configs say, where their tensors lie."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, dense and with experts: what their configs say, where tensors lie."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Family:
     text: Mapping[str, Any]  # defaults
     sections: tuple[int, ...]
     interleaved: bool
-    layer_types: bool  # whether the text's windows and kinds of layers are used
+    fixed: Mapping[str, Any]  # of the text's fields, those that the class takes otherwise than a config says
     vision: Mapping[str, Any]  # defaults
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
@@ -114,10 +114,7 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
     values = dict(text.values)
     if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values.get("num_attention_heads")
-    if not family.layer_types:
-        # Null counts as missing, so the fields have no effect.
-        values |= {"use_sliding_window": None, "layer_types": None}
-    text = Fields({**values, "model_type": family.decoder}, text.where).over(family.text)
+    text = Fields({**values, **family.fixed, "model_type": family.decoder}, text.where).over(family.text)
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
     return in_sections(decoder_of(text, tied), text.where, family.sections, family.interleaved)
 
@@ -192,6 +189,8 @@ def _qwen3_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
     return _qwen3(vision, plain)
 
 
+# Null counts as missing, so the fields have no effect.
+NO_WINDOWS = {"use_sliding_window": None, "layer_types": None}
 FAMILIES = {
     "qwen2_5_vl": Family(
         decoder="qwen2",
@@ -209,7 +208,7 @@ FAMILIES = {
         },
         sections=(16, 24, 24),
         interleaved=False,
-        layer_types=True,
+        fixed={},
         vision={
             "depth": 32,
             "hidden_size": 3584,
@@ -244,7 +243,7 @@ FAMILIES = {
         },
         sections=(24, 20, 20),
         interleaved=True,
-        layer_types=False,
+        fixed=NO_WINDOWS,
         vision={
             "depth": 27,
             "hidden_size": 1152,
@@ -287,10 +286,29 @@ FAMILIES["qwen3_5"] = replace(
     decoder="qwen3_5_text",
     text={},
     sections=(11, 11, 10),
-    layer_types=True,
+    fixed={},
     vision=_QWEN3_VISION,
     tower=_qwen3_5,
 )
+FAMILIES["qwen3_vl_moe"] = replace(
+    FAMILIES["qwen3_vl"],
+    decoder="qwen3_moe",
+    text={
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_local_experts": 60,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 128_000,
+        "rope_theta": 500_000.0,
+    },
+    fixed=NO_WINDOWS | {"norm_topk_prob": True},
+)
+FAMILIES["qwen3_5_moe"] = replace(FAMILIES["qwen3_5"], decoder="qwen3_5_moe_text")
 
 
 # ---------------------------------------------------------------------------------------------------------- tensors

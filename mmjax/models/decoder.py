@@ -1,4 +1,4 @@
-"""The text decoder: attention or gated delta nets, rotary or learned positions, norms, an MLP, an output."""
+"""The text decoder: attention or gated delta nets, rotary or learned positions, an MLP or experts, an output."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mmjax.config.model import UNLIMITED
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
+from mmjax.models.experts import Experts
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, LayerNorm, PositionTable, RMSNorm, TransformerLayer
@@ -89,8 +90,8 @@ def norm_of(config: DecoderConfig) -> Callable[[int], nnx.Module]:
     return partial(RMSNorm, eps=config.norm_eps, offset=config.norm_offset)
 
 
-def decoder_layer_config(config: DecoderConfig, delta: bool) -> LayerConfig:
-    """Describe a decoder's layers, those with a gated delta net or those with attention."""
+def decoder_layer_config(config: DecoderConfig, delta: bool, sparse: bool) -> LayerConfig:
+    """Describe a decoder's layers, with a gated delta net or attention, and with experts (sparse) or an MLP."""
     c = config
     return LayerConfig(
         width=c.width,
@@ -106,6 +107,7 @@ def decoder_layer_config(config: DecoderConfig, delta: bool) -> LayerConfig:
         head_norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm == "head" else None,
         attention_gate=c.attention_gate,
         delta_net=partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation) if delta else None,
+        experts=partial(Experts, c.experts, c.width, c.activation) if sparse else None,
         post_norms=c.post_norms,
         scoring=Scoring(c.attention_scale, c.attention_cap),
         rope_neighbours=c.rope_neighbours,
@@ -127,7 +129,7 @@ class Decoder(nnx.Module):
         self.embed = TokenTable(config.vocab, config.width, rngs)
         learned = config.learned_positions
         self.positions = PositionTable(learned, config.width, rngs) if learned else None
-        blocks = [decoder_layer_config(config, delta) for delta in config.delta_layers]
+        blocks = [decoder_layer_config(config, *kind) for kind in config.layer_kinds]
         self.layers = LayerStacks(lambda i, rngs: TransformerLayer(blocks[i], rngs), plan, rngs, config.windowed)
         self.head = DecoderHead(config, rngs)
         self.config = config

@@ -23,6 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.config import Remat
+from mmjax.models.expert_routing import Routing
 from mmjax.models.layers import Context, KVCacheView, LayerCache, recomputed_layer
 from mmjax.parallel.sharding import constrain
 
@@ -127,7 +128,7 @@ def _periods(kinds: Sequence[Hashable]) -> list[tuple[int, int, int]]:
 
 
 class LayerStacks(nnx.Module):
-    """A tower's layers, in stacks. `make(i, rngs)` builds a layer like layer i, which is called as `layer(x, context)`.
+    """A tower's layers, in stacks. `make(i, rngs)` builds a layer like layer i, a `TransformerLayer`.
 
     windowed: indices of the layers that attend under the context's `window_mask`.
     """
@@ -144,6 +145,8 @@ class LayerStacks(nnx.Module):
         self.windowed = windowed
         # Gradient accumulators of scanned stacks by name, as `seed_accumulators` wants them; set by `models.model`.
         self.accumulators: dict[str, Any] = nnx.data({})
+        # Of the mixtures of experts of the layers that have run, with a leading layer axis.
+        self.routings: list[Routing] = nnx.data([])
         self.runs = nnx.Dict(
             {name: _init_stack(make, layers, key) for run in plan for name, layers in run.parts.items()}
         )
@@ -193,8 +196,9 @@ class LayerStacks(nnx.Module):
             if start <= run.start < stop:
                 stored = {name: self.runs[name] for name in run.parts}
                 sums = {name: self.accumulators[name] for name in run.parts if self.accumulators.get(name)}
-                x, layer_cache, sums = _apply(stored, run, x, context, self.windowed, with_kv, past, sums)
+                x, layer_cache, sums, routings = _apply(stored, run, x, context, self.windowed, with_kv, past, sums)
                 self.accumulators.update(sums)
+                self.routings.extend(routings)
                 if with_kv:
                     cache |= layer_cache
                 # `add` has an entry for each of the LLM's first layers; `Model.build` made each of those a stack of its
@@ -204,6 +208,11 @@ class LayerStacks(nnx.Module):
                         raise ValueError(f"something is added to layer {run.start}, which is no run of {self.plan}")
                     x = x + add[run.start - start]
         return x, cache
+
+    @property
+    def routing(self) -> Routing | None:
+        """Return the routing of all layers with experts that have run, one after the other."""
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *self.routings) if self.routings else None
 
     def outputs(
         self, x: Float[Array, "b t d"], context: Context, layers: Sequence[int], start: int = 0, stop: int | None = None
@@ -246,11 +255,11 @@ def _apply(
     with_kv: bool,
     past: KVCacheView | None,
     accumulators: dict[str, Any],
-) -> tuple[Array, KVCache, dict[str, Any]]:
+) -> tuple[Array, KVCache, dict[str, Any], list[Routing]]:
     """Apply a stack, whose layers are `stored` by the names of its parts, to `x`; with what a cache keeps, if wanted.
 
     windowed: layers of the tower with a window. past: has the cache of the whole tower. accumulators: by name, of some
-    parameters of a scanned stack; returned for `seed_accumulators`.
+    parameters of a scanned stack; returned for `seed_accumulators`. Also returns the routing of experts.
     """
     # The graphs are static; of a stack every parameter has a leading axis of layers.
     graphs = {}
@@ -266,20 +275,16 @@ def _apply(
 
     def layer(
         graph: Any, params: list[Any], x: Array, context: Context, inputs: LayerInputs
-    ) -> tuple[Array, LayerCache | None]:
+    ) -> tuple[Array, LayerCache | None, Routing | None]:
         if inputs.number is not None:
             context = context._replace(dropout=context.dropout._replace(layer=inputs.number))
         if inputs.windowed is not None:
             context = context.of_layer(inputs.windowed)
         # Merged inside, because a scan and `jax.checkpoint` pass only arrays.
         module = nnx.merge(graph, *params)
-        layer_cache = None
         with recomputed_layer(run.remat != "none"):
-            if with_kv:
-                x, layer_cache = module.forward_with_kv(x, context, past and past._replace(cache=inputs.cache))
-            else:
-                x = module(x, context)
-        return constrain(x, "rows", "sequence", "width"), layer_cache
+            x, layer_cache, routing = module(x, context, past and past._replace(cache=inputs.cache))
+        return constrain(x, "rows", "sequence", "width"), layer_cache if with_kv else None, routing
 
     if run.remat != "none" and not with_kv:
         # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
@@ -297,29 +302,33 @@ def _apply(
     if not scanned:
         (name,) = stored
         number = None if context.dropout is None else inputs[name].number[0]
-        x, layer_cache = layer(graphs[name], params[name], x, context, inputs[name]._replace(number=number))
-        return x, {name: layer_cache} if with_kv else {}, {}
+        x, layer_cache, routing = layer(graphs[name], params[name], x, context, inputs[name]._replace(number=number))
+        routings = [] if routing is None else [jax.tree.map(lambda sums: sums[None], routing)]
+        return x, {name: layer_cache} if with_kv else {}, {}, routings
 
     def body(
         carry: tuple[Array, dict[str, Any]], xs: dict[str, tuple[list[Any], LayerInputs]]
-    ) -> tuple[tuple[Array, dict[str, Any]], KVCache]:
+    ) -> tuple[tuple[Array, dict[str, Any]], tuple[KVCache, list[Routing]]]:
         x, accumulators = carry
         accumulators = dict(accumulators)
         cache = {}
+        routings = []
         for name in stored:  # in the order of the layers, which dicts that JAX has passed on do not have
             (trained, others), inputs = xs[name]
             if inputs.index is not None:
                 trained, accumulators[name] = _accumulate(trained, accumulators[name], inputs.index)
-            x, layer_cache = layer(graphs[name], [trained, others], x, context, inputs)
+            x, layer_cache, routing = layer(graphs[name], [trained, others], x, context, inputs)
             if with_kv:
                 cache[name] = layer_cache
-        return (x, accumulators), cache
+            if routing is not None:
+                routings.append(routing)
+        return (x, accumulators), (cache, routings)
 
     # The carry is the residual stream; parameters, numbers and caches are sliced along their leading axis. What a cache
-    # keeps comes out stacked.
+    # keeps comes out stacked, and so does routing.
     xs = {name: (params[name], inputs[name]) for name in stored}
-    (x, accumulators), cache = jax.lax.scan(body, (x, accumulators), xs)
-    return x, cache, accumulators
+    (x, accumulators), (cache, routings) = jax.lax.scan(body, (x, accumulators), xs)
+    return x, cache, accumulators, routings
 
 
 # A scan's gradients would come out stacked, as a second tree beside that of the sums of the microbatches before. So the

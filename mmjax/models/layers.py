@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from mmjax.kernels.tiles import MAX_BLOCK, window_block
 from mmjax.models.attention import Backend, Plan, attention, plan_attention
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring, dense_attention
 from mmjax.models.embedding import look_up
+from mmjax.models.expert_routing import Routing
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.collective_matmul import tensor_parallel_products
 from mmjax.parallel.sharding import Axes, active, constrain, platform
@@ -37,6 +38,8 @@ SITES = 2
 IMPL = "threefry2x32"  # named, since other generators give other bits under vmap
 
 
+Outputs = TypeVar("Outputs", Array, tuple[Array, ...])
+
 _layer_recomputed: ContextVar[bool] = ContextVar("layer_recomputed", default=False)
 
 
@@ -50,7 +53,7 @@ def recomputed_layer(recomputed: bool) -> Iterator[None]:
         _layer_recomputed.reset(token)
 
 
-def keep_inputs(function: Callable[..., Array]) -> Callable[..., Array]:
+def keep_inputs(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
     """Keep only a function's inputs for backward, which computes the rest again: what is cheap, and large to keep.
 
     In a layer that a policy recomputes, the policy alone decides.
@@ -60,7 +63,7 @@ def keep_inputs(function: Callable[..., Array]) -> Callable[..., Array]:
     checkpointed = jax.checkpoint(function, prevent_cse=False, policy=policy)
 
     @wraps(function)
-    def call(*arrays: Array | None) -> Array:
+    def call(*arrays: Array | None) -> Outputs:
         return (function if _layer_recomputed.get() else checkpointed)(*arrays)
 
     return call
@@ -419,6 +422,7 @@ class LayerConfig:
     width_norm: Callable[[int], nnx.Module] | None = None  # of the concatenated queries, or keys, of all heads
     attention_gate: bool = False  # beside the queries of each head
     delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of attention
+    experts: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of the MLP
     post_norms: bool = False  # of the outputs of attention and MLP
     layer_scale: bool = False  # learned per-channel scales of the same outputs
     scoring: Scoring = DEFAULT_SCORING
@@ -508,8 +512,16 @@ def _post_module(block: LayerConfig) -> nnx.Module | None:
     return LayerScale(block.width) if block.layer_scale else None
 
 
+class LayerOutput(NamedTuple):
+    """The residual stream behind a layer, and what else comes out of it."""
+
+    x: Float[Array, "b t d"]
+    cache: LayerCache | None
+    routing: Routing | None  # of a mixture of experts
+
+
 class TransformerLayer(nnx.Module):
-    """Pre-norm attention or gated delta net, then a pre-norm MLP, each added to the residual stream."""
+    """Pre-norm attention or gated delta net, then a pre-norm MLP or experts, each added to the residual stream."""
 
     def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
         b = block
@@ -518,15 +530,12 @@ class TransformerLayer(nnx.Module):
         self.delta_net = b.delta_net and b.delta_net(rngs)
         self.attention_after = _post_module(b)
         self.mlp_norm = b.norm(b.width)
-        self.mlp = MLP(b.width, b.mlp_width, b.width, b.activation, rngs, gated=b.gated, biases=b.biases)
+        mlp = partial(MLP, b.width, b.mlp_width, b.width, b.activation, gated=b.gated, biases=b.biases)
+        self.mlp = None if b.experts else mlp(rngs)
+        self.experts = b.experts and b.experts(rngs)
         self.mlp_after = _post_module(b)
 
-    def __call__(self, x: Float[Array, "b t d"], context: Context) -> Float[Array, "b t d"]:
-        return self.forward_with_kv(x, context)[0]
-
-    def forward_with_kv(
-        self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None
-    ) -> tuple[Float[Array, "b t d"], LayerCache]:
+    def __call__(self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None) -> LayerOutput:
         """Apply the layer, on the cache of `past` if given; return as well what the cache keeps of the tokens."""
         mixer = self.attention if self.delta_net is None else self.delta_net
         attn_out, layer_cache = mixer(self.attention_norm(x), context, past)
@@ -535,10 +544,14 @@ class TransformerLayer(nnx.Module):
         x = x + drop(attn_out, context.dropout, ATTENTION)
         # The name that the remat policy `attention_mlp` saves (`layer_stacks.SAVED`).
         x = checkpoint_name(x, "mlp_input")
-        mlp_out = self.mlp(self.mlp_norm(x))
+        routing = None
+        if self.experts is None:
+            mlp_out = self.mlp(self.mlp_norm(x))
+        else:
+            mlp_out, routing = self.experts(self.mlp_norm(x), context.mask.sample >= 0)
         if self.mlp_after is not None:
             mlp_out = self.mlp_after(mlp_out)
-        return x + drop(mlp_out, context.dropout, MLP_SITE), layer_cache
+        return LayerOutput(x + drop(mlp_out, context.dropout, MLP_SITE), layer_cache, routing)
 
 
 WHISPER_BIASES = ("query", "value", "output", "up", "down")  # all but the keys

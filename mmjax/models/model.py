@@ -19,6 +19,7 @@ from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import LoraConfig, ModelConfig, VisionConfig
 from mmjax.config.model import adapters_by_layer, frozen_by_adapters, lora_scale
 from mmjax.models.decoder import logits_of
+from mmjax.models.expert_routing import Routing
 from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
 from mmjax.models.layers import Linear, Noise
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
@@ -68,7 +69,7 @@ class Model:
             layers = range(max(map(len, deepstacks.values()), default=0)) if name == "llm" else deepstacks.get(name, ())
             borders = [i + 1 for i in layers if i + 1 < c.layers]
             remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
-            kinds = c.delta_layers if name == "llm" else ()
+            kinds = c.layer_kinds if name == "llm" else ()
             runs[name] = plan_stacks(c.layers, remat, (*(cuts or {}).get(name, ()), *borders), kinds)
         dtype = jnp.dtype(dtype)
         functions = functions or {}
@@ -107,16 +108,16 @@ class Model:
 
     def hidden_and_table(
         self, params: Params, microbatch: Microbatch, noise: Noise | None = None, accumulators: Params | None = None
-    ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
-        """Return the operands of the logits: activations after the final norm, and the output table.
+    ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"], Routing | None]:
+        """Return the operands of the logits, activations after the final norm and the output table; and the routing.
 
-        accumulators: float32 sums of gradients of scanned stacks' parameters. The gradient with respect to them is the
-        new sums, and these parameters get none.
+        The routing is that of all layers with experts. accumulators: float32 sums of gradients of scanned stacks'
+        parameters. The gradient with respect to them is the new sums, and these parameters get none.
         """
         module = self.module(params)
         seed = _accumulate_in_scans(module, accumulators)
         hidden, table = module.hidden_and_table(microbatch.text, module.encode(microbatch.items, noise), noise)
-        return seed(hidden), table
+        return seed(hidden), table, module.llm.layers.routing
 
     def encode(
         self, params: Params, items: dict[str, ItemBatch], noise: Noise | None = None

@@ -17,8 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mmjax.config import ContextAttention, Exchange, MeshConfig, ModelConfig
 from mmjax.errors import UserError
 
-AXES = ("data", "fsdp", "context", "tensor")
-RANKS = ("data", "fsdp")  # axes whose product is the ranks: the rows of a batch are sharded over them
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+RANKS = ("data", "fsdp", "expert")  # axes whose product is the ranks: the rows of a batch are sharded over them
+EXPERT = "expert"  # devices that have other experts of a layer, and of other parameters other shards
 CONTEXT = "context"  # devices that share the tokens of a rank's rows
 TENSOR = "tensor"
 
@@ -58,7 +59,7 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 
 
 def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig) -> None:
-    """Check that parallelism cuts no head, and no row of a gated delta net. Raises UserError where it would."""
+    """Check that parallelism cuts no head, expert, or row of a gated delta net. Raises UserError where it would."""
     tensor, context = sizes["tensor"], sizes["context"]
     for key in ("heads", "kv_heads"):
         if (count := getattr(model.llm, key)) % tensor:
@@ -78,6 +79,13 @@ def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig
             raise UserError(
                 f"mesh.context={context}: a gated delta net (model.llm.delta_net) reads the tokens of a row in order, "
                 "and context parallelism deals them to devices; use mesh.context=1"
+            )
+    if (expert := sizes.get(EXPERT, 1)) > 1:
+        if model.llm.experts is None:
+            raise UserError(f"mesh.expert={expert}: model.llm.experts is none; use mesh.fsdp, or mesh.expert=1")
+        if (count := model.llm.experts.count) % expert:
+            raise UserError(
+                f"mesh.expert={expert} does not divide model.llm.experts.count={count}; use a divisor of it"
             )
     for name, encoder in model.encoders.items():
         if encoder.heads % tensor and config.encoders == "tensor":
@@ -187,7 +195,9 @@ class ShardingRules:
     sequence: tuple[str, ...] = (CONTEXT,)  # of the tokens between layers; with sequence parallelism `tensor` too
     ring: tuple[str, ...] = ()  # around which these tokens travel in chunks, behind products
     width: tuple[str, ...] = ()
-    embed: tuple[str, ...] = ("fsdp", CONTEXT)
+    embed: tuple[str, ...] = ("fsdp", EXPERT, CONTEXT)
+    experts: tuple[str, ...] = (EXPERT,)
+    expert_embed: tuple[str, ...] = ("fsdp", CONTEXT)  # `embed` of what lies on `expert` already
     heads: tuple[str, ...] = ("tensor",)
     kv_heads: tuple[str, ...] = ("tensor",)
     mlp: tuple[str, ...] = ("tensor",)

@@ -94,7 +94,7 @@ class PipelineExecutor:
         meshes = list(dict.fromkeys(placed.mesh for placed in stages))
         # Of all devices, for what the whole step agrees on.
         devices = np.concatenate([mesh.devices.reshape(-1) for mesh in meshes])
-        self.mesh = Mesh(devices.reshape(1, -1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        self.mesh = Mesh(devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
         self._meetings = 0
         if coordination.count() > 1:
             self._check_agreement()

@@ -116,10 +116,12 @@ class StageProgram:
         self._cast = frozenset(
             key_names(path) for path, names in by_path if len(names) >= 2 and not {None, "vocab", "fixed"} & set(names)
         )
-        # Of these each rank of `data` adds up gradients of its own, which are reduced once a step. Others are small.
-        tables = (key_names(path) for path, names in by_path if names == ("vocab", "embed"))
+        # Of matrices each rank of `data` adds up gradients of its own, which are reduced once a step. Others are small,
+        # or those of experts, whose products are computed on each rank by itself.
         self.sums_by_rank = mesh.shape["data"] > 1
-        self._unreduced = self._cast.union(tables) if self.sums_by_rank else frozenset()
+        tables = [key_names(path) for path, names in by_path if names == ("vocab", "embed")]
+        inner = [key_names(path) for path, names in by_path if len(names) == 2 and key_names(path) in self._cast]
+        self._unreduced = frozenset([*tables, *inner]) if self.sums_by_rank else frozenset()
         self.sums = jax.tree_util.tree_map_with_path(
             self._sum_struct, *(part[0] for part in (self.abstract, self.shardings))
         )

@@ -98,6 +98,11 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     return counts | adapter_parameters(model)
 
 
+def active_parameters(model: ModelConfig) -> int:
+    """Count the parameters that a token uses: all but the experts that it is not sent to."""
+    return sum(parameters(model).values()) - round(model.llm.layers * layer_sizes(model.llm).idle)
+
+
 def _embedding_parameters(c: Encoder) -> int:
     """Count an encoder's parameters before its first layer."""
     if isinstance(c, AudioConfig):
@@ -294,9 +299,9 @@ def stage_flops(
     last = layers.stop == whole.layers
     part = {"layers": len(policies), "remat": tuple(policies)}
     if tower == "llm":
-        if policies and (delta_net := model.llm.delta_net):
-            chosen = tuple(n for n, i in enumerate(layers) if i in delta_net.layers)
-            part["delta_net"] = replace(delta_net, layers=chosen)
+        for kind in ("delta_net", "experts"):
+            if policies and (section := getattr(model.llm, kind)):
+                part[kind] = replace(section, layers=tuple(n for n, i in enumerate(layers) if i in section.layers))
         changed = replace(model, llm=replace(model.llm, **part))
     else:
         changed = replace(model, encoders={**model.encoders, tower: replace(model.encoders[tower], **part)})
@@ -508,7 +513,7 @@ def adapter_work(
         # input.
         return AdapterWork(forward, 2 * forward)
     # What the first layer spares is counted for attention alone.
-    if not spares or not forward or (module == "llm" and model.llm.delta_net):
+    if not spares or not forward or (module == "llm" and (model.llm.delta_net or model.llm.experts)):
         return AdapterWork(forward, 2 * forward, stem)
     live, attention = _live(set(adapters), connector, sizes)
     # With nothing trainable before it, an adapter's input needs no gradient: rank * in multiply-adds less.

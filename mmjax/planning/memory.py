@@ -51,7 +51,8 @@ def saved_bytes_of_policy(
     attention = logsumexp + (trainable or blockwise) * output
     # Outputs of the linear layers: query, key and value, gates, attention's output, and up (and gate) of the MLP.
     mlp = (1 + layer.gated) * layer.mlp
-    products = attention + (layer.queries + 2 * layer.keys + layer.extra + layer.width + mlp) * activation
+    wide = 1 + layer.shared  # attention's output, and a shared expert's
+    products = attention + (layer.queries + 2 * layer.keys + layer.extra + wide * layer.width + mlp) * activation
     return {
         "full": SavedBytes(stream),
         "attention": SavedBytes(stream + logsumexp + output),
@@ -97,6 +98,7 @@ ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
 ALIVE = 0.7
 # What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide as the layer.
 MLP_ARRAYS, STREAMS = 4, 4
+COPIES = 4  # arrays as wide as the layer of the copies of tokens that go to experts, and of their gradients
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class ModelSharding:
     # By module, the fraction of its parameters on each device, where known: what a mesh axis does not divide is
     # replicated, so it may be more than 1 / shards.
     shares: Mapping[str, float] = field(default_factory=dict)
+    experts: int = 1  # devices that share the experts of a layer
 
     def part_of(self, module: str) -> float:
         """Return the fraction of a module's parameters on each device."""
@@ -214,7 +217,7 @@ def update_bytes(
 
 def layer_matrices(model: ModelConfig) -> dict[str, int]:
     """Count the elements of the matrices in each tower's layers."""
-    return {name: c.layers * layer_sizes(c).weights for name, c in {"llm": model.llm, **model.encoders}.items()}
+    return {name: c.layers * layer_sizes(c).stored for name, c in {"llm": model.llm, **model.encoders}.items()}
 
 
 def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfig) -> dict[str, float]:
@@ -260,7 +263,7 @@ def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, 
         return 0.0
     towers = {name: c for name, c in {"llm": model.llm, **model.encoders}.items() if name not in frozen}
     sizes = {name: layer_sizes(c) for name, c in towers.items()}
-    exchanged = sum(-(-c.layers // sharding.shards) * sizes[name].weights for name, c in towers.items())
+    exchanged = sum(-(-c.layers // sharding.shards) * sizes[name].stored for name, c in towers.items())
     product = max((s.width * max(s.mlp, s.queries) for s in sizes.values()), default=0)
     return 2 * activation * exchanged + MASTER * product
 
@@ -328,9 +331,26 @@ def layer_backward_bytes(
     model: ModelConfig, tower: str, saved: float, positions: int, sharding: ModelSharding, activation: int
 ) -> float:
     """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient."""
-    layer = layer_sizes(model.llm if tower == "llm" else model.encoders[tower])
+    config = model.llm if tower == "llm" else model.encoders[tower]
+    layer = layer_sizes(config)
     parts = sharding.parts(tower)
     largest = layer.width * max(layer.mlp, layer.queries) / parts
+    copied = 0.0
+    if isinstance(config, DecoderConfig) and (experts := config.experts):
+        # All experts of the device, of which gate and up are gathered together.
+        largest = max(largest, 2 * layer.width * experts.width * experts.count / (parts * sharding.experts))
+        copied = dispatch_bytes(config, positions, sharding, activation)
     stream_parts = 1 if sharding.sequence_parallel == "off" else parts
     again = positions * (MLP_ARRAYS * layer.mlp * activation / parts + STREAMS * MASTER * layer.width / stream_parts)
-    return ALIVE * (saved + again) + ((activation + MASTER) * largest if sharding.shards > 1 else 0)
+    return ALIVE * (saved + again) + copied + ((activation + MASTER) * largest if sharding.shards > 1 else 0)
+
+
+def dispatch_bytes(llm: DecoderConfig, positions: int, sharding: ModelSharding, activation: int) -> float:
+    """Count the bytes of the copies of tokens, one for each of their experts, that backward makes of a layer.
+
+    A device has room for those of all tokens of the devices that share the experts, which may all take its own.
+    """
+    e = llm.experts
+    copies = positions * e.per_token * sharding.experts
+    hidden = MLP_ARRAYS * e.width / sharding.llm * (sharding.experts > 1)  # else counted with the layer's MLP
+    return activation * copies * (COPIES * llm.width + hidden)

@@ -25,7 +25,8 @@ from mmjax.errors import UserError
 
 KEYS = ("config", "cluster", "settings", "expected")
 SETTINGS = (
-    r"mesh\.(data|fsdp|context|tensor|sequence_parallel)|model\.(llm|encoders\.\w+)\.remat|batch\.(balance|balance\.locality|microbatches)"
+    r"mesh\.(data|fsdp|expert|context|tensor|sequence_parallel)|model\.(llm|encoders\.\w+)\.remat"
+    r"|batch\.(balance|balance\.locality|microbatches)"
     r"|batch\.rows\.\w+|units|units\.\w+\.(data|fsdp|context|tensor|pipeline|virtual|cuts|modules)|training\.loss_chunks"
 )
 
@@ -40,6 +41,8 @@ def plan_text(
 ) -> str:
     """Format the plan file for this mesh, or the config's units, with these policies."""
     settings: dict[str, Any] = {f"mesh.{axis}": mesh[axis] for axis in ("data", "fsdp", "context", "tensor")}
+    if mesh["expert"] != 1:
+        settings["mesh.expert"] = mesh["expert"]
     if mesh["tensor"] > 1:
         settings["mesh.sequence_parallel"] = config.mesh.sequence_parallel
     if not config.units:
@@ -88,8 +91,8 @@ def _change(path: Path, key: str, value: Any) -> str:
     """Format a setting as a change to the config, after checking it."""
     if not re.fullmatch(SETTINGS, key):
         raise UserError(
-            f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp, .context, .tensor, "
-            ".sequence_parallel, units, a tower's remat, batch.balance, batch.rows, batch.microbatches and "
+            f"plan={path}: settings.{key} is not a plan's; it may set mesh.data, .fsdp, .expert, .context, "
+            ".tensor, .sequence_parallel, units, a tower's remat, batch.balance, batch.rows, batch.microbatches and "
             "training.loss_chunks"
         )
     if key.endswith(".remat") and isinstance(value, list):

@@ -23,7 +23,7 @@ from mmjax.config.model import Encoder
 from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
 from mmjax.planning.hardware import Cluster, Rates
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
-from mmjax.planning.work import layer_sizes, row_work
+from mmjax.planning.work import Work, expert_parameters, layer_sizes, row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
 # That a layer launches, as compiled for H100 without remat: 56 to 60 and 62 to 74.
@@ -43,7 +43,7 @@ class StepTime:
     recompute: float  # additional time of the remat policies
     shards: float  # all-gather of parameters and reduce-scatter of gradients, overlapped with computing
     tensor: float  # what tensor-parallel devices exchange with nothing computed beside it
-    exchange: float  # of encoder tokens
+    exchange: float  # of encoder tokens, and of the tokens that go to experts
     context: float  # of context parallelism: keys and values that arrive later than the kernel asks, or heads
     update: float
 
@@ -74,7 +74,7 @@ class ClusterRun:
     @property
     def parameter_shards(self) -> int:
         """Return over how many devices parameters are sharded and gathered, beside tensor parallelism."""
-        return self.mesh["fsdp"] * self.mesh.get("context", 1)
+        return self.mesh["fsdp"] * self.mesh.get("expert", 1) * self.mesh.get("context", 1)
 
 
 def step_time(
@@ -141,7 +141,7 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         tensor=sum(
             _tensor(c, work[name].positions, machine.sharding.parts(name), machine) for name, c in towers.items()
         ),
-        exchange=2 * exchange_seconds(model, batch, machine),
+        exchange=2 * exchange_seconds(model, batch, machine) + dispatch_seconds(model.llm, work["llm"], machine),
         context=_context(model.llm, batch, machine),
         update=0.0,
     )
@@ -220,11 +220,20 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     trainable = sum(n for module, n in counts.items() if module not in frozen)
     parts = mesh["tensor"]
     shards = machine.parameter_shards
+    # Experts are not gathered along `expert`, which has others on each device.
+    experts = expert_parameters(model.llm) if machine.sharding.experts > 1 else 0
+
+    def seconds(times: int, elements: float, experts: float) -> float:
+        size = times * machine.activation / parts
+        everywhere = collective_seconds(size * (elements - experts), shards, parts, machine.cluster)
+        devices = machine.sharding.experts
+        size_of_device = size * experts / devices
+        return everywhere + collective_seconds(size_of_device, shards // devices, parts * devices, machine.cluster)
+
     # Twice, since FSDP frees gathered parameters after the forward pass and gathers them again.
-    gather_bytes = 2 * machine.activation * sum(counts.values()) / parts
-    gathered = collective_seconds(gather_bytes, shards, parts, machine.cluster)
+    gathered = seconds(2, sum(counts.values()), experts)
     # Gradients have the precision of the computation until they are added to the float32 sum.
-    scattered = collective_seconds(machine.activation * trainable / parts, shards, parts, machine.cluster)
+    scattered = seconds(1, trainable, experts * ("llm" not in frozen))
     # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
     reduce_bytes = 2 * MASTER * trainable / (parts * shards)
     return gathered + scattered + collective_seconds(reduce_bytes, mesh["data"], parts * shards, machine.cluster)
@@ -273,6 +282,19 @@ def exchange_seconds(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun
     spread = sum(work[name].tokens for name in model.encoders if name in work) * token
     within = _all_to_all(spread, batch.context, tensor, machine.cluster)
     return sent / (device.link_rate if in_node else device.network_rate) + within
+
+
+def dispatch_seconds(llm: DecoderConfig, work: Work, machine: ClusterRun) -> float:
+    """Estimate the seconds in which tokens go to the devices of their experts and back, in both passes of all layers.
+
+    Forward gathers tokens and scatters sums; backward gathers tokens and gradients of sums, and scatters gradients.
+    """
+    group = machine.sharding.experts
+    if llm.experts is None or group == 1:
+        return 0.0
+    size = group * work.positions * llm.width * machine.activation
+    stride = machine.mesh.get("context", 1) * machine.mesh["tensor"]
+    return 5 * sum(llm.expert_layers) * collective_seconds(size, group, stride, machine.cluster)
 
 
 def collective_seconds(size: float, group: int, stride: int, cluster: Cluster) -> float:

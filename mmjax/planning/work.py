@@ -5,6 +5,7 @@ Needed attention FLOPs, and so MFU, are in proportion to the pairs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from mmjax.planning.hardware import Rates
 
 CONV_TAPS = 3  # kernel size of both convolutions of the audio encoder
 CHUNK = 64  # tokens of a chunk of a gated delta net (`models.gated_delta_net`)
+MLP_BIASES = {"gate", "up", "down"}
 BLOCK = 256  # queries and keys of a block of blockwise attention
 
 
@@ -39,44 +41,77 @@ class LayerSizes(NamedTuple):
     queries: float  # inputs of the last matrix before the MLP: heads * head width
     keys: float
     heads: float  # of attention
-    mlp: int
+    mlp: float  # of all experts that a position takes
     gated: bool
     vectors: float  # parameters outside the matrices: norms, biases and short convolutions
     extra: float = 0  # outputs of further matrices of the layer's width: gates, decays
     attended: float = 0  # channels of the queries that attend
     recurrence: float = 0  # multiply-adds per position that a gated delta net needs beside its matrices
     chunked: float = 0  # those that it runs, in chunks
+    idle: float = 0  # elements of matrices that a position does not use: of the experts that it is not sent to
+    router: float = 0  # outputs of the router of experts, which no remat policy saves
+    shared: float = 0  # 1 where the output of a shared expert is multiplied by a gate
 
     @property
     def weights(self) -> float:
-        """Count the elements of the matrices, which is also the multiply-adds per position."""
-        projections = self.width * (2 * self.queries + 2 * self.keys + self.extra)
+        """Count the elements of the matrices that a position uses, which is also its multiply-adds."""
+        projections = self.width * (2 * self.queries + 2 * self.keys + self.extra + self.router)
         return projections + (2 + self.gated) * self.width * self.mlp
 
     @property
     def parameters(self) -> float:
         """Count all parameters."""
-        return self.weights + self.vectors
+        return self.stored + self.vectors
+
+    @property
+    def stored(self) -> float:
+        """Count the elements of all matrices."""
+        return self.weights + self.idle
 
 
 def kinds_of_layers(config: DecoderConfig | Encoder) -> list[tuple[DecoderConfig | Encoder, float]]:
     """Return, for each kind of layer of a tower, the tower with that kind alone and the kind's share of the layers."""
-    if not isinstance(config, DecoderConfig) or not any(config.delta_layers):
+    if not isinstance(config, DecoderConfig) or len(set(config.layer_kinds)) < 2:
         return [(config, 1)]
-    every = replace(config.delta_net, layers=tuple(range(config.layers)))
-    share = sum(config.delta_layers) / config.layers
-    kinds = [(replace(config, delta_net=every), share), (replace(config, delta_net=None), 1 - share)]
-    return [(kind, part) for kind, part in kinds if part]
+    layers = tuple(range(config.layers))
+
+    def with_kind(delta: bool, sparse: bool) -> DecoderConfig:
+        return replace(
+            config,
+            delta_net=replace(config.delta_net, layers=layers) if delta else None,
+            experts=replace(config.experts, layers=layers) if sparse else None,
+        )
+
+    return [(with_kind(*kind), count / config.layers) for kind, count in Counter(config.layer_kinds).items()]
 
 
 def layer_sizes(config: DecoderConfig | Encoder) -> LayerSizes:
     """Compute the sizes of a tower's layers."""
     kinds = kinds_of_layers(config)
     if len(kinds) == 1:
-        return _sizes_of_kind(*kinds[0][:1])
-    sizes = [_sizes_of_kind(kind) for kind, _ in kinds]
+        return _with_experts(config, _sizes_of_kind(config))
+    sizes = [_with_experts(kind, _sizes_of_kind(kind)) for kind, _ in kinds]
     means = (sum(part * x for x, (_, part) in zip(xs, kinds, strict=True)) for xs in zip(*sizes, strict=True))
-    return LayerSizes(*means)._replace(width=config.width, mlp=config.mlp_width, gated=sizes[0].gated)
+    return LayerSizes(*means)._replace(width=config.width, gated=sizes[0].gated)
+
+
+def _with_experts(config: DecoderConfig | Encoder, sizes: LayerSizes) -> LayerSizes:
+    """Put experts in the place of the MLP, where all layers of a tower have them."""
+    if not isinstance(config, DecoderConfig) or not any(config.expert_layers):
+        return sizes
+    c = config.experts
+    return sizes._replace(
+        mlp=c.per_token * c.width + c.shared_width,
+        extra=sizes.extra + bool(c.shared_width),  # the shared expert's gate
+        router=c.count,
+        shared=bool(c.shared_width),
+        idle=(c.count - c.per_token) * 3 * config.width * c.width,
+    )
+
+
+def expert_parameters(llm: DecoderConfig) -> int:
+    """Count the parameters of all experts that a router chooses from."""
+    return sum(llm.expert_layers) * 3 * llm.width * llm.experts.width * llm.experts.count if llm.experts else 0
 
 
 def _delta_net_sizes(config: DecoderConfig) -> LayerSizes:
@@ -118,8 +153,9 @@ def _sizes_of_kind(config: DecoderConfig | Encoder) -> LayerSizes:
         extra = c.attention_gate * c.heads * c.head_width
         queries = c.heads * c.head_width
         keys = c.kv_heads * c.head_width
-        biases = c.biases
         gated = c.gated
+        # Experts have no biases.
+        biases = [name for name in c.biases if name not in MLP_BIASES or not any(c.expert_layers)]
         vectors = (2 + 2 * c.post_norms) * norm_parameters(c) + 2 * c.head_width * (c.qk_norm == "head")
     elif isinstance(c, VisionConfig):
         gated = c.gated

@@ -6,17 +6,42 @@ A sample's loss is the mean over its tokens, which stand side by side in one row
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mmjax.batch import TextBatch
+from mmjax.config import ExpertsConfig
 from mmjax.models.decoder import logits_of
+from mmjax.models.expert_routing import Routing, balance_loss, z_loss
 from mmjax.parallel.sharding import CONTEXT, active, cut_in_shards
 
 MAX_WORST = 32  # samples of a step whose losses are reported
+
+
+class ExpertSums(NamedTuple):
+    """Sums over the microbatches of a step of what their mixtures of experts report."""
+
+    tokens: jax.Array  # float32 [layers, experts]: that each expert got, in each layer that has any
+    balance: jax.Array  # float32 []: mean of the microbatches' balance losses by their loss weight
+    z: jax.Array  # float32 []: the same of the router's z losses
+
+
+def expert_sums(routing: Routing | None, share: jax.Array) -> ExpertSums | None:
+    """Compute a microbatch's part of a step's sums; None where there are no experts. share: of the step's loss weight.
+
+    The balance loss is of all tokens of a microbatch, wherever they lie: a product of sums over its tokens.
+    """
+    if routing is None:
+        return None
+    return ExpertSums(routing.tokens, share * balance_loss(routing), share * z_loss(routing))
+
+
+def expert_loss(sums: ExpertSums | None, config: ExpertsConfig | None) -> jax.Array | float:
+    """Compute what the losses of experts add to the loss that is trained on."""
+    return 0.0 if sums is None else config.balance_loss * sums.balance + config.z_loss * sums.z
 
 
 def token_losses(logits: jax.Array, text: TextBatch) -> jax.Array:

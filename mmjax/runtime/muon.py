@@ -42,7 +42,8 @@ def scale_by_muon(momentum: float, axes: Mapping[tuple[str, ...], Axes], dtype: 
 
         def direction(key_path: Any, x: Array) -> Array:
             layers = x.astype(dtype).reshape(-1, *x.shape[-2:])
-            orthogonal = orthogonalize(layers, axes[key_names(key_path)]).reshape(x.shape).astype(x.dtype)
+            # Experts are matrices like layers, and what lies on one axis with these is not divided by theirs.
+            orthogonal = orthogonalize(layers, axes[key_names(key_path)][-2:]).reshape(x.shape).astype(x.dtype)
             # One learning rate suits matrices of every shape.
             return orthogonal * math.sqrt(max(1.0, x.shape[-1] / x.shape[-2]))
 

@@ -32,7 +32,16 @@ from mmjax.runtime.device_batch import (
     put_report,
     weigh,
 )
-from mmjax.runtime.losses import MAX_WORST, highest_losses, losses_in_chunks, step_loss, worst_samples
+from mmjax.runtime.losses import (
+    MAX_WORST,
+    ExpertSums,
+    expert_loss,
+    expert_sums,
+    highest_losses,
+    losses_in_chunks,
+    step_loss,
+    worst_samples,
+)
 from mmjax.runtime.state import (
     Hyperparameters,
     Optimizer,
@@ -54,6 +63,7 @@ class Accumulated(NamedTuple):
     worst_samples: jax.Array  # int32 [MAX_WORST]: ids of the samples with the highest losses, in descending order
     worst_losses: jax.Array  # float32 [MAX_WORST]: theirs; 0 = no sample, Inf = not finite
     not_finite: jax.Array  # int32 []: number of samples whose loss is not finite
+    experts: ExpertSums | None = None  # where the LLM has any, on one mesh
 
 
 class StepReport(NamedTuple):
@@ -73,6 +83,7 @@ class StepReport(NamedTuple):
     batch_seconds: jax.Array  # float32 [devices]: of each device's process
     unreadable: jax.Array  # int32 [MAX_UNREADABLE]: ids of the samples that some process could not read, -1 = none
     unreadable_count: jax.Array  # int32 []: where it is more than MAX_UNREADABLE nothing was updated
+    experts: ExpertSums | None  # as in Accumulated
 
 
 def check_updated(step: int, report: StepReport) -> None:
@@ -174,6 +185,7 @@ def report_step(
         batch_seconds=reports.batch_seconds,
         unreadable=unreadable[0],
         unreadable_count=unreadable[1],
+        experts=sums.experts,
     )
 
 
@@ -215,7 +227,7 @@ class Executor:
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         on_all = replicated(mesh)
         self.sums_shardings = Accumulated._make(on_all for _ in Accumulated._fields)._replace(
-            gradients=self.shardings.trainable
+            gradients=self.shardings.trainable, experts=jax.tree.map(lambda _: on_all, self._zero_expert_sums())
         )
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
@@ -280,7 +292,15 @@ class Executor:
             worst_samples=jnp.zeros(MAX_WORST, jnp.int32),
             worst_losses=jnp.zeros(MAX_WORST),
             not_finite=jnp.zeros((), jnp.int32),
+            experts=self._zero_expert_sums(),
         )
+
+    def _zero_expert_sums(self) -> ExpertSums | None:
+        config = self.model.config.llm
+        if config.experts is None:
+            return None
+        tokens = jnp.zeros((sum(config.expert_layers), config.experts.count))
+        return ExpertSums(tokens, jnp.zeros(()), jnp.zeros(()))
 
     def _accumulate(
         self,
@@ -300,16 +320,17 @@ class Executor:
 
         def loss(rest: Params, sums: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             params = merge(merge(rest, scanned), frozen)
-            hidden, table = self.model.hidden_and_table(params, batch, noise, sums)
-            cap = self.model.config.llm.logit_cap
-            losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks, cap)
+            hidden, table, routing = self.model.hidden_and_table(params, batch, noise, sums)
+            llm = self.model.config.llm
+            losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks, llm.logit_cap)
             total, by_source, weight = step_loss(losses, batch.text, total_weight, self.sources)
-            return total, (by_source, weight, *worst_samples(jax.lax.stop_gradient(losses), batch.text))
+            experts = expert_sums(routing, weight.sum() / total_weight)
+            worst = worst_samples(jax.lax.stop_gradient(losses), batch.text)
+            return total + expert_loss(experts, llm.experts), (by_source, weight, experts, *worst)
 
         with activations_on(self.mesh, self.rules, self.exchange):
-            (gradients, sums), (by_source, weight, samples, losses, not_finite) = jax.grad(loss, (0, 1), has_aux=True)(
-                rest, sums
-            )
+            (gradients, sums), aux = jax.grad(loss, (0, 1), has_aux=True)(rest, sums)
+        by_source, weight, experts, samples, losses, not_finite = aux
         worst = highest_losses(
             jnp.concatenate([accumulated.worst_samples, samples]), jnp.concatenate([accumulated.worst_losses, losses])
         )
@@ -320,6 +341,7 @@ class Executor:
             worst_samples=worst[0],
             worst_losses=worst[1],
             not_finite=accumulated.not_finite + not_finite,
+            experts=jax.tree.map(jnp.add, accumulated.experts, experts),
         )
 
     def _update(

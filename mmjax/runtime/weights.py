@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from mmjax.config import LoraConfig, ModelConfig
 from mmjax.config.model import adapters_by_layer, lora_scale
 from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
-from mmjax.hf.folder import DTYPES, HfFolder
+from mmjax.hf.folder import DTYPES, HfFolder, split_entry
 from mmjax.hf.layout import TRANSPOSED, TensorNames, TensorSlice
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
 from mmjax.models.layer_stacks import Params, named_layers
@@ -53,7 +53,7 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
         folder = HfFolder.open(path)
         layout = layout_of(folder, model.config)
         sources = _sources(model, folder, {module: layout.modules[module] for module in modules})
-        read = {part.key for layers in sources.values() for part, _ in layers}
+        read = {split_entry(part.key)[0] for layers in sources.values() for part, _ in layers}
         if unexpected := layout.unexpected_tensors(folder, read, modules):
             raise UserError(
                 f"{path} has {len(unexpected)} tensors that this model lacks, such as {unexpected[0]}: its config.json "
@@ -69,7 +69,7 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
     return loaded
 
 
-# The part of a checkpoint and our shape, of each layer of a stack; a single one for a parameter that is not stacked.
+# The part of a checkpoint and our shape, of each layer of a stack, and of each expert; else a single one.
 Layers = list[tuple[TensorSlice, tuple[int, ...]]]
 
 
@@ -92,8 +92,9 @@ def _sources(model: Model, folder: HfFolder, modules: Mapping[str, TensorNames])
         for path in paths:
             if (part := modules[module].find(path)) is None:
                 raise UserError(f"{folder.path}: nothing there is {'.'.join(path)} of {module}")
-            check_fits(folder, part, shape)
-            layers.append((part, shape))
+            layers += part.split(shape)
+        for single in layers:
+            check_fits(folder, *single)
         sources[names] = layers
     return sources
 
@@ -101,9 +102,10 @@ def _sources(model: Model, folder: HfFolder, modules: Mapping[str, TensorNames])
 def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> None:
     """Raise UserError where a tensor is missing, or its shape does not give our parameter's."""
     have = folder.stored(part.key).shape
-    rows = have[:1] if part.rows is None else (part.rows[1] - part.rows[0],)
-    columns = have[1:2] if part.columns is None else (part.columns[1] - part.columns[0],)
-    selected = (*rows, *columns, *have[2:])
+    cuts = [part.rows, part.columns][: len(have)]
+    beyond = any(cut is not None and cut[1] > size for cut, size in zip(cuts, have, strict=False))
+    ends = [size if cut is None else cut[1] - cut[0] for cut, size in zip(cuts, have, strict=False)]
+    selected = (*ends, *have[len(ends) :])
     if part.view is not None and math.prod(part.view) == math.prod(selected):
         selected = part.view
     fits = selected == shape if part.order is None else len(part.order) == len(selected)
@@ -111,8 +113,7 @@ def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> N
         permuted = tuple(selected[axis] for axis in part.order)
         # With another number of axes, such as a convolution's kernel as a matrix, only the size can be compared.
         fits = permuted == shape if len(permuted) == len(shape) else math.prod(permuted) == math.prod(shape)
-    cuts = (part.rows or (0, 0), part.columns or (0, 0))
-    if not fits or any(end > size for (_, end), size in zip(cuts, have, strict=False)):
+    if not fits or beyond:
         raise UserError(
             f"{folder.path}: {part.key} has shape {list(have)}, this model's {list(shape)} does not go with it"
         )
@@ -129,11 +130,11 @@ def _load(
     for bounds, replicas in devices.items():
         index = tuple(slice(*pair) for pair in bounds)
         shard = np.empty([stop - start for start, stop in bounds], dtype)
-        if len(shape) == len(layers[0][1]):
-            _read_into(shard, folder, *layers[0], index)
-        else:  # a stack, whose first axis counts layers
-            for row, (part, layer_shape) in enumerate(layers[index[0]]):
-                _read_into(shard[row, ...], folder, part, layer_shape, index[1:])
+        # Leading axes count layers, experts, or both.
+        leading = len(shape) - len(layers[0][1])
+        numbers = np.arange(len(layers)).reshape(shape[:leading])[index[:leading]]
+        for place, number in np.ndenumerate(numbers):
+            _read_into(shard[(*place, ...)], folder, *layers[number], index[leading:])
         arrays += [jax.device_put(shard, device) for device in replicas]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
@@ -153,17 +154,20 @@ def _read_into(out: np.ndarray, folder: HfFolder, part: TensorSlice, shape: tupl
     # The file stores rows: axis 0 of our parameter, or axis 1 where it is transposed.
     transposed = part.order == TRANSPOSED
     along = index[1] if transposed else index[0]
-    across = index[0] if transposed else index[1:]
+    across = index[:1] if transposed else index[1:]
+    if part.columns is not None:
+        across = tuple(slice(part.columns[0] + s.start, part.columns[0] + s.stop) for s in across)
     row_bytes = max(1, math.prod(stored.shape[1:]) * DTYPES[stored.dtype].itemsize)
     step = max(1, CHUNK // row_bytes)
     for begin in range(along.start, along.stop, step):
         end = min(begin + step, along.stop)
-        chunk = replace(part, rows=None).within(folder.read(part.key, slice(first + begin, first + end)))
+        chunk = folder.read(part.key, slice(first + begin, first + end))
         target = slice(begin - along.start, end - along.start)
+        chunk = chunk[(slice(None), *across)]
         if transposed:
-            out[:, target] = chunk[:, across].T
+            out[:, target] = chunk.T
         else:
-            out[target] = chunk[(slice(None), *across)]
+            out[target] = chunk
 
 
 def _get(tree: Any, names: tuple[str, ...]) -> Any:
@@ -179,11 +183,12 @@ GROUP_BYTES = 2**27  # of float32 parameters that are read from a checkpoint at 
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter that is a tensor of a Hugging Face checkpoint, or some rows of one."""
+    """A parameter, or one expert of it, that is a tensor of a Hugging Face checkpoint or a part of one."""
 
     name: Name
     part: TensorSlice
     shape: tuple[int, ...]
+    expert: int | None = None
 
 
 @dataclass
@@ -212,13 +217,13 @@ class Exporter:
         """Return the factors a `[in, rank]` and b `[rank, out]` of a loaded parameter's adapter, float32."""
         return tuple(self._loaded[(*name[:-1], ADAPTER_ATTRIBUTE, factor)].astype(np.float32) for factor in ("a", "b"))
 
-    def merged(self, name: Name, source: np.ndarray | None = None) -> np.ndarray | None:
+    def merged(self, name: Name, source: np.ndarray | None = None, expert: int | None = None) -> np.ndarray | None:
         """Return a loaded parameter with its adapter added in float32; None where training has not changed `source`.
 
         source: the tensor that it was initialised from. A frozen parameter was rounded to the precision of the
-        computation: where it is still the rounded source, the source itself is used.
+        computation: where it is still the rounded source, the source itself is used. expert: the only one that counts.
         """
-        value = self._loaded[name]
+        value = self._loaded[name] if expert is None else self._loaded[name][expert]
         lora = self.lora_of(name)
         # By bits: NaN equals itself, and 0.0 is not -0.0.
         same = source is not None and source.astype(value.dtype).tobytes() == value.tobytes()
@@ -245,8 +250,10 @@ class Exporter:
         pieces = defaultdict(list)
         for name in self.names_of(modules):
             part = _part(layout.modules[module_of(name)], name, folder)
-            check_fits(folder, part, self.saved.shapes[name])
-            pieces[part.key].append(Piece(name, part, self.saved.shapes[name]))
+            for number, (single, shape) in enumerate(part.split(self.saved.shapes[name])):
+                check_fits(folder, single, shape)
+                piece = Piece(name, single, shape, number if part.experts else None)
+                pieces[split_entry(single.key)[0]].append(piece)
         if "llm" in modules and self.model.llm.tied:
             table, copy = (_part(layout.modules["llm"], n, folder) for n in (EMBEDDING, OUTPUT))
             # Tied, but stored twice: the copies must stay equal.
@@ -257,34 +264,45 @@ class Exporter:
     def _changed(self, folder: HfFolder, file: Path, pieces: Mapping[str, Sequence[Piece]]) -> Changed:
         """Return a function that gives a file's new tensors in order, reading parameters in groups."""
         keys = sorted((k for k in pieces if folder.stored(k).file == file), key=lambda k: folder.stored(k).begin)
-        groups: dict[str, list[str]] = {}  # by the first key of the group, at which all of its parameters are read
+        # By the first key of the group, at which all of its parameters are read.
+        groups: dict[str, set[Name]] = {}
         first = ""
         size = 0
         for key in keys:
-            key_bytes = 4 * sum(math.prod(piece.shape) for piece in pieces[key])
+            names = {name for piece in pieces[key] for name in self._read_with(piece)}
+            if first and names <= groups[first]:
+                continue
+            key_bytes = 4 * sum(math.prod(self.saved.shapes[name]) for name in names)
             if not first or size + key_bytes > GROUP_BYTES:
                 first = key
                 size = 0
-                groups[first] = []
-            groups[first].append(key)
+                groups[first] = set()
+            groups[first] |= names
             size += key_bytes
 
         def changed(key: str) -> np.ndarray | None:
             if key not in pieces:
                 return None
             if key in groups:
-                self.read([piece.name for k in groups[key] for piece in pieces[k]])
+                self.read(sorted(groups[key]))
             return self.tensor(folder, key, pieces[key])
 
         return changed
+
+    def _read_with(self, piece: Piece) -> list[Name]:
+        """Name the parameters that are read with a piece: a layer's experts take turns in a file, matrix by matrix."""
+        if piece.expert is None:
+            return [piece.name]
+        *experts, _, leaf = piece.name
+        return [name for part in ("gate", "up", "down") if (name := (*experts, part, leaf)) in self.saved.shapes]
 
     def tensor(self, folder: HfFolder, key: str, pieces: Sequence[Piece]) -> np.ndarray | None:
         """Return a tensor with its loaded parameters as trained; None where none of them has changed."""
         tensor = folder.read(key)
         changed = False
         for piece in pieces:
-            source = piece.part.within(tensor)
-            value = self.merged(piece.name, piece.part.from_hf(source, piece.shape))
+            source = piece.part.selected(tensor)
+            value = self.merged(piece.name, piece.part.from_hf(source, piece.shape), piece.expert)
             if value is not None:
                 source[...] = piece.part.to_hf(value, source.shape)
                 changed = True

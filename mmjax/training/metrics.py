@@ -27,6 +27,7 @@ from mmjax.disk import atomic_write, json_lines, read_json_lines
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.runtime.devices import CompileCounter, open_files, peak_memory_used, resident_memory
+from mmjax.runtime.losses import ExpertSums
 from mmjax.runtime.state import Hyperparameters
 from mmjax.runtime.step import Runner, StepReport
 
@@ -89,6 +90,21 @@ def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topo
     return scalars | {"inter_node_share": away if sent.any() else 0.0}
 
 
+def expert_scalars(sums: ExpertSums | None) -> Scalars:
+    """Return the losses of a step's experts, unweighted, and the tokens of the fullest expert over the mean.
+
+    The imbalance is that of the most uneven layer: 1 where all experts of every layer have the same.
+    """
+    if sums is None:
+        return {}
+    means = np.maximum(sums.tokens.mean(-1), 1e-9)
+    return {
+        "experts/balance_loss": float(sums.balance),
+        "experts/z_loss": float(sums.z),
+        "experts/imbalance": float((sums.tokens.max(-1) / means).max()),
+    }
+
+
 class StepMetrics:
     """Times a run's steps, and computes the numbers to log for each. peak_flops: FLOP/s of all devices together."""
 
@@ -147,6 +163,7 @@ class StepMetrics:
         return {
             "loss": float(report.loss.sum() / report.weight.sum()),
             **{f"loss/{source}": float(loss / weight) for source, loss, weight in by_source if weight > 0},
+            **expert_scalars(report.experts),
             "gradient_norm": float(report.gradient_norm),
             **{name: float(rate) for name, rate in hyper.items() if name.startswith("learning_rate/")},
             **balance_scalars(loaded, modules, layout, self._loader.planner.placer.flops),

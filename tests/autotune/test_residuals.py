@@ -14,6 +14,7 @@ from tiny_run import tiny_config
 
 from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
+from mmjax.config import ExpertsConfig
 from mmjax.models.model import Model
 from mmjax.planning.memory import SavedBytes
 
@@ -85,6 +86,19 @@ def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(tow
     predicted = sum(per_layer[policy].device for policy in mix)
     measured = weighed(Model.build(with_tower(tower, backend, layers=len(mix), remat=mix), jnp.float32), tower, wanted)
     assert measured == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("shared", [0, 16])
+def test_layers_with_experts_keep_what_they_were_predicted_to(shared):
+    experts = ExpertsConfig(layers=tuple(range(4)), count=8, per_token=2, width=24, shared_width=shared)
+
+    def config(remat):
+        return with_tower("llm", layers=4, remat=remat, experts=experts)
+
+    predicted = saved_bytes_per_layer(config("none"), "llm", SHAPES["llm"], jnp.float32)
+    for policy in ("products", "full"):
+        measured = weighed(Model.build(config(policy), jnp.float32), "llm", BOTH)
+        assert measured == 4 * predicted[policy].device
 
 
 def weighed(model, tower, wanted):

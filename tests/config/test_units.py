@@ -133,4 +133,6 @@ def test_devices_that_share_a_row_of_the_llm_take_as_many_encoder_rows_each():
     # 12 encoder ranks, 3 for each of the LLM's 4 devices.
     assert (topology.ranks, topology.context, topology.encoders_per_rank) == (2, 2, 6)
     meshes = unit_meshes(config, jax.devices())
-    assert [dict(mesh.shape) for mesh in meshes["llm"]] == [{"data": 2, "fsdp": 1, "context": 2, "tensor": 1}]
+    assert [dict(mesh.shape) for mesh in meshes["llm"]] == [
+        {"data": 2, "fsdp": 1, "expert": 1, "context": 2, "tensor": 1}
+    ]

@@ -22,12 +22,15 @@ DECODERS = {
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "mixtral": transformers.MixtralConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
     "glm4": transformers.Glm4Config,
     "opt": transformers.OPTConfig,
     "gpt2": transformers.GPT2Config,
 }
-# As the text of any vision tower.
-IN_LLAVA = [name for name in DECODERS if name not in ("qwen3_5_text", "glm4", "opt", "gpt2")]
+NOT_IN_LLAVA = ("qwen3_5_text", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "glm4", "opt", "gpt2")
+IN_LLAVA = [name for name in DECODERS if name not in NOT_IN_LLAVA]  # as the text of any vision tower
 
 
 def pick(rng: np.random.Generator, *options: Any) -> Any:
@@ -80,19 +83,23 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         return transformers.Qwen3_5TextConfig(**qwen3_5_text(rng) | own)
     if family in ("opt", "gpt2"):
         return DECODERS[family](**learned_positions(rng, family, vocab) | own)
+    if family == "qwen3_5_moe_text":
+        return transformers.Qwen3_5MoeTextConfig(**qwen3_5_moe_text(rng) | own)
     sizes, head_width = text_sizes(rng, vocab)
     given = sizes | rope(rng, head_width // 2)
     given["hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act"] = pick(rng, *ACTIVATIONS)
-    if family in ("llama", "qwen3", "gemma", "gemma2", "gemma3"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3"):
         given["attention_bias"] = pick(rng, False, True)
     if family == "llama":
         given["mlp_bias"] = pick(rng, False, True)
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         given["sliding_window"] = pick(rng, None, 4, 6)
     if family == "qwen2":  # its heads are of the width's share, whatever a config says
         given["hidden_size"] = given["num_attention_heads"] * given.pop("head_dim")
     if family in ("qwen2", "qwen3"):
         given |= late_windows(rng, given["num_hidden_layers"])
+    if family in ("mixtral", "qwen3_moe"):
+        given |= expert_fields(rng, family, given["num_hidden_layers"])
     if family == "phi3":
         given |= phi3_fields(rng, given)
     if family == "glm4":
@@ -153,6 +160,21 @@ def phi3_fields(rng: np.random.Generator, given: Fields) -> Fields:
     return own | {"rope_parameters": turned, "pad_token_id": 0, "eos_token_id": None}
 
 
+def expert_fields(rng: np.random.Generator, family: str, layers: int) -> Fields:
+    """Experts of a number and width, few of which a token takes; in Qwen3-MoE perhaps not in all layers."""
+    count = between(rng, 2, 6)
+    experts: Fields = {"num_experts_per_tok": between(rng, 1, count)}
+    if family == "mixtral":
+        return experts | {"num_local_experts": count}
+    windows = pick(rng, {}, {"use_sliding_window": True, "sliding_window": 4}) if family == "qwen3_moe" else {}
+    sparse = {
+        "decoder_sparse_step": pick(rng, 1, 1, 2),
+        "mlp_only_layers": pick(rng, [], [], [between(rng, 0, layers)]),
+    }
+    width = {"moe_intermediate_size": between(rng, 10, 40), "norm_topk_prob": pick(rng, False, True)}
+    return experts | windows | sparse | width | {"num_experts": count}
+
+
 def glm4_fields(rng: np.random.Generator, given: Fields) -> Fields:
     """GLM-4's heads, a part of whose channels RoPE turns."""
     share, head_width = pick(rng, (0.5, 16), (0.5, 12), (0.25, 24), (1.0, 10))
@@ -211,6 +233,19 @@ def qwen3_5_text(rng: np.random.Generator, sections: bool = False) -> Fields:
     if rng.integers(2):
         sizes["layer_types"] = [pick(rng, "linear_attention", "full_attention") for _ in range(layers)]
     return sizes | given
+
+
+def qwen3_5_moe_text(rng: np.random.Generator, sections: bool = False) -> Fields:
+    """The text of Qwen3.5 with mixtures of experts, and one that every token takes."""
+    given = qwen3_5_text(rng, sections)
+    del given["intermediate_size"]
+    count = between(rng, 2, 6)
+    return given | {
+        "num_experts": count,
+        "num_experts_per_tok": between(rng, 1, count),
+        "moe_intermediate_size": between(rng, 10, 40),
+        "shared_expert_intermediate_size": between(rng, 10, 40),
+    }
 
 
 def tower_sizes(rng: np.random.Generator, most: int) -> Fields:
@@ -439,25 +474,49 @@ def qwen2_5_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrain
 def qwen3_vl(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
     """Qwen3-VL: a table of positions that is stretched, features of several layers added to the text's."""
     text = qwen_text(rng, interleaved=True)
-    vision = qwen_tower(rng, text["hidden_size"])
-    vision |= {
-        "num_position_embeddings": between(rng, 2, 7) ** 2,
-        "deepstack_visual_indexes": [i for i in range(vision["depth"] + 2) if rng.integers(2)],
-    }
+    vision = qwen3_tower(rng, text["hidden_size"])
     return transformers.Qwen3VLConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
     )
 
 
+def qwen3_tower(rng: np.random.Generator, outputs: int) -> Fields:
+    """The tower of Qwen3-VL. outputs: the width of the text."""
+    vision = qwen_tower(rng, outputs)
+    return vision | {
+        "num_position_embeddings": between(rng, 2, 7) ** 2,
+        "deepstack_visual_indexes": [i for i in range(vision["depth"] + 2) if rng.integers(2)],
+    }
+
+
+def qwen3_vl_moe(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen3-VL with mixtures of experts in the text."""
+    text = qwen_text(rng, interleaved=True)
+    text |= expert_fields(rng, "qwen3_vl_moe", text["num_hidden_layers"])
+    return transformers.Qwen3VLMoeConfig(
+        text_config=text,
+        vision_config=qwen3_tower(rng, text["hidden_size"]),
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
+
+
 def qwen3_5(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
     """Qwen3.5: gated delta nets in the text, and Qwen3-VL's tower without its deepstack."""
-    text = qwen3_5_text(rng, sections=True)
+    return transformers.Qwen3_5Config(**_qwen3_5(rng, qwen3_5_text(rng, sections=True)), **tokens)
+
+
+def qwen3_5_moe(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen3.5 with mixtures of experts in the text."""
+    return transformers.Qwen3_5MoeConfig(**_qwen3_5(rng, qwen3_5_moe_text(rng, sections=True)), **tokens)
+
+
+def _qwen3_5(rng: np.random.Generator, text: Fields) -> Fields:
+    """What Qwen3.5 says around its text."""
     del text["tie_word_embeddings"]
     vision = qwen_tower(rng, text["hidden_size"])
     vision["num_position_embeddings"] = between(rng, 2, 7) ** 2
-    return transformers.Qwen3_5Config(
-        text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
-    )
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": pick(rng, False, True)}
 
 
 def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.PreTrainedConfig:

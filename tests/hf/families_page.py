@@ -29,6 +29,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
     "qwen2_5_omni": {"thinker_config": {"text_config": {}, "vision_config": {}}},
     "qwen2_5_omni_thinker": {"text_config": {}, "vision_config": {}},
+    **{kind: {"vision_config": {"out_hidden_size": 2048}} for kind in ("qwen3_vl_moe", "qwen3_5_moe")},
 }
 HEAD = ("`model_type`", "modules", "attention", "video", "context", "compared")
 
@@ -50,7 +51,8 @@ def row(kind: str) -> tuple[str, ...]:
     llm = model.llm
     attention = ["windows"] * bool(llm.windowed) + ["delta nets"] * bool(llm.delta_net)
     attention += ["images both ways"] * (llm.items == "bidirectional") + ["prefix both ways"] * (llm.items == "prefix")
-    parts = f"`{kind}`", ", ".join(("llm", *model.encoders)), ", ".join(attention) or "causal", video(model)
+    module = "llm with experts" if llm.experts else "llm"
+    parts = f"`{kind}`", ", ".join((module, *model.encoders)), ", ".join(attention) or "causal", video(model)
     return *parts, "yes" if has_context(model) else "no", tests_of(kind)
 
 

@@ -20,8 +20,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from mmjax.batch import PADDING, Microbatch, TextBatch
 from mmjax.config import MeshConfig, ModelConfig
 from mmjax.hf.families import from_hf, layout_of
-from mmjax.hf.folder import HfFolder
-from mmjax.hf.layout import Layout
+from mmjax.hf.folder import HfFolder, split_entry
+from mmjax.hf.layout import Layout, TensorSlice
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, module_of
 from mmjax.parallel.sharding import ShardingRules, make_mesh
@@ -38,6 +38,8 @@ def random_model(config: transformers.PreTrainedConfig, kind: type | None = None
     """A model in float32 whose every parameter is random: norms and biases too, or they would prove nothing."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager"
+    for part in (config, config.get_text_config()):
+        part._experts_implementation = "eager"  # its grouped products want widths that are multiples of 4
     model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
     model = model.to(torch.float32).eval()
     with torch.no_grad():
@@ -218,16 +220,22 @@ def same_gradients(ours: Params, layout: Layout, theirs: HfFolder, rounded: HfFo
         names = tuple(key.key for key in path)
         inside = names[1:] if names[0] == "llm" else names[2:]
         part = layout.modules[module_of(names)].find(inside)
-        wanted = part.from_hf(part.within(theirs.read(part.key)), gradient.shape)
+        wanted = stored_parameter(theirs, part, gradient.shape)
         scale = max(np.abs(wanted).max(), 1e-3)
         if names[-2:] == ("key", "bias"):
             # It moves all scores of a query alike, so without RoPE its gradient is but rounding of sums of others.
             scale = max(scale, 1e-3 * largest)
         limit = 2e-4 * scale
         if rounded is not None:
-            rough = part.from_hf(part.within(rounded.read(part.key)), gradient.shape)
-            limit = max(limit, 4 * np.abs(rough - wanted).max())
+            limit = max(limit, 4 * np.abs(stored_parameter(rounded, part, gradient.shape) - wanted).max())
         np.testing.assert_allclose(np.asarray(gradient), wanted, rtol=0, atol=limit, err_msg=".".join(names))
+
+
+def stored_parameter(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> np.ndarray:
+    """Read the parameter of this shape that a checkpoint has here, each expert's own."""
+    parts = part.split(shape)
+    tensors = {name: folder.read(name) for name in {split_entry(one.key)[0] for one, _ in parts}}
+    return np.stack([one.from_hf(one.selected(tensors[split_entry(one.key)[0]]), s) for one, s in parts]).reshape(shape)
 
 
 def saved_gradients(model: torch.nn.Module) -> HfFolder:

@@ -16,10 +16,12 @@ import transformers
 from parity import check_text, loaded, random_model
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from mmjax.config import MeshConfig, PlainRope
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
+from mmjax.models.expert_routing import Routing, balance_loss, z_loss
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
 from mmjax.models.rope import text_rotation
@@ -61,6 +63,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
     "gemma2-1",
     "gemma3-0",
     "qwen3_5_text-0",
+    "mixtral-0",
+    "qwen3_moe-2",
     "glm4-0",
     "opt-0",
     "gpt2-0",
@@ -311,6 +315,22 @@ def test_what_decoders_with_learned_positions_do_not_support_is_refused_by_field
         from_hf(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        (transformers.MixtralConfig, {"router_jitter_noise": 0.1}, r"router_jitter_noise=0.1 is not supported"),
+        (transformers.MixtralConfig, {"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is not between 1 and"),
+        (transformers.Qwen3MoeConfig, {"hidden_act": "mish"}, r"hidden_act='mish' is not supported"),
+    ],
+)
+def test_what_experts_do_not_support_is_refused_by_field(tmp_path, kind, change, message):
+    kind(**COMMON).save_pretrained(tmp_path)
+    from_hf(tmp_path)
+    edit_config(tmp_path, lambda config: config.update(change))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
 def test_gpt2_without_its_prefix_and_with_old_buffers_is_the_same_model(tmp_path):
     saved(tmp_path, transformers.GPT2Config)
     _, before, _ = loaded(tmp_path)
@@ -322,6 +342,28 @@ def test_gpt2_without_its_prefix_and_with_old_buffers_is_the_same_model(tmp_path
     edit_tensors(tmp_path, old)
     _, after, _ = loaded(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_a_balance_loss_is_trained_on_where_the_routers_logits_are_asked_for(tmp_path):
+    for asked, weight in ((False, 0.0), (True, 0.02)):
+        transformers.MixtralConfig(**COMMON, output_router_logits=asked, router_aux_loss_coef=0.02).save_pretrained(
+            tmp_path
+        )
+        assert from_hf(tmp_path).llm.experts.balance_loss == weight
+
+
+def test_losses_of_routing_are_those_of_transformers_without_padding():
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((2, 30, 5)).astype(np.float32)
+    mask = np.arange(30) < 23
+    probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    tokens = (np.argsort(-logits, -1)[..., :2, None] == np.arange(5)).sum(2)
+    squares = np.log(np.exp(logits).sum(-1)) ** 2
+    sums = ((x * mask[:, None]).sum(1).astype(np.float32) for x in (tokens, probability))
+    routing = Routing(*map(jnp.asarray, (*sums, (squares * mask).sum(1), np.full(2, 23.0, np.float32))))
+    theirs = load_balancing_loss_func(tuple(torch.tensor(logits)), 5, 2, torch.tensor(mask[None].astype(int)))
+    assert float(balance_loss(routing)) == pytest.approx(float(theirs), rel=1e-5)
+    assert float(z_loss(routing)) == pytest.approx(squares[:, mask].mean(), rel=1e-5)
 
 
 def test_tensors_of_multi_token_prediction_are_not_read_and_said_once(tmp_path, capsys):

@@ -87,6 +87,19 @@ def qwen3(text=None, vision=None, rope=ROPE, sections=SECTIONS3, **own):
     return random_whole(config, transformers.Qwen3VLForConditionalGeneration)
 
 
+def qwen3_vl_moe(text=None, **own):
+    rope = ROPE | {"mrope_section": SECTIONS3, "mrope_interleaved": True}
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=TEXT | {"head_dim": 16, "rope_parameters": rope} | experts | (text or {}),
+        vision_config=VISION3,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        **own,
+    )
+    return random_whole(config, transformers.Qwen3VLMoeForConditionalGeneration)
+
+
 def qwen3_5(text=None, vision=None, **own):
     rope = ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -198,10 +211,12 @@ WHOLE = {
     "qwen2_5_vl": (drawn.qwen2_5_vl, transformers.Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (drawn.qwen3_vl, transformers.Qwen3VLForConditionalGeneration),
     "qwen3_5": (drawn.qwen3_5, transformers.Qwen3_5ForConditionalGeneration),
+    "qwen3_vl_moe": (drawn.qwen3_vl_moe, transformers.Qwen3VLMoeForConditionalGeneration),
+    "qwen3_5_moe": (drawn.qwen3_5_moe, transformers.Qwen3_5MoeForConditionalGeneration),
 }
 
 
-@pytest.mark.default_cases("qwen2_vl-0", "qwen2_5_vl-0", "qwen3_vl-0", "qwen3_5-0")
+@pytest.mark.default_cases("qwen2_vl-0", "qwen2_5_vl-0", "qwen3_vl-0", "qwen3_5-0", "qwen3_vl_moe-0")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
@@ -217,13 +232,40 @@ SMOOTH = {"rms_norm_eps": 1e-2, "linear_key_head_dim": 16, "linear_value_head_di
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("make", "text"), [(qwen2_5, {}), (qwen3_5, SMOOTH)], ids=["qwen2_5", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [(qwen2_5, {}), (qwen3_5, SMOOTH), (qwen3_vl_moe, {})],
+    ids=["qwen2_5", "qwen3_5", "qwen3_vl_moe"],
+)
 def test_ten_steps_of_adamw_have_the_losses_that_torch_has(make, text, tmp_path):
     there = make(text, tie_word_embeddings=True)
     there.save_pretrained(tmp_path)
     unit = there.config.vision_config.patch_size * there.config.vision_config.spatial_merge_size
     samples = samples_of(unit) + samples_of(unit, GRIDS[::-1], seed=1)
     check_ten_steps(there, tmp_path, samples, theirs(inputs_of(there, tmp_path)))
+
+
+@pytest.mark.parametrize("fused", ["out_in", "in_out"])
+def test_experts_that_are_stored_fused_are_those_stored_one_by_one(fused, tmp_path):
+    """transformers' own layout, and the one in which Qwen3-VL-30B-A3B is published."""
+    config = qwen3_vl_moe().config
+    model = random_whole(config, transformers.Qwen3VLMoeForConditionalGeneration)
+    model.save_pretrained(tmp_path)
+    _, wanted, _ = loaded(tmp_path)
+
+    def change(tensors):
+        for key in [key for key in tensors if ".experts." in key]:
+            tensors[key] = tensors[key].transpose(1, 2).contiguous() if fused == "in_out" else tensors[key]
+        return tensors
+
+    edit_tensors(tmp_path, change)
+    shapes = {tuple(t.shape) for key, t in load_file(tmp_path / "model.safetensors").items() if "gate_up" in key}
+    assert shapes == {(6, 48, 80) if fused == "in_out" else (6, 80, 48)}
+    _, found, _ = loaded(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    there = wanted["llm"]["layers"]["runs"]["3"]["experts"]["up"]["weight"]
+    theirs = model.state_dict()["model.language_model.layers.3.mlp.experts.gate_up_proj"][:, 40:].transpose(1, 2)
+    np.testing.assert_array_equal(there, theirs.numpy())
 
 
 def edit_config(folder, change):

@@ -263,8 +263,8 @@ def test_a_frozen_tower_drops_as_any_other():
 
 
 def test_on_a_mesh_every_device_makes_its_own_keys_and_drops_the_same():
-    devices = np.array(jax.devices()).reshape(2, 2, 1, 2)
-    mesh = Mesh(devices, ("data", "fsdp", "tensor", "context"), axis_types=(AxisType.Auto,) * 4)
+    devices = np.array(jax.devices()).reshape(2, 2, 1, 1, 2)
+    mesh = Mesh(devices, ("data", "fsdp", "expert", "tensor", "context"), axis_types=(AxisType.Auto,) * 5)
     owner = np.tile(np.arange(8, dtype=np.int32)[:, None], 16)
     offset = np.tile(np.arange(16, dtype=np.int32), (8, 1))
     x = np.random.default_rng(0).normal(size=(8, 16, 4)).astype(np.float32)

@@ -118,8 +118,8 @@ def test_adapters_lie_on_the_mesh_like_the_weights_beside_them():
     where = leaves(parameter_shardings(model, mesh, ShardingRules()))
     query = ("llm", "layers", "runs", "0:2", "attention", "query")
     spec = lambda *path: tuple(where[(*query, *path)].spec)  # noqa: E731
-    assert spec("weight") == (None, ("fsdp", "context"), "tensor")
-    assert spec("lora", "a") == (None, ("fsdp", "context"), None)
+    assert spec("weight") == (None, ("fsdp", "expert", "context"), "tensor")
+    assert spec("lora", "a") == (None, ("fsdp", "expert", "context"), None)
     assert spec("lora", "b") == (None, None, "tensor")
 
 

@@ -10,11 +10,11 @@ from packed import assert_trees_close, build, losses_of_logits, pack, random_sam
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, sharding
 
-AXES = ("data", "fsdp", "tensor", "context")
+AXES = ("data", "fsdp", "expert", "tensor", "context")
 
 
 def mesh_of(devices, data, fsdp, tensor=1):
-    return Mesh(np.array(devices).reshape(data, fsdp, tensor, 1), AXES, axis_types=(AxisType.Auto,) * 4)
+    return Mesh(np.array(devices).reshape(data, fsdp, 1, tensor, 1), AXES, axis_types=(AxisType.Auto,) * 5)
 
 
 def shardings(mesh, axes, shapes):

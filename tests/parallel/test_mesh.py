@@ -26,16 +26,17 @@ VISION = VisionConfig(layers=1, width=32, heads=4, mlp_width=48, patch=4)
 @pytest.mark.parametrize(
     ("config", "shape"),
     [
-        (MeshConfig(), (8, 1, 1, 1)),
-        (MeshConfig(2, fsdp=-1), (2, 4, 1, 1)),
-        (MeshConfig(1, fsdp=4, tensor=-1), (1, 4, 1, 2)),
-        (MeshConfig(2, context=2, tensor=2), (2, 1, 2, 2)),
+        (MeshConfig(), (8, 1, 1, 1, 1)),
+        (MeshConfig(2, fsdp=-1), (2, 4, 1, 1, 1)),
+        (MeshConfig(1, fsdp=4, tensor=-1), (1, 4, 1, 1, 2)),
+        (MeshConfig(2, context=2, tensor=2), (2, 1, 1, 2, 2)),
+        (MeshConfig(1, expert=-1, tensor=2), (1, 1, 4, 1, 2)),
     ],
 )
 def test_a_mesh_takes_all_devices_and_minus_one_what_the_others_leave(config, shape):
     mesh = make_mesh(config, jax.devices())
     assert tuple(mesh.shape.values()) == shape
-    assert tuple(mesh.shape) == ("data", "fsdp", "context", "tensor")
+    assert tuple(mesh.shape) == ("data", "fsdp", "expert", "context", "tensor")
     assert mesh.devices.flatten().tolist() == jax.devices()
 
 

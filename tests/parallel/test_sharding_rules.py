@@ -17,8 +17,8 @@ def mesh():
 
 
 def test_rules_translate_logical_axes_to_mesh_axes():
-    assert RULES.spec(("embed", "heads")) == PartitionSpec(("fsdp", "context"), "tensor")
-    assert RULES.spec(("rows", None, "width")) == PartitionSpec(("data", "fsdp"), None, None)
+    assert RULES.spec(("embed", "heads")) == PartitionSpec(("fsdp", "expert", "context"), "tensor")
+    assert RULES.spec(("rows", None, "width")) == PartitionSpec(("data", "fsdp", "expert"), None, None)
     assert ShardingRules(embed=()).spec(("vocab", "embed")) == PartitionSpec("tensor", None)
 
 
@@ -28,7 +28,7 @@ def test_an_unknown_axis_is_named_beside_the_known_ones():
 
 
 def test_two_dimensions_never_share_a_mesh_axis():
-    with pytest.raises(ValueError, match="put mesh axis 'fsdp' on two dimensions"):
+    with pytest.raises(ValueError, match="put mesh axis 'expert' on two dimensions"):
         RULES.spec(("rows", "embed"))
 
 

@@ -17,7 +17,7 @@ import pytest
 from tiny_run import load_steps, make_executor, tiny_config, weight, worst_leaf
 
 from mmjax.batch import Microbatch
-from mmjax.config import AdamW, Config, LoraConfig, MeshConfig, Muon, Unit
+from mmjax.config import AdamW, Config, ExpertsConfig, LoraConfig, MeshConfig, Muon, Unit
 from mmjax.config.training import unit_devices
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
@@ -140,6 +140,15 @@ def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") 
         if pipeline.schedule in ("1f1b", "eager"):
             assert run.in_flight[stage] <= depth * (2 if schedule == "eager" else 1) + 1
     return pipeline
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("units", ["unequal ranks", "context with the encoders"])
+def test_gradients_of_an_llm_with_experts_are_those_of_one_program(units, tmp_path):
+    config = config_of(units)
+    experts = ExpertsConfig(layers=(0, 1, 3), count=4, per_token=2, width=24, shared_width=16)
+    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, experts=experts)))
+    assert_same_gradients(config, tmp_path)
 
 
 @pytest.mark.default_cases("by module-auto-True-none-1-0.1", "context-auto-True-none-1-0.1")

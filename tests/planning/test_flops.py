@@ -21,6 +21,7 @@ from mmjax.config import (
     ConnectorConfig,
     DecoderConfig,
     DeltaNetConfig,
+    ExpertsConfig,
     FractionalGrid,
     LearnedGrid,
     LogMel,
@@ -35,6 +36,7 @@ from mmjax.models import blockwise_attention
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
 from mmjax.planning.flops import (
+    active_parameters,
     executed,
     frozen_modules,
     model_flops,
@@ -196,7 +198,7 @@ def gradient(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1):
     trainable, rest = partition(built.abstract, set(frozen))
 
     def loss(trainable, rest, batch):
-        hidden, table = built.hidden_and_table(merge(rest, trainable), batch)
+        hidden, table, _ = built.hidden_and_table(merge(rest, trainable), batch)
         return losses_in_chunks(hidden, table, batch.text, loss_chunks).sum()
 
     return jax.grad(loss), (trainable, rest)
@@ -390,6 +392,24 @@ def test_delta_nets_need_work_in_proportion_to_tokens_and_attention_only_in_its_
     assert remat[1].backward > remat[0].backward > 2 * remat[0].forward
 
 
+EXPERTS = ExpertsConfig((0, 2, 5), count=6, per_token=2, width=9, shared_width=5)
+
+
+def test_experts_need_the_work_of_those_that_a_token_takes_and_have_the_parameters_of_all() -> None:
+    model = make_model(layers=7, experts=EXPERTS)
+    llm, none = np.array([40]), np.zeros(0, np.int64)
+    given = {"llm": work.length_work(model, llm, none, none, none)["llm"]}
+    c = model.llm
+    attention = 7 * c.width * (2 * c.heads + 2 * c.kv_heads) * c.head_width
+    # Three matrices of each MLP, a router of six experts, and the gate of the shared one.
+    expert = 3 * c.width * EXPERTS.width
+    sparse = 2 * expert + 3 * c.width * EXPERTS.shared_width + c.width * (6 + 1)
+    per_token = attention + 3 * sparse + 4 * 3 * c.width * c.mlp_width + c.vocab * c.width
+    pairs = 7 * 2 * c.heads * c.head_width * 40 * 41 // 2
+    assert model_flops(model, given, frozenset())["llm"].forward == 2 * (40 * per_token + pairs)
+    assert sum(parameters(model).values()) - active_parameters(model) == 3 * 4 * expert
+
+
 @pytest.mark.parametrize(
     "llm",
     [
@@ -398,6 +418,8 @@ def test_delta_nets_need_work_in_proportion_to_tokens_and_attention_only_in_its_
         {"biases": ("output", "gate", "up", "down"), "post_norms": True},
         {"norm": "layer", "gated": False, "learned_positions": 40, "first_position": 2, "biases": ("up", "down")},
         {"layers": 7, "delta_net": DELTA_NET, "attention_gate": True, "biases": ("query",), "qk_norm": "head"},
+        {"layers": 7, "experts": EXPERTS, "biases": ("output", "gate", "up", "down")},
+        {"layers": 7, "experts": EXPERTS, "delta_net": DELTA_NET},
     ],
 )
 @pytest.mark.parametrize("grid", [0, 8])

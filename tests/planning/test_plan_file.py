@@ -12,7 +12,7 @@ from mmjax.config.loading import apply_overrides, load
 from mmjax.errors import UserError
 from mmjax.planning.plan_file import plan_changes, plan_text
 
-MESH = {"data": 2, "fsdp": 4, "tensor": 1, "context": 1}
+MESH = {"data": 2, "fsdp": 4, "expert": 1, "tensor": 1, "context": 1}
 POLICIES = {"llm": ("full", "products", "products"), "vision": ("none", "none"), "audio": ("attention", "none", "none")}
 
 

@@ -180,6 +180,6 @@ def test_under_fsdp_only_a_part_of_the_output_table_is_gathered():
 def test_the_factors_of_the_logits_have_them_as_their_scores(loaded):
     model = Model.build(config(1).model, np.float32)
     batch, params = loaded(ONE_RANK)[0][0], parameters(True)
-    hidden, table = jax.jit(model.hidden_and_table)(params, batch)
+    hidden, table, _ = jax.jit(model.hidden_and_table)(params, batch)
     logits = jax.jit(model.logits)(params, batch)
     np.testing.assert_allclose(np.einsum("rtd,vd->rtv", hidden, table), logits, atol=1e-5)

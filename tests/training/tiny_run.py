@@ -103,7 +103,7 @@ def load_steps(config: Config, folder: Path, steps: int, topology: Topology = ON
 
 def make_executor(config: Config, mesh: MeshConfig, accumulates: bool = True) -> Executor:
     """The programs of this config on as many devices as the mesh wants."""
-    count = mesh.data * mesh.fsdp * mesh.tensor * mesh.context
+    count = mesh.data * mesh.fsdp * mesh.expert * mesh.tensor * mesh.context
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     optimizer = make_optimizer(config.optimizer, model.axes)
     on, rules = make_mesh(mesh, jax.devices()[:count]), ShardingRules.of(mesh)

@@ -1,0 +1,70 @@
+"""Route tokens to experts: the router's choice, and the sums of which its losses and the imbalance are made."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Routes(NamedTuple):
+    """The experts of every token, and the weights of their outputs."""
+
+    expert: Int[Array, "n k"]  # the number of experts where a position is padding
+    share: Float[Array, "n k"]
+
+
+class Routing(NamedTuple):
+    """Sums over the tokens of a layer, float32; of several layers, with a leading axis."""
+
+    tokens: Float[Array, "*l e"]  # that each expert got
+    probability: Float[Array, "*l e"]  # of each expert
+    squares: Float[Array, "*l"]  # of the log-sum-exp of the router's logits
+    count: Float[Array, "*l"]  # tokens
+
+
+def route(
+    x: Float[Array, "n d"],
+    weight: Float[Array, "d e"],
+    valid: Bool[Array, " n"],
+    per_token: int,
+    normalized: bool,
+) -> tuple[Routes, Routing]:
+    """Choose the experts of tokens in float32. valid: positions that are tokens; padding gets no expert.
+
+    normalized: whether the weights of a token's experts add up to 1, or are its probabilities of all experts.
+    """
+    experts = weight.shape[1]
+    logits = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    probability = jax.nn.softmax(logits)
+    share, expert = jax.lax.top_k(probability, per_token)
+    if normalized:
+        share = share / share.sum(-1, keepdims=True)
+    expert = jnp.where(valid[:, None], expert, experts)
+    squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+    routing = Routing(
+        # Not scattered: sums of floats in no fixed order would differ from run to run on a GPU.
+        tokens=(expert[..., None] == jnp.arange(experts)).sum((0, 1), dtype=jnp.float32),
+        probability=jnp.where(valid[:, None], probability, 0).sum(0),
+        squares=jnp.where(valid, squares, 0).sum(),
+        count=valid.sum(dtype=jnp.float32),
+    )
+    return Routes(expert, share), routing
+
+
+def balance_loss(routing: Routing) -> Float[Array, ""]:
+    """Compute the loss that balances experts (Fedus et al. 2021, "Switch Transformers"), over all layers together.
+
+    The number of experts times the sum over them of their tokens times their probability, both per token of a layer:
+    the number of experts of a token where all get the same, and more where not.
+    """
+    count = jnp.maximum(routing.count.sum(), 1)
+    shares = routing.tokens.sum(0) / count * (routing.probability.sum(0) / count)
+    return shares.sum() * routing.tokens.shape[-1]
+
+
+def z_loss(routing: Routing) -> Float[Array, ""]:
+    """Compute the mean squared log-sum-exp of the logits (Zoph et al. 2022, "ST-MoE"), over tokens and layers."""
+    return routing.squares.sum() / jnp.maximum(routing.count.sum(), 1)
