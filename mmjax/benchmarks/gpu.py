@@ -23,10 +23,12 @@ from mmjax.console import print_note
 from mmjax.disk import user_cache
 from mmjax.errors import UserError, check_output, exit_process, run_command
 from mmjax.kernels.flash_attention import plan_blocks
-from mmjax.kernels.masks import MaskSpec, block_pairs, encoder_mask
+from mmjax.kernels.grouped_matmul import grouped_matmul
+from mmjax.kernels.masks import MaskSpec, encoder_mask
 from mmjax.kernels.tiles import tiles_for
 from mmjax.models.attention import attention, plan_attention
-from mmjax.models.blockwise_attention import blockwise_attention, dense_attention
+from mmjax.models.blockwise_attention import dense_attention
+from mmjax.models.gated_delta_net import gated_delta_rule
 from mmjax.runtime.devices import INSTALL_CUDA, enable_compilation_cache, measured_bandwidth, set_gpu_memory_fraction
 
 BACKWARD = 2.5  # FLOPs of attention's backward pass over those of its forward pass, as is usual for FlashAttention
@@ -47,7 +49,8 @@ class Sizes:
     window: int = 64  # patches
     patches: int = 16_384  # of a row of images
     products: tuple[tuple[int, int, int], ...] = ((8192,) * 3, (16_384, 3584, 18_944), (16_384, 3584, 152_064))
-    blocks: tuple[int, ...] = (256, 512, 1024)  # of blockwise attention
+    experts: tuple[int, int, int, int] = (131_072, 128, 2048, 768)  # rows, experts, input and output channels
+    delta_net: tuple[int, int, int] = (16_384, 32, 128)  # tokens, heads and their width
     calls: int = 5  # of a program in a round
     copied: int = 2**30  # bytes
     tokens: int = 16_384  # of a row of a step
@@ -56,7 +59,8 @@ class Sizes:
 
 TINY = Sizes(
     lengths=(64, 128), compared=64, samples=(16, 40), heads=(4, 2, 16), vision_heads=2, vision_widths=(8,), image=32,
-    window=8, patches=64, products=((64,) * 3,), blocks=(16,), calls=1, copied=2**20, tokens=256, tiny=True,
+    window=8, patches=64, products=((64,) * 3,), experts=(256, 4, 64, 32), delta_net=(256, 2, 16), calls=1,
+    copied=2**20, tokens=256, tiny=True,
 )  # fmt: skip
 
 
@@ -210,7 +214,7 @@ def image_attention(sizes: Sizes) -> dict[str, Any]:
         inputs = draw(sizes.patches, sizes.vision_heads, sizes.vision_heads, width)
         for name, window in (("whole", 0), ("windows", sizes.window)):
             mask, pairs = image_mask(sizes.patches, sizes.image, window)
-            plan = plan_attention(mask, "flash", width, (sizes.vision_heads, sizes.vision_heads))
+            plan = plan_attention(mask, "flash", width, (sizes.vision_heads, sizes.vision_heads), inputs[0].dtype)
             measured = rates(flash, (*inputs, mask, plan), 4.0 * pairs * sizes.vision_heads * width, sizes.calls)
             figures |= {f"{sizes.vision_heads} x {width} {name}, {key}": value for key, value in measured.items()}
     return figures
@@ -229,31 +233,61 @@ def products(sizes: Sizes) -> dict[str, Any]:
     return figures
 
 
-def blockwise(sizes: Sizes) -> dict[str, Any]:
-    """Measure what a turn of blockwise attention's loops costs: the time for each pair of blocks."""
-    length = sizes.lengths[len(sizes.lengths) // 2]
-    mask, _ = text_mask(length, sizes.samples)
-    inputs = draw(length, *sizes.heads)
-    figures: dict[str, Any] = {}
-    for block in sizes.blocks:
-        attend = lambda q, k, v, mask, block=block: blockwise_attention(q, k, v, mask, mask, block)  # noqa: E731
-        pairs = int(block_pairs(mask, mask, block, block)[1].sum())
-        forward = seconds_of(jax.jit(attend), *inputs[:3], mask, calls=1)
-        both = seconds_of(with_gradients(attend), *inputs, mask, calls=1)
-        figures[f"blocks of {block}, pairs"] = pairs
-        figures[f"blocks of {block}, forward us / pair"] = 1e6 * forward / pairs
-        figures[f"blocks of {block}, backward us / pair"] = 1e6 * (both - forward) / pairs
+def grouped_products(sizes: Sizes) -> dict[str, Any]:
+    """Measure the products of experts, forward and backward, beside one product of all rows."""
+    rows, experts, width, output = sizes.experts
+    shapes = ((rows, width), (experts, width, output), (rows, output))
+    x, weights, d_out = (jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) for shape in shapes)
+    rng = np.random.default_rng(0)
+    counts = jnp.asarray(rng.multinomial(rows, rng.dirichlet(np.full(experts, 4.0))), jnp.int32)
+    interpret = jax.default_backend() == "cpu"
+
+    def seconds_of_both(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[float, float]:
+        def both(x: jax.Array, weights: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
+            out, backward = jax.vjp(multiply, x, weights)
+            return out, *backward(d_out)
+
+        forward = seconds_of(jax.jit(multiply), x, weights, calls=sizes.calls)
+        return forward, max(seconds_of(jax.jit(both), x, weights, d_out, calls=sizes.calls) - forward, 1e-9)
+
+    flops = 2.0 * rows * width * output
+    figures = {"largest group / mean": float(counts.max() / counts.mean())}
+    for name, multiply in (
+        ("kernel", lambda x, weights: grouped_matmul(x, weights, counts, interpret)),
+        ("one matrix", lambda x, weights: x @ weights[0]),
+    ):
+        forward, backward = seconds_of_both(multiply)
+        figures[f"{name}, forward TFLOP/s"] = flops / forward / 1e12
+        figures[f"{name}, backward TFLOP/s"] = 2 * flops / backward / 1e12
     return figures
+
+
+def delta_net(sizes: Sizes) -> dict[str, Any]:
+    """Measure the recurrence of one layer of gated delta nets, in float32, forward and with gradients."""
+    length, heads, width = sizes.delta_net
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k, v, d_out = (jax.random.normal(key, (1, length, heads, width)) for key in keys[:4])
+    decay = -jax.nn.softplus(jax.random.normal(keys[4], (1, length, heads)))
+    beta = jax.nn.sigmoid(jax.random.normal(keys[5], (1, length, heads)))
+    sample = jnp.arange(length, dtype=jnp.int32)[None] // (length // 4)
+
+    def output(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return gated_delta_rule(q, k, v, decay, beta, sample)[0]
+
+    return {
+        "forward, ms": 1e3 * seconds_of(jax.jit(output), q, k, v, calls=1),
+        "with gradients, ms": 1e3 * seconds_of(with_gradients(output), q, k, v, d_out, calls=1),
+    }
 
 
 # The modules of training take seconds to load, which only these sections need.
 
 
-def step(name: str, traced: bool, sizes: Sizes, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure whole steps of a model."""
+def step(name: str, sizes: Sizes, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure whole steps of a model, and the kernels that take most of one."""
     from mmjax.benchmarks.gpu_steps import measure_step
 
-    return measure_step(name, sizes.tokens, sizes.tiny, changes, traced)
+    return measure_step(name, sizes.tokens, sizes.tiny, changes)
 
 
 def torch_step(sizes: Sizes) -> dict[str, Any]:
@@ -269,14 +303,14 @@ SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], float]] = {
     "products": (products, 40),
     "text_attention": (text_attention, 120),
     "image_attention": (image_attention, 60),
-    "step_7b": (partial(step, "7b", False), 180),
-    "step_3b": (partial(step, "3b", False), 120),
-    "profile": (partial(step, "7b", True), 120),
-    "blockwise": (blockwise, 60),
-    "decoder": (partial(step, "decoder", False), 60),
+    "step_7b": (partial(step, "7b"), 180),
+    "step_3b": (partial(step, "3b"), 120),
+    "decoder": (partial(step, "decoder"), 60),
     "torch": (torch_step, 60),
+    "grouped_products": (grouped_products, 60),
+    "delta_net": (delta_net, 60),
 }
-CHANGEABLE = ("step_7b", "step_3b", "profile", "decoder")  # sections that take changes to the config
+CHANGEABLE = ("step_7b", "step_3b", "decoder")  # sections that take changes to the config
 DEVICE = "device"
 DEVICE_SECONDS = 300.0  # for the section that every run begins with
 
@@ -306,8 +340,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     A section that fails has its error's line as its only figure, and is run again the next time.
     """
-    wanted = args.sections.split(",")
-    if unknown := [name for name in wanted if name not in SECTIONS]:
+    sections = args.sections.split(",")
+    if unknown := [name for name in sections if name not in SECTIONS]:
         raise UserError(f"--sections: there is no {unknown[0]!r}; known are {', '.join(SECTIONS)}")
     check_output("--results", args.results, (".json",))
     deadline = math.inf if args.tiny else time.monotonic() + 60 * args.minutes
@@ -326,7 +360,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             f"--results {args.results} holds {earlier['sizes']} sizes on {earlier['device']}; name another file"
         )
     results[DEVICE] = described
-    for name in wanted:
+    for name in sections:
         remaining = deadline - time.monotonic()
         if "error" not in results.get(name, {"error": ""}):
             continue
@@ -358,8 +392,8 @@ def _section(name: str, args: argparse.Namespace, limit: float | None) -> dict[s
         return {"error": f"took more than {limit:.0f} s"}
     lines = ended.stdout.splitlines() or [""]
     if ended.returncode or not lines[-1].startswith("{"):
-        said = ended.stderr.strip().splitlines() or [""]
-        return {"error": f"exit code {ended.returncode}: {said[-1][:300]}"}
+        messages = ended.stderr.strip().splitlines() or [""]
+        return {"error": f"exit code {ended.returncode}: {messages[-1][:300]}"}
     return json.loads(lines[-1]) | {"section's seconds": time.monotonic() - began}
 
 

@@ -43,6 +43,7 @@ from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.flops import parameters
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryPlan
+from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
@@ -172,10 +173,8 @@ def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config
             config = replace(config, model=replace(config.model, llm=replace(llm, layers=llm.layers * 3 // 4)))
 
 
-def measure_step(
-    name: str, tokens: int, tiny: bool, changes: Sequence[str] = (), traced: bool = False
-) -> dict[str, Any]:
-    """Measure compiling, a step, its MFU and memory; or with `traced` the kernels that take most of it."""
+def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure compiling, a step, its MFU and memory, and the kernels that take most of it."""
     devices = jax.devices()[:1]
     with tempfile.TemporaryDirectory() as path:
         config = make_config(name, tokens, tiny, changes)
@@ -194,6 +193,8 @@ def measure_step(
         sources=1,
         exchange=config.mesh.exchange,
         loss_chunks=plan.loss_chunks,
+        accumulates=config.batch.microbatches > 1,
+        compiler_options=compiler_options(config.compiler, devices[0]),
     )
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     hyper = hyperparameters(config, executor.modules, 0)
@@ -202,16 +203,9 @@ def measure_step(
     executor.compile(state, accumulated, steps[0].microbatches, hyper)
     compiling = time.perf_counter() - began
     seconds = []
-    for number, loaded in enumerate(steps):
+    for loaded in steps:
         batches = [executor.put(batch) for batch in loaded.microbatches]
         jax.block_until_ready((batches, state))
-        if traced and number == len(steps) - 1:
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # a trace has room for a million events
-            with tempfile.TemporaryDirectory() as folder:
-                with jax.profiler.trace(folder, profiler_options=options):
-                    jax.block_until_ready(executor.step(state, accumulated, batches, hyper))
-                return top_kernels(Path(folder))
         began = time.perf_counter()
         state, accumulated, report = executor.step(state, accumulated, batches, hyper)
         jax.block_until_ready((state, report))
@@ -220,9 +214,11 @@ def measure_step(
     jax.block_until_ready((batches, accumulated))
     began = time.perf_counter()
     for batch in batches:
-        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, weight)
+        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, weight, None)
     jax.block_until_ready(accumulated)
     gradients = time.perf_counter() - began
+    del accumulated
+    kernels = _trace(lambda: executor.step(state, executor.zeros(), batches, hyper))
     step = statistics.median(seconds[2:])
     needed = statistics.mean(float(loaded.needed_flops) for loaded in steps[2:])
     useful = statistics.mean(int(loaded.tokens.sum()) for loaded in steps[2:])
@@ -243,7 +239,18 @@ def measure_step(
         "loss": float(report.loss.sum() / report.weight.sum()),
         "memory predicted, GB": plan.device / GB,
         "memory used at most, GB": None if peak is None else peak / GB,
+        **kernels,
     }
+
+
+def _trace(run: Callable[[], Any]) -> dict[str, Any]:
+    """Run a step under the profiler; return the kernels that take most of it."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a trace has room for a million events
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(run())
+        return top_kernels(Path(folder))
 
 
 def top_kernels(folder: Path) -> dict[str, Any]:

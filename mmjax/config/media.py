@@ -36,6 +36,9 @@ class SmartResize:
     max_pixels: int = 28 * 28 * 1280  # of the resized image
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["smart_resize"] = "smart_resize"
+    # frames that an image counts as, against bounds of all their pixels, and its sides enlarged to a window first, as
+    # for GLM-4.1V; 0: neither
+    frames: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,45 @@ class AnyRes:
     kind: Literal["any_res"] = "any_res"
 
 
-ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes
+@dataclass(frozen=True)
+class PixtralResize:
+    """One item of about the image's own shape, shrunk into a box, in whole tokens, as for Pixtral and Mistral 3."""
+
+    unit: int = 16  # pixels per side of an LLM token
+    box: tuple[int, ...] = (1024, 1024)  # height and width; smaller images are not enlarged, but to whole tokens
+    row_end: str = ""  # text behind every row of an image's tokens but the last
+    end: str = ""  # text behind the last row
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["pixtral_resize"] = "pixtral_resize"
+
+
+@dataclass(frozen=True)
+class SplitTiles:
+    """Square tiles of an enlarged image, row by row, then the whole image as one more, as for Idefics3 and SmolVLM."""
+
+    tile: int = 364  # pixels per side
+    resize: tuple[int, ...] = (1456,)  # to this longest edge, or to (height, width), before it is cut; (): as it is
+    split: bool = True  # false: the whole image alone
+    marker: str = ""  # text before each tile, and behind the last; with it rows end with a line break
+    label: str = ""  # text behind the marker, with {row} and {column} of the tile from 1 on
+    whole: str = ""  # the same of the whole image
+    filter: Filter = "lanczos"  # of resizing
+    kind: Literal["split_tiles"] = "split_tiles"
+
+
+@dataclass(frozen=True)
+class PanAndScan:
+    """The whole image, then crops side by side where it is long or tall, as for Gemma 3, with text before each."""
+
+    resize: tuple[int, ...] = (896, 896)  # of the image and of its crops: height and width
+    min_crop: int = 256  # pixels of a crop's shorter side; with less, an image has no crops
+    max_crops: int = 4  # per image
+    min_ratio: float = 1.2  # longer side over shorter side, from which on an image has crops
+    filter: Filter = "bilinear"  # of resizing
+    kind: Literal["pan_and_scan"] = "pan_and_scan"
+
+
+ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize | SplitTiles | PanAndScan
 
 
 @dataclass(frozen=True)

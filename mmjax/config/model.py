@@ -80,6 +80,7 @@ class LongRope:
 
 RopeScaling = PlainRope | LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+UNLIMITED = 2**30  # tokens: more than any row has
 Biased = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
 
@@ -97,7 +98,7 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A causal transformer: rotary positions, RMSNorm, a gated MLP, grouped-query attention."""
+    """A causal transformer: grouped-query attention; by default rotary positions, RMSNorm and a gated MLP."""
 
     layers: int  # number of layers
     width: int  # of the residual stream
@@ -111,9 +112,9 @@ class DecoderConfig:
     rope_sections: tuple[int, ...] = ()  # channel pairs rotated by (t, y, x); empty: all by one position
     rope_interleaved: bool = False  # interleaves the pairs of the sections
     rotary_width: int = 0  # channels per head that RoPE turns, the first ones; 0: all
-    norm_eps: float = 1e-6  # of RMSNorm
-    norm_offset: float = 0.0  # added to the norms' scales
-    activation: Activation = "silu"  # of the MLP's gate
+    norm_eps: float = 1e-6  # of the norms
+    norm_offset: float = 0.0  # added to the scales of RMSNorms
+    activation: Activation = "silu"  # of the MLP, of its gate where it has one
     biases: tuple[Biased, ...] = ()  # the matrices of a layer that have one
     qk_norm: Literal["none", "head"] = "none"  # of queries and keys, before RoPE
     post_norms: bool = False  # of the outputs of attention and MLP, before they are added to the residual stream
@@ -127,12 +128,23 @@ class DecoderConfig:
     window_rope_theta: float = 0.0  # base of the rotary frequencies of those layers, unscaled; 0: as the others
     delta_net: DeltaNetConfig | None = None  # in place of attention in some layers; none: all layers have attention
     tied: bool = True  # the embedding is the output table too
-    items: Literal["causal", "bidirectional", "isolated"] = "causal"  # how the tokens of an image or clip attend
+    # How the tokens of an image or clip attend; prefix: as all before the first answer, which attends both ways.
+    items: Literal["causal", "bidirectional", "isolated", "prefix"] = "causal"
     attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
     remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
     dropout: float = 0.0  # rate, in training, for the outputs of attention and MLP
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 of a head together, not i and i + half of them
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm or LayerNorm; those of queries and keys are RMSNorms
+    gated: bool = True  # the MLP has a gate
+    learned_positions: int = 0  # entries of a table of learned positions in place of RoPE; 0: RoPE
+    first_position: int = 0  # entry of that table for a sample's first token
+
+    @property
+    def max_tokens(self) -> int:
+        """Return how many tokens a sample may have: as many as there are learned positions."""
+        return self.learned_positions - self.first_position if self.learned_positions else UNLIMITED
 
     @property
     def rotary_pairs(self) -> int:
@@ -162,6 +174,10 @@ class ConnectorConfig:
     newline: bool = False  # a learned token behind every row of an image whose tokens the LLM sees by rows
     frozen: bool = False  # not trained
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
+    merger_width: int = 0  # of what a matrix makes of merged neighbours before the MLP (Mistral 3); 0: there is none
+    merger_bias: bool = False  # of that matrix
+    projection: bool = False  # a square matrix, a LayerNorm and a GELU between that and the MLP (GLM-4.1V)
+    gated: bool = False  # the MLP has a gate
 
 
 @dataclass(frozen=True)
@@ -173,12 +189,24 @@ class RotaryGrid:
 
 
 @dataclass(frozen=True)
+class AlternatingGrid:
+    """2D RoPE whose frequencies turn by row and by column in turn; of an image only whole patches count (Pixtral)."""
+
+    theta: float = 10_000.0  # base of the frequencies
+    kind: Literal["alternating"] = "alternating"
+
+
+@dataclass(frozen=True)
 class LearnedGrid:
-    """A learned vector per cell of a grid; images have at most as many rows and columns of patches."""
+    """A learned vector per cell of a grid; images have at most as many rows and columns of patches.
+
+    With an interpolation the grid is a square, whose vectors are interpolated to images of other sizes (DINOv2).
+    """
 
     rows: int  # of patches
     columns: int  # of patches
     kind: Literal["learned"] = "learned"
+    interpolation: Literal["none", "bicubic", "antialiased"] = "none"  # antialiased: bicubic, wider where it shrinks
 
 
 @dataclass(frozen=True)
@@ -188,6 +216,19 @@ class StretchedGrid:
     side: int  # of the square
     theta: float = 10_000.0  # base of the frequencies
     kind: Literal["stretched"] = "stretched"
+    # bilinear, with the corner patches on the corner cells (Qwen3-VL), or bicubic, edge on edge (GLM-4.1V)
+    filter: Literal["bilinear", "bicubic"] = "bilinear"
+
+
+@dataclass(frozen=True)
+class FractionalGrid:
+    """A learned vector per cell of a square grid, which a patch takes by where it lies in its image (Idefics3).
+
+    Of an image only whole patches count.
+    """
+
+    side: int  # of the square
+    kind: Literal["fractional"] = "fractional"
 
 
 @dataclass(frozen=True)
@@ -219,7 +260,7 @@ class VisionConfig:
     std: tuple[float, ...] = (0.5,)  # per channel, or one for all
     images: ImagePreparation = AsIs()  # preprocessing
     videos: VideoPreparation = NoVideo()  # which frames of a video are taken, and their size
-    positions: RotaryGrid | LearnedGrid | StretchedGrid = RotaryGrid()
+    positions: RotaryGrid | LearnedGrid | StretchedGrid | AlternatingGrid | FractionalGrid = RotaryGrid()
     # side, in patches, of the square windows that the layers in `windowed` attend within; a multiple of connector.merge
     window: int = 0
     windowed: tuple[int, ...] = ()  # layers with window attention
@@ -245,6 +286,13 @@ class VisionConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     kind: Literal["vision"] = "vision"
+    embed_norm_first: bool = False  # embed_norm comes before learned positions are added
+    registers: int = 0  # further learned tokens beside the class token, without positions
+
+    @property
+    def own_tokens(self) -> int:
+        """Return how many learned tokens stand beside the patches of every image; the LLM sees none of them."""
+        return self.class_token + self.registers
 
     @property
     def patch_values(self) -> int:
@@ -349,7 +397,7 @@ def linear_layers(model: ModelConfig) -> Sizes:
     llm = model.llm
     query_width = llm.heads * llm.head_width
     key_width = llm.kv_heads * llm.head_width
-    sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=True)
+    sizes = _layer_sizes("llm", llm.width, query_width, key_width, llm.mlp_width, gated=llm.gated)
     if llm.attention_gate:
         sizes["llm.layers.*.attention.query"] = (llm.width, 2 * query_width)
     if all(llm.delta_layers):
@@ -365,12 +413,21 @@ def linear_layers(model: ModelConfig) -> Sizes:
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
         sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
-        merged = merged_width(encoder)
-        if hidden := encoder.connector.mlp_width:
-            sizes |= {f"{name}.connector.mlp.up": (merged, hidden), f"{name}.connector.mlp.down": (hidden, llm.width)}
-        else:
-            sizes[f"{name}.connector.linear"] = (merged, llm.width)
+        sizes |= {f"{name}.connector.{layer}": size for layer, size in connector_layers(encoder, llm.width).items()}
     return sizes
+
+
+def connector_layers(encoder: Encoder, outputs: int) -> Sizes:
+    """List the linear layers of an encoder's connector in the order of the computation."""
+    c = encoder.connector
+    merged = merged_width(encoder)
+    sizes = {"merger": (merged, c.merger_width)} if c.merger_width else {}
+    inputs = c.merger_width or merged
+    sizes |= {"projection": (inputs, inputs)} if c.projection else {}
+    if not c.mlp_width:
+        return sizes | {"linear": (inputs, outputs)}
+    gate = {"mlp.gate": (inputs, c.mlp_width)} if c.gated else {}
+    return sizes | gate | {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, outputs)}
 
 
 def merged_width(encoder: Encoder) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmjax.config import (
+    AlternatingGrid,
     AnyRes,
     AsIs,
     AudioConfig,
@@ -14,6 +15,7 @@ from mmjax.config import (
     DecoderConfig,
     DynamicTiles,
     FixedSize,
+    FractionalGrid,
     ImagePreparation,
     LearnedGrid,
     Llama3Rope,
@@ -22,8 +24,11 @@ from mmjax.config import (
     MediaLimits,
     ModelConfig,
     NoVideo,
+    PanAndScan,
+    PixtralResize,
     Qwen2Video,
     SmartResize,
+    SplitTiles,
     StoredTable,
     StretchedGrid,
     UniformVideo,
@@ -55,11 +60,23 @@ def check_images(where: str, how: ImagePreparation) -> None:
         check(not how.crop or is_size(how.crop), f"{where}.crop={listed(how.crop)}: give height and width, or nothing")
     elif isinstance(how, SmartResize):
         at_least(1, where, how, ("patch", "merge", "min_pixels"))
+        at_least(0, where, how, ("frames",))
         ordered(where, how, "min_pixels", "max_pixels")
+    elif isinstance(how, PixtralResize):
+        at_least(1, where, how, ("unit",))
+        check(is_size(how.box), f"{where}.box={listed(how.box)}: give height and width")
+    elif isinstance(how, SplitTiles):
+        at_least(1, where, how, ("tile",))
+        fits = len(how.resize) <= 2 and min(how.resize, default=1) > 0
+        check(fits, f"{where}.resize={listed(how.resize)}: give the longest edge, or height and width, or nothing")
     elif isinstance(how, DynamicTiles):
         check(is_size(how.tile), f"{where}.tile={listed(how.tile)}: give height and width")
         at_least(1, where, how, ("min_tiles",))
         ordered(where, how, "min_tiles", "max_tiles")
+    elif isinstance(how, PanAndScan):
+        check(is_size(how.resize), f"{where}.resize={listed(how.resize)}: give height and width")
+        at_least(1, where, how, ("min_crop", "max_crops"))
+        above_zero(where, how, ("min_ratio",))
     elif isinstance(how, AnyRes):
         at_least(1, where, how, ("tile",))
         at_least(0, where, how, ("most_tiles",))
@@ -135,7 +152,7 @@ def check_model(model: ModelConfig) -> None:
         divides(where, encoder.width, "width", encoder.heads, "heads")
         at_least(1, f"{where}.connector", encoder.connector, ("merge",))
         at_most(MAX_MERGE, f"{where}.connector", encoder.connector, ("merge",))
-        at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid"))
+        at_least(0, f"{where}.connector", encoder.connector, ("mlp_width", "position_grid", "merger_width"))
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
             _check_vision(where, encoder)
@@ -198,20 +215,26 @@ def _check_decoder(llm: DecoderConfig) -> None:
     where = "model.llm"
     _check_tower(where, llm)
     at_least(1, where, llm, ("kv_heads", "head_width"))
-    above_zero(where, llm, ("rope_theta",))
     divides(where, llm.heads, "heads", llm.kv_heads, "kv_heads")
-    check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
-    turned = llm.rotary_width
-    check(
-        turned % 2 == 0 and 0 <= turned <= llm.head_width,
-        f"{where}.rotary_width={turned}: RoPE turns pairs of channels; use an even number up to "
-        f"head_width={llm.head_width}",
-    )
-    _check_rope(where, llm)
+    if llm.learned_positions:
+        _check_learned_positions(where, llm)
+    else:
+        _check_rope(where, llm)
     _check_delta_net(llm)
     at_least(0, where, llm, ("attention_scale", "attention_cap", "logit_cap", "window", "window_rope_theta"))
     _check_windows(where, llm)
     check(llm.vocab >= 3, f"{where}.vocab={llm.vocab}: padding, end of answer and one character need at least 3")
+
+
+def _check_learned_positions(where: str, llm: DecoderConfig) -> None:
+    at_least(0, where, llm, ("learned_positions", "first_position"))
+    positions, first = llm.learned_positions, llm.first_position
+    check(first < positions, f"{where}.first_position={first}: learned_positions={positions} has no such entry")
+    sections = llm.rope_sections
+    check(
+        not sections,
+        f"{where}.rope_sections={listed(sections)}: learned positions take RoPE's place; leave the sections out",
+    )
 
 
 def _check_delta_net(llm: DecoderConfig) -> None:
@@ -233,6 +256,14 @@ def _check_delta_net(llm: DecoderConfig) -> None:
 
 
 def _check_rope(where: str, llm: DecoderConfig) -> None:
+    above_zero(where, llm, ("rope_theta",))
+    check(llm.head_width % 2 == 0, f"{where}.head_width={llm.head_width}: RoPE turns pairs; make it even")
+    turned = llm.rotary_width
+    check(
+        turned % 2 == 0 and 0 <= turned <= llm.head_width,
+        f"{where}.rotary_width={turned}: RoPE turns pairs of channels; use an even number up to "
+        f"head_width={llm.head_width}",
+    )
     pairs = llm.rotary_pairs
     scaling = llm.rope_scaling
     sections = sum(llm.rope_sections)
@@ -271,7 +302,11 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     at_least(1, where, encoder, ("patch", "channels", "frames"))
     check_images(f"{where}.images", encoder.images)
     check_videos(f"{where}.videos", encoder.videos)
-    at_least(0, where, encoder, ("window",))
+    at_least(0, where, encoder, ("window", "registers"))
+    check(
+        encoder.class_token or not encoder.registers,
+        f"{where}.registers={encoder.registers}: they stand beside a class token; use class_token=true",
+    )
     _check_windows(where, encoder)
     check(
         not encoder.windowed or encoder.window % encoder.connector.merge == 0,
@@ -291,15 +326,22 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     positions = encoder.positions
     if isinstance(positions, LearnedGrid):
         at_least(1, f"{where}.positions", positions, ("rows", "columns"))
+        check(
+            positions.interpolation == "none" or positions.rows == positions.columns,
+            f"{where}.positions: {positions.rows} x {positions.columns} are no square, which alone is interpolated",
+        )
         return
-    if isinstance(positions, StretchedGrid):
+    if isinstance(positions, StretchedGrid | FractionalGrid):
         at_least(1, f"{where}.positions", positions, ("side",))
+    if isinstance(positions, FractionalGrid):
+        return
     above_zero(f"{where}.positions", positions, ("theta",))
     head_width = encoder.width // encoder.heads
+    unit = 2 if isinstance(positions, AlternatingGrid) else 4
     check(
-        head_width % 4 == 0,
+        head_width % unit == 0,
         f"{where}: width={encoder.width} over heads={encoder.heads} is {head_width} per head; 2D RoPE turns "
-        f"pairs along two axes, so make width a multiple of {4 * encoder.heads}",
+        f"pairs along two axes, so make width a multiple of {unit * encoder.heads}",
     )
 
 

@@ -96,8 +96,9 @@ class Item:
     """The place of the tokens of one item: the sample's item `number`, counting images, clips and temporal patches of
     videos in order from 0.
 
-    Where positions have axes, all temporal patches of a video begin at the same row and column positions, and the parts
-    of its sound, which stand between them, at their first token's from there on.
+    Text may stand between an item's tokens; each part of them has an `Item` then. Where positions have axes, all
+    temporal patches of a video begin at the same row and column positions, and the parts of its sound, which stand
+    between them, at their first token's from there on.
     """
 
     encoder: str
@@ -106,7 +107,7 @@ class Item:
     patch: int = 0  # index of a piece in its video; from 1 on it begins where the one before it began
     time: int = 0  # RoPE position along t, from that of its video's first token on
     text_after: Literal["space", "time"] = "space"  # what goes on behind it: its rows and columns, or its time too
-    part: tuple[int, int] | None = None  # first and last (exclusive) of its tokens that stand here; None: all
+    part: tuple[int, int] | None = None  # [begin, end) of its tokens, where others divide them; None: all
 
 
 NO_TOKEN = -1  # in `TokenLayout.token`: no token

@@ -8,10 +8,11 @@ from typing import Any
 
 from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable, WhisperMel
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, decoder_parts, find_decoder
+from mmjax.hf.decoders import decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, linear, norm, table
 from mmjax.hf.llava import PROJECTORS, text_of
+from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import read_audio_processing
 
 TOWERS = ("model.audio_tower.", "audio_tower.", "model.encoder.", "encoder.", "")

@@ -1,4 +1,4 @@
-"""Text decoders: Qwen2 to 3.5, Llama 3, Mistral, Phi-3, Gemma 1 to 3. What their configs say, their tensors."""
+"""Text decoders with RoPE: Qwen2 to 3.5, Llama 3, Mistral, Phi-3, Gemma 1 to 3, GLM-4. Their configs and tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mmjax.config import (
-    Activation,
     Biased,
     DecoderConfig,
     DeltaNetConfig,
@@ -21,21 +20,11 @@ from mmjax.config import (
     YarnRope,
 )
 from mmjax.errors import UserError
+from mmjax.hf import gpt
 from mmjax.hf.folder import Fields, HfFolder, note
 from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, fused_parts, linear, norm, table
+from mmjax.hf.names import ACTIVATIONS, QKV
 
-# By HF's names. The three approximations of GELU by tanh differ in how they are computed, not in what.
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-}
-QKV: tuple[Biased, ...] = ("query", "key", "value")
 ROPE = {  # what a config may say of RoPE beside its base
     "default": (),
     "mrope": (),
@@ -87,10 +76,12 @@ def decoder_of(fields: Fields, tied: bool | None = None) -> DecoderConfig:
     the computation in a way that is not supported.
     """
     kind = fields.get("model_type", str)
+    if kind in gpt.FAMILIES:
+        llm = gpt.read(fields)
+        return llm if tied is None else replace(llm, tied=tied)
     if kind not in FAMILIES:
-        raise UserError(
-            f"{fields.where}: model_type={kind!r} is no decoder that can be read; known: {', '.join(FAMILIES)}"
-        )
+        known = ", ".join((*FAMILIES, *gpt.FAMILIES))
+        raise UserError(f"{fields.where}: model_type={kind!r} is no decoder that can be read; known: {known}")
     family = FAMILIES[kind]
     width = fields.get("hidden_size", int, family.width)
     heads = fields.get("num_attention_heads", int, family.heads)
@@ -173,6 +164,11 @@ def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 def _phi3(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     window = fields.get("sliding_window", int, 0)
     return replace(plain, window=window, windowed=tuple(range(plain.layers)) if window else ())
+
+
+def _glm4(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    biases = QKV if fields.get("attention_bias", bool, True) else ()
+    return replace(plain, biases=biases, post_norms=True, rope_neighbours=True)
 
 
 def _gemma(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -374,6 +370,17 @@ FAMILIES = {
         kv_heads=None,
         rotary_share=1.0,
     ),
+    "glm4": Family(
+        _glm4,
+        layers=40,
+        mlp_width=13_696,
+        vocab=151_552,
+        positions=131_072,
+        norm_eps=1.5625e-7,
+        head_width=128,
+        kv_heads=2,
+        rotary_share=0.5,
+    ),
     "gemma": Family(
         _gemma,
         width=3072,
@@ -395,10 +402,13 @@ FAMILIES = {
 # ---------------------------------------------------------------------------------------------------------- tensors
 
 BODIES = (
-    *("model.language_model.", "language_model.model.", "model.", "language_model.", ""),
+    *("model.language_model.", "model.text_model.", "language_model.model.", "model.", "language_model."),
+    *("language_model.model.decoder.", "model.decoder.", "decoder.", "transformer.", ""),
     *("thinker.model.language_model.", "thinker.model."),  # Qwen2.5-Omni, whole
 )
+EMBEDDINGS = ("embed_tokens", "wte")
 OUTPUTS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
+GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")  # of the outputs of attention and MLP
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 
 
@@ -407,10 +417,15 @@ def find_decoder(folder: HfFolder) -> tuple[str, str]:
 
     Raises UserError where there is no decoder.
     """
-    inner = next((p for p in BODIES if f"{p}embed_tokens.weight" in folder.tensors), None)
+    inner = next((p for p in BODIES for e in EMBEDDINGS if f"{p}{e}.weight" in folder.tensors), None)
     if inner is None:
         raise UserError(f"{folder.path} has no decoder: no tensor is called [...]embed_tokens.weight")
     return inner, next((p for p in OUTPUTS if f"{p}.weight" in folder.tensors), OUTPUTS[0])
+
+
+def embedding_of(folder: HfFolder, inner: str) -> str:
+    """Name the tensor of the table of embeddings in a decoder's body."""
+    return next(f"{inner}{name}.weight" for name in EMBEDDINGS if f"{inner}{name}.weight" in folder.tensors)
 
 
 def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
@@ -425,21 +440,25 @@ def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
 def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     """Locate a decoder's parameters. Raises UserError where there is no decoder."""
     inner, output = find_decoder(folder)
+    if config.learned_positions:
+        return gpt.gpt_parts(config, folder, inner, output)
     layer = f"{inner}layers.*."
     attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
     mlp = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it comes after attention.
-    after_attention = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    gemma = f"{inner}layers.0.pre_feedforward_layernorm.weight" in folder.tensors
+    before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+    after = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else GLM_NORMS
     parts = {
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
         **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{theirs}") for ours, theirs in attention.items()},
         "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
-        "layers.*.attention_after": norm(f"{layer}post_attention_layernorm"),
-        "layers.*.mlp_norm": norm(f"{layer}{after_attention}"),
+        "layers.*.attention_after": norm(f"{layer}{after[0]}"),
+        "layers.*.mlp_norm": norm(f"{layer}{before_mlp}"),
         **{f"layers.*.mlp.{ours}": linear(f"{layer}mlp.{theirs}") for ours, theirs in mlp.items()},
-        "layers.*.mlp_after": norm(f"{layer}post_feedforward_layernorm"),
+        "layers.*.mlp_after": norm(f"{layer}{after[1]}"),
         "head.norm": norm(f"{inner}norm"),
         "head.table": table(output),
     }
@@ -447,8 +466,9 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
         heads = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
         widths = {name: count * config.head_width for name, count in heads.items()}
         qkv = fused_parts(linear(f"{layer}self_attn.qkv_proj"), **widths)
-        gates = fused_parts(linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width)
         parts |= {f"layers.*.attention.{name}": part for name, part in qkv.items()}
+    if f"{inner}layers.0.mlp.gate_up_proj.weight" in folder.tensors:  # Phi-3 and GLM-4
+        gates = fused_parts(linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width)
         parts |= {f"layers.*.mlp.{name}": part for name, part in gates.items()}
     return TensorNames(parts | _delta_parts(config.delta_net, layer) if config.delta_net else parts)
 

@@ -12,8 +12,22 @@ from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import Encoder, module_names
 from mmjax.errors import UserError
-from mmjax.hf import audio, decoders, gemma3, internvl, llava, qwen_omni, qwen_vl, vision
-from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf import (
+    audio,
+    decoders,
+    gemma3,
+    glm4v,
+    gpt,
+    idefics3,
+    internvl,
+    llava,
+    mistral3,
+    paligemma,
+    qwen_omni,
+    qwen_vl,
+    vision,
+)
+from mmjax.hf.decoders import decoder_of, decoder_parts, embedding_of, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.hub import checkpoint_folder
@@ -42,12 +56,16 @@ def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 CHECKPOINTS = {
-    **dict.fromkeys(decoders.FAMILIES, Checkpoints(_decoder, _decoder_layout)),
+    **dict.fromkeys((*decoders.FAMILIES, *gpt.FAMILIES), Checkpoints(_decoder, _decoder_layout)),
     **dict.fromkeys(llava.FAMILIES, Checkpoints(llava.read, llava.layout)),
+    **dict.fromkeys(glm4v.FAMILIES, Checkpoints(glm4v.read, glm4v.layout)),
+    **dict.fromkeys(idefics3.FAMILIES, Checkpoints(idefics3.read, idefics3.layout)),
+    "mistral3": Checkpoints(mistral3.read, mistral3.layout),
     "gemma3": Checkpoints(gemma3.read, gemma3.layout),
+    "paligemma": Checkpoints(paligemma.read, paligemma.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
-    **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout)),
+    **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout, qwen_vl.encoder_of)),
     **dict.fromkeys(("qwen2_5_omni", qwen_omni.THINKER), Checkpoints(qwen_omni.read, qwen_omni.layout)),
     **dict.fromkeys(vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of)),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
@@ -138,7 +156,7 @@ def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
     if not (llm.tied and folder.has_weights):
         return llm.tied
     inner, output = find_decoder(folder)
-    first, second = f"{inner}embed_tokens.weight", f"{output}.weight"
+    first, second = embedding_of(folder, inner), f"{output}.weight"
     if second not in folder.tensors:
         return True
     if folder.stored(first).shape != folder.stored(second).shape:

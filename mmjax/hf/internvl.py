@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from mmjax.config import ConnectorConfig, ModelConfig
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, decoder_of
+from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linear, norm
 from mmjax.hf.llava import PROJECTORS, text_of, tower_fields, whole_layout
+from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import read_internvl_videos
 from mmjax.hf.vision import vision_of, with_images
 

@@ -16,25 +16,34 @@ class TensorSlice:
     """Locate one parameter in a checkpoint: a tensor, or some rows of one.
 
     key: a `*` in it stands for the layer's number. order: the tensor's axes in the order in which the parameter has
-    them, which may join several into one.
+    them, which may join several into one. view: axes that the tensor is split into before that.
     """
 
     key: str
     order: tuple[int, ...] | None = None  # None: as it is
     rows: tuple[int, int] | None = None  # of the tensor's first axis, where it holds several parameters
+    columns: tuple[int, int] | None = None  # of its second axis, where it holds them side by side
+    view: tuple[int, ...] | None = None  # None: its own axes
+
+    def within(self, tensor: np.ndarray) -> np.ndarray:
+        """Return a view of what this locates in the whole tensor: all of it, or some rows or columns."""
+        rows = tensor if self.rows is None else tensor[slice(*self.rows)]
+        return rows if self.columns is None else rows[:, slice(*self.columns)]
 
     def from_hf(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the parameter of this shape that the tensor's rows hold."""
+        """Return the parameter of this shape that what is `within` the tensor holds."""
+        tensor = tensor if self.view is None else tensor.reshape(self.view)
         return (tensor if self.order is None else tensor.transpose(self.order)).reshape(shape)
 
     def to_hf(self, parameter: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the tensor's rows, of this shape, that hold the parameter: the inverse of `from_hf`."""
+        """Return what is `within` the tensor, of this shape, to hold the parameter: the inverse of `from_hf`."""
         if self.order is None:
             return parameter.reshape(shape)
         # The parameter joins several axes; here they come apart again, still in its order.
-        turned = parameter.reshape([shape[axis] for axis in self.order])
+        axes = self.view or shape
+        turned = parameter.reshape([axes[axis] for axis in self.order])
         # argsort of a permutation is its inverse: order (2, 3, 1, 0) is undone by (3, 2, 0, 1).
-        return turned.transpose(np.argsort(self.order))
+        return turned.transpose(np.argsort(self.order)).reshape(shape)
 
 
 LeafTensors = Mapping[str, TensorSlice]  # of one module, by attribute
@@ -61,6 +70,12 @@ def convolution(key: str, order: tuple[int, ...]) -> LeafTensors:
     return {"weight": TensorSlice(f"{key}.weight", order), "bias": TensorSlice(f"{key}.bias")}
 
 
+def merging_linear(key: str, outputs: int, inputs: int, merge: int) -> LeafTensors:
+    """Locate a matrix over merge x merge neighbours that is stored channel by channel: [out, channel x neighbour]."""
+    # Ours: neighbour, channel, out.
+    return {"weight": TensorSlice(f"{key}.weight", (2, 1, 0), view=(outputs, inputs, merge**2))}
+
+
 def fused_parts(leaves: LeafTensors, **widths: int) -> dict[str, LeafTensors]:
     """Locate layers that are stored as one matrix: their names and rows, in its order."""
     parts = {}
@@ -70,6 +85,15 @@ def fused_parts(leaves: LeafTensors, **widths: int) -> dict[str, LeafTensors]:
         parts[part] = {name: replace(tensor, rows=rows) for name, tensor in leaves.items()}
         start += width
     return parts
+
+
+def fused_columns(leaves: LeafTensors, **widths: int) -> dict[str, LeafTensors]:
+    """The same of matrices that are stored [in, out]: their names and columns."""
+    parts = fused_parts(leaves, **widths)
+    return {
+        part: {name: replace(tensor, rows=None, columns=tensor.rows) for name, tensor in fused.items()}
+        for part, fused in parts.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -88,7 +112,8 @@ class TensorNames:
         return None if tensor is None else replace(tensor, key=tensor.key.replace("*", number))
 
 
-BUFFERS = ("*.rotary_emb.inv_freq", "*.position_ids", "*.masked_bias")  # that old versions saved; nothing to read
+# That old versions saved; nothing to read.
+BUFFERS = ("*.rotary_emb.inv_freq", "*.position_ids", "*.masked_bias", "*h.*.attn.bias")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision: a CLIP or SigLIP tower, an MLP on each of its patches, a decoder."""
+"""LLaVA-1.5, -NeXT, -OneVision and Pixtral: a vision tower, an MLP on each of its patches, a decoder."""
 
 from __future__ import annotations
 
@@ -7,13 +7,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmjax.config import AnyRes, AsIs, ConnectorConfig, DecoderConfig, LearnedGrid, ModelConfig, VisionConfig
+from mmjax.config import (
+    AlternatingGrid,
+    AnyRes,
+    AsIs,
+    ConnectorConfig,
+    DecoderConfig,
+    LearnedGrid,
+    ModelConfig,
+    VisionConfig,
+)
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, decoder_of, decoder_parts, find_decoder
+from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear
+from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, DEFAULTS
-from mmjax.hf.vision import find_tower, kind_of, unused_in, vision_of, vision_parts, with_images
+from mmjax.hf.vision import (
+    find_tower,
+    kind_of,
+    unused_in,
+    vision_of,
+    vision_parts,
+    with_images,
+    with_pixtral_images,
+)
 
 PROJECTORS = ("model.multi_modal_projector.", "multi_modal_projector.")
 NEWLINES = ("model.image_newline", "image_newline")
@@ -76,12 +94,17 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     )
     vision = vision_of(tower_fields(fields, family.tower), layer, False, connector)
     _check_features(fields, vision, family)
+    if isinstance(vision.positions, AlternatingGrid) and not family.processor:
+        return ModelConfig(llm, {"vision": with_pixtral_images(folder, vision)})
     vision = with_images(folder, vision)
     return ModelConfig(llm, {"vision": _by_rows(fields, vision, family) if family.processor else vision})
 
 
 def _check_features(fields: Fields, vision: VisionConfig, family: Family) -> None:
     """Raise UserError unless the LLM sees all patches of the tower, and no class token."""
+    if vision.registers:
+        raise UserError(f"{fields.where}: the LLM sees the {vision.registers} registers of its tower, which is not "
+                        "supported")  # fmt: skip
     features = fields.get("vision_feature_select_strategy", str, family.features)
     expected = "default" if vision.class_token else "full"
     if features != expected:
@@ -95,7 +118,8 @@ def _check_features(fields: Fields, vision: VisionConfig, family: Family) -> Non
 def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConfig:
     """The tower with images in tiles that the LLM sees by rows. What the folder's processor says must be the same."""
     grid = vision.positions
-    assert isinstance(grid, LearnedGrid)
+    if not isinstance(grid, LearnedGrid):
+        raise UserError(f"{fields.where}: images in tiles need a CLIP or SigLIP tower, which vision_config is not")
     points = fields.get("image_grid_pinpoints", list, DEFAULTS[family.processor]["image_grid_pinpoints"])
     pinpoints = tuple("x".join(map(str, point)) for point in points)
     how = vision.images

@@ -7,6 +7,7 @@ pixels or frames is honoured or refused by name. OpenGVLab's `internvl_chat` fol
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,12 @@ from mmjax.config import (
     Filter,
     FixedSize,
     ImagePreparation,
+    PanAndScan,
+    PixtralResize,
     Qwen2Video,
     Qwen3Video,
     SmartResize,
+    SplitTiles,
     UniformVideo,
     VisionConfig,
     WhisperMel,
@@ -58,15 +62,23 @@ _VIDEO = _COMMON | {
 _HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
 _NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 _ONEVISION_PINPOINTS = [[384 * y, 384 * x] for y in range(1, 7) for x in range(1, 7)]
+_GLM4V = _COMMON | {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15_000}}
+_GLM4V |= {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+_IDEFICS3 = _COMMON | _HALF | {"resample": 1, "size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
+_IDEFICS3 |= {"do_image_splitting": True}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "CLIPImageProcessor": _CLIP,
     "SiglipImageProcessor": _COMMON | _HALF | {"size": {"height": 224, "width": 224}},
+    "BitImageProcessor": _CLIP,
     "LlavaImageProcessor": _CLIP,
     "LlavaNextImageProcessor": _CLIP | {"image_grid_pinpoints": _NEXT_PINPOINTS},
     "LlavaOnevisionImageProcessor": _COMMON
     | {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": _ONEVISION_PINPOINTS},
     "Qwen2VLImageProcessor": _COMMON
     | {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "patch_size": 14, "merge_size": 2},
+    "PixtralImageProcessor": _COMMON | {"size": {"longest_edge": 1024}, "patch_size": 16, "default_to_square": True},
+    **dict.fromkeys(("Glm4vImageProcessor", "Glm46VImageProcessor"), _GLM4V),
+    **dict.fromkeys(("Idefics3ImageProcessor", "SmolVLMImageProcessor"), _IDEFICS3),
     "Gemma3ImageProcessor": _COMMON
     | _HALF
     | {"resample": 2, "size": {"height": 224, "width": 224}, "default_to_square": True},
@@ -80,6 +92,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "GotOcr2ImageProcessor": _COMMON
     | {"size": {"height": 384, "width": 384}, "default_to_square": True, "min_patches": 1, "max_patches": 12},
 }
+ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"  # as PixtralProcessor writes them
 RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first Qwen2.5-VL checkpoints call it
 
 
@@ -106,8 +119,17 @@ def read_image_processing(folder: Path) -> ImageProcessing:
         # Where InternVL's processor calls it, that one's own default wins over the field.
         tiled = processor_class == "InternVLProcessor" or config.get("model_type") == "internvl"
         how = _tiles(fields, tiled or fields.flag("crop_to_patches"))
+    elif kind in ("Glm4vImageProcessor", "Glm46VImageProcessor"):
+        # An image counts as a temporal patch against the bounds.
+        how = replace(_smart_resize(fields), frames=fields.count("temporal_patch_size"))
+    elif kind in ("Idefics3ImageProcessor", "SmolVLMImageProcessor"):
+        how = _split_tiles(fields)
+    elif kind == "PixtralImageProcessor":
+        how = _pixtral_resize(fields, folder)
     elif kind in ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor"):
         how = _any_res(fields, several="tiles" if kind == "LlavaNextImageProcessor" else "square")
+    elif kind == "Gemma3ImageProcessor" and fields.flag("do_pan_and_scan"):
+        how = _pan_and_scan(fields)
     else:
         how = _fixed_size(fields, pads=kind == "LlavaImageProcessor")
     normalized = fields.flag("do_normalize")
@@ -245,12 +267,22 @@ def _fixed_size(fields: _ProcessorFields, pads: bool) -> FixedSize:
         raise fields.refused("do_pad", "only LlavaImageProcessor pads; set it to false")
     if fields.flag("use_square_size"):
         raise fields.refused("use_square_size", "give height and width in size instead")
-    if fields.flag("do_pan_and_scan"):
-        raise fields.refused("do_pan_and_scan", "crops beside the whole image are not supported; set it to false")
     return FixedSize(
         square=_background(fields) if fields.flag("do_pad") else (),
         resize=fields.extent("size") if fields.flag("do_resize") else (),
         crop=fields.height_and_width("crop_size") if fields.flag("do_center_crop") else (),
+        filter=_filter(fields),
+    )
+
+
+def _pan_and_scan(fields: _ProcessorFields) -> PanAndScan:
+    if not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "an image and its crops must be of one size; set it to true")
+    return PanAndScan(
+        resize=fields.height_and_width("size"),
+        min_crop=fields.count("pan_and_scan_min_crop_size"),
+        max_crops=fields.count("pan_and_scan_max_num_crops"),
+        min_ratio=fields.number("pan_and_scan_min_ratio_to_activate"),
         filter=_filter(fields),
     )
 
@@ -264,6 +296,48 @@ def _smart_resize(fields: _ProcessorFields) -> SmartResize:
         merge=fields.count("merge_size"),
         min_pixels=min_pixels,
         max_pixels=max_pixels,
+        filter=_filter(fields),
+    )
+
+
+def _split_tiles(fields: _ProcessorFields) -> SplitTiles:
+    sizes = {name: fields.value(name) for name in ("size", "max_image_size")}
+    edges = {name: size.get("longest_edge") if isinstance(size, dict) else None for name, size in sizes.items()}
+    if not _is_count(edges["max_image_size"]):
+        raise fields.refused("max_image_size", "give longest_edge, in pixels of a tile")
+    resize = fields.height_and_width("size") if edges["size"] is None else (edges["size"],)
+    if not all(map(_is_count, resize)):
+        raise fields.refused("size", "give longest_edge, or height and width")
+    return SplitTiles(
+        tile=edges["max_image_size"],
+        resize=resize if fields.flag("do_resize") else (),
+        split=fields.flag("do_image_splitting"),
+        filter=_filter(fields),
+    )
+
+
+def _pixtral_resize(fields: _ProcessorFields, folder: Path) -> PixtralResize:
+    if not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "images that are not whole tokens cannot be patched; set it to true")
+    if fields.flag("do_center_crop"):
+        raise fields.refused("do_center_crop", "images are not cropped; set it to false")
+    size = fields.value("size")
+    if isinstance(size, dict) and size.get("longest_edge"):
+        fields = _ProcessorFields({**fields.values, "size": size["longest_edge"]}, fields.where)
+    sides = fields.value("patch_size")
+    sides = set(sides.values()) if isinstance(sides, dict) else {sides}
+    if len(sides) != 1 or not _is_count(unit := sides.pop()):
+        raise fields.refused("patch_size", "give one whole number above 0")
+    path = folder / "processor_config.json"
+    around = _ProcessorFields(read_json(path, {}), str(path))
+    if around.value("processor_class") == "PixtralProcessor":
+        # The processor around it gives the image processor the size of merged patches.
+        unit = around.count("patch_size", 16) * around.count("spatial_merge_size", 1)
+    return PixtralResize(
+        unit=unit,
+        box=fields.height_and_width("size"),
+        row_end=around.get("image_break_token", str, ROW_END),
+        end=around.get("image_end_token", str, IMAGE_END),
         filter=_filter(fields),
     )
 

@@ -17,9 +17,10 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
+from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_video_processing
 from mmjax.hf.vision import with_images
 
@@ -87,6 +88,12 @@ def read_family(folder: HfFolder, fields: Fields, family: Family) -> ModelConfig
     return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
 
 
+def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
+    """The vision tower alone, for another LLM: without a deepstack, whose mergers know the layers of their own."""
+    tower = read(folder, fields).encoders[NAME]
+    return replace(tower, deepstack=(), connector=ConnectorConfig(merge=tower.connector.merge))
+
+
 def _renamed(vision: Fields) -> Fields:
     """Give the vision fields of Qwen2-VL, which calls the tower's width `embed_dim`, the names of its successors."""
     if "embed_dim" not in vision.values:
@@ -112,31 +119,36 @@ def _llm(fields: Fields, family: Family) -> DecoderConfig:
         values |= {"use_sliding_window": None, "layer_types": None}
     text = Fields({**values, "model_type": family.decoder}, text.where).over(family.text)
     tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
-    llm = decoder_of(text, tied)
+    return in_sections(decoder_of(text, tied), text.where, family.sections, family.interleaved)
+
+
+def in_sections(llm: DecoderConfig, where: str, default: tuple[int, ...], interleaved: bool) -> DecoderConfig:
+    """Check a decoder's rotary sections of t, y and x, or set the default ones. Raises UserError for other numbers."""
     pairs = llm.rotary_pairs
-    sections = llm.rope_sections or family.sections
+    sections = llm.rope_sections or default
     if len(sections) != 3:
-        raise UserError(f"{text.where}: mrope_section={list(sections)} must have three numbers: of t, y and x")
-    if family.interleaved:
+        raise UserError(f"{where}: mrope_section={list(sections)} must have three numbers: of t, y and x")
+    if interleaved:
         # Turns beyond the last channel pair are none, and the first axis has every pair that no other takes.
         # How many of the pairs axis, axis + 3, ... lie below both bounds, as in `axis_of_pair`.
         y, x = (len(range(axis, min(3 * sections[axis], pairs), 3)) for axis in (1, 2))
         sections = pairs - y - x, y, x
     if sum(sections) != pairs:
         raise UserError(
-            f"{text.where}: mrope_section={list(sections)} must add up to {pairs}, the channel pairs that RoPE turns"
+            f"{where}: mrope_section={list(sections)} must add up to {pairs}, the channel pairs that RoPE turns"
         )
-    return replace(llm, rope_sections=sections, rope_interleaved=family.interleaved)
+    return replace(llm, rope_sections=sections, rope_interleaved=interleaved)
 
 
-def _rope_theta(vision: Fields) -> float:
+def axial_theta(vision: Fields) -> float:
+    """Read the base of a tower's 2D RoPE."""
     rope = Fields(vision.get("rope_parameters", dict, {}), f"{vision.where}: rope_parameters")
     rope.refuse("rope_type", "axial", "default")
     return rope.get("rope_theta", float, 10_000.0)
 
 
 def _qwen2(vision: Fields, plain: VisionConfig) -> VisionConfig:
-    return replace(plain, positions=RotaryGrid(_rope_theta(vision)), embed_bias=False)
+    return replace(plain, positions=RotaryGrid(axial_theta(vision)), embed_bias=False)
 
 
 def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
@@ -149,7 +161,7 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
         raise UserError(f"{vision.where}: window_size={size} is smaller than a merged patch of {merge * plain.patch}")
     return replace(
         plain,
-        positions=RotaryGrid(_rope_theta(vision)),
+        positions=RotaryGrid(axial_theta(vision)),
         window=merged * merge,
         windowed=tuple(i for i in range(plain.layers) if i not in full_attention),
         embed_bias=False,
@@ -170,7 +182,7 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
         raise UserError(f"{vision.where}: deepstack_visual_indexes={deep} is not in the order of the layers")
     return replace(
         plain,
-        positions=StretchedGrid(side, _rope_theta(vision)),
+        positions=StretchedGrid(side, axial_theta(vision)),
         deepstack=tuple(i for i in deep if i < plain.layers),
     )
 

@@ -1,29 +1,43 @@
-"""Vision towers: CLIP, SigLIP and InternViT, the latter in transformers' layout and in OpenGVLab's own."""
+"""Vision towers: CLIP, SigLIP, Pixtral, DINOv2, and InternViT in transformers' layout and in OpenGVLab's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from mmjax.config import (
+    AlternatingGrid,
     AnyRes,
+    AsIs,
     Biased,
     ConnectorConfig,
     DynamicTiles,
     FixedSize,
+    FractionalGrid,
     LearnedGrid,
     ModelConfig,
+    PanAndScan,
+    PixtralResize,
     RotaryGrid,
     SmartResize,
+    SplitTiles,
     StretchedGrid,
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, QKV
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, convolution, fused_parts, linear, norm
-from mmjax.hf.processors import image_processor_file, read_image_processing
+from mmjax.hf.names import ACTIVATIONS, QKV
+from mmjax.hf.processors import (
+    CLIP_MEAN,
+    CLIP_STD,
+    IMAGE_END,
+    ROW_END,
+    image_processor_file,
+    read_image_processing,
+)
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
 TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_model.", "")
@@ -107,6 +121,14 @@ def _siglip(fields: Fields) -> VisionConfig:
     return _two_norms(fields, "gelu_pytorch_tanh", 1e-6, class_token=False)
 
 
+def _idefics3(fields: Fields) -> VisionConfig:
+    plain = _siglip(fields.over({"hidden_size": 1152, "patch_size": 32}))
+    grid = plain.positions
+    if not isinstance(grid, LearnedGrid) or grid.rows != grid.columns:
+        raise UserError(f"{fields.where}: image_size must be one number")
+    return replace(plain, positions=FractionalGrid(grid.rows))
+
+
 def _two_norms(fields: Fields, activation: str, eps: float, class_token: bool) -> VisionConfig:
     width = fields.get("hidden_size", int, 768)
     patch, grid = _patches(fields, 224, 32 if class_token else 16)
@@ -154,6 +176,51 @@ def _clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
             "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
             "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
             "head": norm(f"{prefix}post_layernorm"),
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- Pixtral
+
+PIXTRAL_EPS = 1e-5  # of all its norms, written in no config
+
+
+def _pixtral(fields: Fields) -> VisionConfig:
+    width, heads = fields.get("hidden_size", int, 1024), fields.get("num_attention_heads", int, 16)
+    fields.refuse("head_dim", width // heads)
+    rope = Fields(fields.get("rope_parameters", dict, {}), f"{fields.where}: rope_parameters")
+    rope.refuse("rope_type", "axial", "default")
+    return VisionConfig(
+        attention="auto",
+        layers=fields.get("num_hidden_layers", int, 24),
+        width=width,
+        heads=heads,
+        mlp_width=fields.get("intermediate_size", int, 4096),
+        patch=fields.get("patch_size", int, 16),
+        channels=fields.get("num_channels", int, 3),
+        positions=AlternatingGrid(rope.get("rope_theta", float, fields.get("rope_theta", float, 10_000.0))),
+        embed_bias=False,
+        embed_norm=True,
+        head_norm=False,
+        norm="rms",
+        norm_eps=PIXTRAL_EPS,
+        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        gated=True,
+        biases=(),
+    )
+
+
+def _pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    layer = f"{prefix}transformer.layers.*."
+    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+    return TensorNames(
+        {
+            "embed.patches": convolution(f"{prefix}patch_conv", PATCHES),
+            "embed.norm": norm(f"{prefix}ln_pre"),
+            "layers.*.attention_norm": norm(f"{layer}attention_norm"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
+            "layers.*.mlp_norm": norm(f"{layer}ffn_norm"),
+            **{f"layers.*.mlp.{name}": linear(f"{layer}feed_forward.{name}_proj") for name in ("gate", "up", "down")},
         }
     )
 
@@ -245,14 +312,90 @@ def _open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
     )
 
 
+# ----------------------------------------------------------------------------------------------------------- DINOv2
+
+
+def _dinov2(fields: Fields) -> VisionConfig:
+    return _self_distilled(fields, 14, "bicubic", 0)
+
+
+def _dinov2_with_registers(fields: Fields) -> VisionConfig:
+    return _self_distilled(fields, 16, "antialiased", fields.get("num_register_tokens", int, 4))
+
+
+def _self_distilled(
+    fields: Fields, patch: int, interpolation: Literal["bicubic", "antialiased"], registers: int
+) -> VisionConfig:
+    width = fields.get("hidden_size", int, 768)
+    patch, grid = _patches(fields, 224, patch)
+    if grid.rows != grid.columns:
+        raise UserError(f"{fields.where}: image_size={fields.get('image_size', (int, list))} is no square, whose "
+                        "positions are not supported")  # fmt: skip
+    gated = fields.get("use_swiglu_ffn", bool, False)
+    mlp_width = int(width * fields.get("mlp_ratio", (int, float), 4))
+    return VisionConfig(
+        attention="auto",
+        layers=fields.get("num_hidden_layers", int, 12),
+        width=width,
+        heads=fields.get("num_attention_heads", int, 12),
+        # Two thirds with a gate, rounded up to a multiple of 8.
+        mlp_width=-(-int(mlp_width * 2 / 3) // 8) * 8 if gated else mlp_width,
+        patch=patch,
+        channels=fields.get("num_channels", int, 3),
+        positions=replace(grid, interpolation=interpolation),
+        class_token=True,
+        registers=registers,
+        norm_eps=fields.get("layer_norm_eps", float, 1e-6),
+        activation="silu" if gated else fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        gated=gated,
+        biases=(
+            *(QKV if fields.get("qkv_bias", bool, True) else ()),
+            "output",
+            *(("gate",) if gated else ()),
+            "up",
+            "down",
+        ),
+        layer_scale=True,
+    )
+
+
+def _dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    layer = f"{prefix}encoder.layer.*."
+    named = {name: f"attention.attention.{name}" for name in QKV} | {"output": "attention.output.dense"}
+    mlp = {"up": linear(f"{layer}mlp.fc1"), "down": linear(f"{layer}mlp.fc2")}
+    if config.gated:
+        mlp = fused_parts(linear(f"{layer}mlp.weights_in"), gate=config.mlp_width, up=config.mlp_width)
+        mlp["down"] = linear(f"{layer}mlp.weights_out")
+    return TensorNames(
+        {
+            "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
+            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))},
+            "embed.registers": {"weight": TensorSlice(f"{prefix}embeddings.register_tokens", (0, 1, 2))},
+            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
+            "layers.*.attention_norm": norm(f"{layer}norm1"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}{theirs}") for ours, theirs in named.items()},
+            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}layer_scale1.lambda1")},
+            "layers.*.mlp_norm": norm(f"{layer}norm2"),
+            **{f"layers.*.mlp.{name}": leaves for name, leaves in mlp.items()},
+            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}layer_scale2.lambda1")},
+            "head": norm(f"{prefix}layernorm"),
+        }
+    )
+
+
 _POOLED = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
 _POOLING_HEAD = (
     *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias"),
     *(f"head.{module}.{kind}" for module in _POOLED for kind in ("weight", "bias")),
 )
+_MASK_TOKEN = ("embeddings.mask_token",)  # of pretraining
 TOWERS_BY_KIND = {
     "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", _clip_parts),
     "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", _clip_parts, _POOLING_HEAD),
+    "idefics3_vision": Tower(_idefics3, "embeddings.position_embedding.weight", _clip_parts),
+    "pixtral": Tower(_pixtral, "patch_conv.weight", _pixtral_parts),
+    "dinov2": Tower(_dinov2, "embeddings.cls_token", _dinov2_parts, _MASK_TOKEN),
+    "dinov2_with_registers": Tower(_dinov2_with_registers, "embeddings.register_tokens", _dinov2_parts, _MASK_TOKEN),
     "internvl_vision": Tower(_intern, "embeddings.cls_token", _intern_parts),
     "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", _open_intern_parts),
 }
@@ -269,11 +412,23 @@ def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
     # Here pixels are divided by 255, there multiplied by `rescale`.
     # (x * rescale - mean) / std = (x / 255 - mean / (255 * rescale)) / (std / (255 * rescale)).
     mean, std = (tuple(x / (255 * rescale) for x in numbers) for numbers in (mean, std))
+    if isinstance(how, PixtralResize) and how.unit == vision.patch:
+        # Of an image processor without one around it, which says how patches are merged.
+        how = replace(how, unit=vision.patch * vision.connector.merge)
     prepared = replace(vision, images=how, mean=mean, std=std)
     if differing := _mismatch(prepared):
         file = image_processor_file(folder.path)
         raise UserError(f"{file} does not go with {folder.path / 'config.json'}: {differing}")
     return prepared
+
+
+def with_pixtral_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
+    """The tower with its images as the folder says; as Pixtral's processor prepares them where it says nothing."""
+    vision = with_images(folder, vision)
+    if not isinstance(vision.images, AsIs):
+        return vision
+    how = PixtralResize(unit=vision.patch * vision.connector.merge, row_end=ROW_END, end=IMAGE_END)
+    return replace(vision, images=how, mean=CLIP_MEAN, std=CLIP_STD)
 
 
 def _mismatch(vision: VisionConfig) -> str:
@@ -287,12 +442,23 @@ def _mismatch(vision: VisionConfig) -> str:
                 f"it makes patches of {theirs[0]} pixels and merges {theirs[1]} x {theirs[1]} of them, the tower has "
                 f"patches of {ours[0]} and merges {ours[1]} x {ours[1]}; make patch_size and merge_size the same"
             )
-    if not isinstance(grid, LearnedGrid):
+    if isinstance(how, PixtralResize) and how.unit != (unit := vision.patch * vision.connector.merge):
+        return (
+            f"it makes images in multiples of {how.unit} pixels, the tower has tokens of {unit}; make patch_size times "
+            "spatial_merge_size the same"
+        )
+    merge = vision.connector.merge
+    if isinstance(how, SplitTiles) and isinstance(grid, FractionalGrid) and how.tile // vision.patch % merge:
+        return (
+            f"it makes tiles of {how.tile} pixels, {how.tile // vision.patch} patches a side, which do not divide into "
+            f"squares of {merge} x {merge}; make max_image_size a multiple of {merge * vision.patch}"
+        )
+    if not isinstance(grid, LearnedGrid) or grid.interpolation != "none":
         return ""
     match how:
         case FixedSize(crop=(height, width)) | FixedSize(crop=(), resize=(height, width)):
             pass
-        case DynamicTiles(tile=(height, width)):
+        case DynamicTiles(tile=(height, width)) | PanAndScan(resize=(height, width)):
             pass
         case AnyRes(tile=height):
             width = height
@@ -310,16 +476,29 @@ def _mismatch(vision: VisionConfig) -> str:
 
 # ------------------------------------------------------------------------------------------------------ towers alone
 
-ALONE = ("clip", "clip_vision_model", "siglip", "siglip_vision_model", "internvl_vision")  # kinds of folders
+# Kinds of folders, and the layer whose output is read: the last but one where LLaVA reads that.
+ALONE = {
+    "clip": -2,
+    "clip_vision_model": -2,
+    "siglip": -2,
+    "siglip_vision_model": -2,
+    "pixtral": -1,
+    "internvl_vision": -1,
+    "dinov2": -1,
+    "dinov2_with_registers": -1,
+}
 
 
 def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
     """The tower of a folder that is one, or of CLIP or SigLIP with their text towers."""
     kind = fields.get("model_type", str)
     inner = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)
-    # The layer that LLaVA reads of CLIP and SigLIP is the last but one.
-    layer = -1 if kind_of(inner) == "internvl_vision" else -2
-    return with_images(folder, vision_of(inner, layer, layer == -1, ConnectorConfig()))
+    layer = ALONE[kind]
+    tower = with_images(folder, vision_of(inner, layer, layer == -1, ConnectorConfig()))
+    if isinstance(tower.images, PixtralResize):
+        # Tokens that other LLMs do not have.
+        tower = replace(tower, images=replace(tower.images, row_end="", end=""))
+    return tower
 
 
 def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:

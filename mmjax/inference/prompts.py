@@ -13,7 +13,16 @@ import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
-from mmjax.config import AnyRes, DynamicTiles, FixedSize, MediaLimits, ModelConfig, VisionConfig
+from mmjax.config import (
+    AnyRes,
+    DynamicTiles,
+    FixedSize,
+    MediaLimits,
+    ModelConfig,
+    PanAndScan,
+    SplitTiles,
+    VisionConfig,
+)
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
 from mmjax.data.media.decode import check_media_size
@@ -295,6 +304,13 @@ class PromptRows:
         self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
         if len(self._index.bad):
             raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")
+        limit = model.llm.max_tokens
+        if self.longest + max_answer > limit:
+            name = self._index.name(int(self._index.llm_tokens.argmax()))
+            raise UserError(
+                f"{name}: {self.longest} tokens and an answer of {max_answer} are more than the {limit} positions that "
+                "the LLM learned; ask for shorter answers, or leave the prompt out"
+            )
         # Row lengths and rows on a rank, by module.
         self.one_shape: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         if groups:
@@ -404,7 +420,8 @@ class PromptRows:
         unit = math.lcm(8, int(self._index.positions_per_token[module - 1]))
         config = self._arrays.encoders[encoder]
         longest = max(1, int(positions.max(initial=0)))
-        alike = isinstance(config, VisionConfig) and isinstance(config.images, FixedSize | DynamicTiles | AnyRes)
+        one_size = FixedSize | DynamicTiles | AnyRes | SplitTiles | PanAndScan
+        alike = isinstance(config, VisionConfig) and isinstance(config.images, one_size)
         # 29 positions in units of 8: ceil(29 / 8) * 8 = 32.
         return -(-longest // unit) * unit if alike else round_up_to_step(longest, unit)
 

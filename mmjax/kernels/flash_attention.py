@@ -87,6 +87,7 @@ def flash_attention(
     A query that may attend nothing gets 0. Softmax and sums are float32.
     """
     length = q.shape[1]
+    _check_tiles(plan, scores.tiles)
     q, k, v = (_pad(x, plan.q_fields.shape[-1]) for x in (q, k, v))
     return _flash(q, k, v, plan, scores)[:, :length]
 
@@ -100,6 +101,7 @@ def flash_forward(
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b n t"]]:
     """Compute the float32 output over these keys, and log2 of the sums of exponents (-inf: attends nothing)."""
     length = q.shape[1]
+    _check_tiles(plan, scores.tiles)
     q = _pad(q, plan.q_fields.shape[-1])
     k, v = (_pad(x, plan.k_fields.shape[-1]) for x in (k, v))
     out, lse = _forward(q, k, v, plan, scores, jnp.float32)
@@ -127,6 +129,15 @@ def flash_gradients(
     lse, delta = jnp.pad(lse, extra), jnp.pad(delta, extra)
     d_q, d_k, d_v = _gradients(q, k, v, plan, scores, d_out, lse, delta, jnp.float32)
     return d_q[:, : lengths[0]], d_k[:, : lengths[1]], d_v[:, : lengths[1]]
+
+
+def _check_tiles(plan: BlockPlan, tiles: KernelTiles) -> None:
+    """Raise ValueError for a plan made for other tiles, under which the kernels would visit other blocks."""
+    queries, keys = plan.q_fields.shape[-1], plan.k_fields.shape[-1]
+    blocks = [(queries // t.q, keys // t.k) for t in (tiles.forward, tiles.d_query)]
+    blocks.append((keys // tiles.d_key.k, queries // tiles.d_key.q))
+    if blocks != [lists.order.shape[-2:] for lists in (plan.forward, plan.d_query, plan.d_key)]:
+        raise ValueError(f"attention was planned for other tiles than {tiles}")
 
 
 def _pad(x: Array, length: int) -> Array:

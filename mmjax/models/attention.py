@@ -60,16 +60,21 @@ def _on_gpu() -> bool:
 
 
 def plan_attention(
-    mask: MaskSpec, backend: Backend, head_width: int, heads: tuple[int, int], max_block: int = MAX_BLOCK
+    mask: MaskSpec,
+    backend: Backend,
+    head_width: int,
+    heads: tuple[int, int],
+    dtype: jnp.dtype,
+    max_block: int = MAX_BLOCK,
 ) -> Plan | None:
     """Plan attention under this mask for all layers of a tower; None where there is nothing to plan.
 
-    heads: of queries, and of keys. The kernel gets the blocks that it visits; where keys arrive over the context axis,
-    every backend gets the masks of what arrives.
+    heads: of queries, and of keys. dtype: of both. The kernel gets the blocks that it visits; where keys arrive over
+    the context axis, every backend gets the masks of what arrives.
     """
     flash = chosen_backend(backend) == "flash"
     in_pieces = _context_form(mask.pos.shape[1], heads) == "gather"
-    tiles = _tiles(head_width, mask.pos.shape[1], max_block, in_pieces) if flash else None
+    tiles = _tiles(head_width, mask.pos.shape[1], dtype, max_block, in_pieces) if flash else None
     if not in_pieces:
         return plan_blocks(mask, tiles) if flash else None
     current = active()
@@ -88,9 +93,10 @@ def plan_attention(
     )(mask)
 
 
-def _tiles(head_width: int, length: int, max_block: int, in_pieces: bool) -> KernelTiles:
+def _tiles(head_width: int, length: int, dtype: jnp.dtype, max_block: int, in_pieces: bool) -> KernelTiles:
     """Choose the kernel's tiles for rows of this length, or for one device's part of them."""
-    return tiles_for(head_width, length // active().mesh.shape[CONTEXT] if in_pieces else length, max_block)
+    length = length // active().mesh.shape[CONTEXT] if in_pieces else length
+    return tiles_for(head_width, length, max_block, jnp.dtype(dtype).itemsize)
 
 
 def attention(
@@ -105,9 +111,9 @@ def attention(
 ) -> Float[Array, "b t n h"]:
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
-    A query that may attend nothing gets 0. plan: of `plan_attention` with the same `max_block`, else it is made here.
-    `flash` runs as a kernel on GPUs, and interpreted elsewhere. Where keys arrive over the context axis, `dense` is
-    `blockwise`. Raises ValueError for an unknown backend, and where m does not divide n.
+    A query that may attend nothing gets 0. plan: of `plan_attention` for the same dtype and `max_block`, else it is
+    made here. `flash` runs as a kernel on GPUs, and interpreted elsewhere. Where keys arrive over the context axis,
+    `dense` is `blockwise`. Raises ValueError for an unknown backend, and where m does not divide n.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"unknown attention backend {backend!r}; known: {', '.join(get_args(Backend))}")
@@ -117,10 +123,10 @@ def attention(
     form = _context_form(q.shape[1], heads)
     flash = chosen_backend(backend) == "flash"
     if plan is None and (flash or form == "gather"):
-        plan = plan_attention(mask, backend, q.shape[3], heads, max_block)
+        plan = plan_attention(mask, backend, q.shape[3], heads, q.dtype, max_block)
     if flash:
         scale = scoring.scale or q.shape[3] ** -0.5
-        tiles = _tiles(q.shape[3], q.shape[1], max_block, form == "gather")
+        tiles = _tiles(q.shape[3], q.shape[1], q.dtype, max_block, form == "gather")
         scores = Scores(scale, scoring.cap, tiles, interpret=not _on_gpu())
     if form == "gather":
         kernel = _flash_kernel(scores) if flash else _blockwise_kernel(scoring)

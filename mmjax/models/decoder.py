@@ -1,7 +1,8 @@
-"""The text decoder: grouped-query attention or gated delta nets, rotary positions, RMSNorm, a gated MLP, an output."""
+"""The text decoder: attention or gated delta nets, rotary or learned positions, norms, an MLP, an output."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,16 +14,15 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig, PlainRope
+from mmjax.config.model import UNLIMITED
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
-from mmjax.models.layers import Context, LayerConfig, RMSNorm, TransformerLayer
+from mmjax.models.layers import Context, LayerConfig, LayerNorm, PositionTable, RMSNorm, TransformerLayer
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.sharding import constrain
-
-UNLIMITED = 2**30  # a window of more tokens than any row has
 
 
 class TokenTable(nnx.Module):
@@ -82,6 +82,13 @@ def _logits_backward(dtype: jnp.dtype, residuals: Any, d_logits: Array) -> tuple
 _logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
 
 
+def norm_of(config: DecoderConfig) -> Callable[[int], nnx.Module]:
+    """Return what makes a norm of a width, as the residual stream's are."""
+    if config.norm == "layer":
+        return partial(LayerNorm, eps=config.norm_eps)
+    return partial(RMSNorm, eps=config.norm_eps, offset=config.norm_offset)
+
+
 def decoder_layer_config(config: DecoderConfig, delta: bool) -> LayerConfig:
     """Describe a decoder's layers, those with a gated delta net or those with attention."""
     c = config
@@ -92,15 +99,16 @@ def decoder_layer_config(config: DecoderConfig, delta: bool) -> LayerConfig:
         head_width=c.head_width,
         mlp_width=c.mlp_width,
         backend=c.attention,
-        norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset),
+        norm=norm_of(c),
         activation=c.activation,
-        gated=True,
+        gated=c.gated,
         biases=c.biases,
         head_norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm == "head" else None,
         attention_gate=c.attention_gate,
         delta_net=partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation) if delta else None,
         post_norms=c.post_norms,
         scoring=Scoring(c.attention_scale, c.attention_cap),
+        rope_neighbours=c.rope_neighbours,
     )
 
 
@@ -108,7 +116,7 @@ class DecoderHead(nnx.Module):
     """The final norm, and the output table if it is not the input's."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.norm = RMSNorm(config.width, config.norm_eps, config.norm_offset)
+        self.norm = norm_of(config)(config.width)
         self.table = None if config.tied else TokenTable(config.vocab, config.width, rngs)
 
 
@@ -117,6 +125,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
         self.embed = TokenTable(config.vocab, config.width, rngs)
+        learned = config.learned_positions
+        self.positions = PositionTable(learned, config.width, rngs) if learned else None
         blocks = [decoder_layer_config(config, delta) for delta in config.delta_layers]
         self.layers = LayerStacks(lambda i, rngs: TransformerLayer(blocks[i], rngs), plan, rngs, config.windowed)
         self.head = DecoderHead(config, rngs)
@@ -130,17 +140,21 @@ class Decoder(nnx.Module):
         # Gemma's sqrt(width), rounded to the activations' precision as in HF.
         return x if scale == 1 else x * jnp.asarray(scale, self.dtype)
 
+    def positioned(self, x: Float[Array, "r t d"], position: Int[Array, "r t *n"]) -> Float[Array, "r t d"]:
+        """Add learned positions, where the decoder has them, to tokens at these places of their samples."""
+        return x if self.positions is None else x + self.positions(position + self.config.first_position, x.dtype)
+
     def context(self, text: TextBatch) -> Context:
         """Build the masks and the rotary angles of a batch."""
         return self.context_of(MaskSpec(text.sample, text.pos, text.span, text.kind, text.sees), text.position)
 
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:
         """Build the masks and the rotary angles of tokens with this mask, at these RoPE positions."""
-        rotation = text_rotation(self.config, position, mask.sample)
         c = self.config
+        rotation = None if c.learned_positions else text_rotation(c, position, mask.sample)
         if not c.windowed:
             # Without windows there is no `reach`, and the program has no comparison for it.
-            return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads))
+            return Context(mask, rotation).planned(c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype)
         near = None
         if c.window_rope_theta:
             unscaled = replace(c, rope_theta=c.window_rope_theta, rope_scaling=PlainRope())
@@ -149,7 +163,7 @@ class Decoder(nnx.Module):
         window_mask = mask._replace(reach=jnp.full_like(mask.pos, c.window))
         full_mask = mask._replace(reach=jnp.full_like(mask.pos, UNLIMITED))
         return Context(full_mask, rotation, window_mask=window_mask, window_rotation=near).planned(
-            c.attention, c.head_width, (c.heads, c.kv_heads)
+            c.attention, c.head_width, (c.heads, c.kv_heads), self.dtype
         )
 
     def origin(self, text: TextBatch) -> tuple[Int[Array, "r t"], Int[Array, "r t"]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import jax
@@ -12,7 +14,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.batch import ROW, TIME, ItemBatch, chunk_numbers
-from mmjax.config import AudioConfig, LearnedGrid, StoredTable, StretchedGrid, VisionConfig
+from mmjax.config import (
+    AlternatingGrid,
+    AudioConfig,
+    FractionalGrid,
+    LearnedGrid,
+    StoredTable,
+    StretchedGrid,
+    VisionConfig,
+)
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import (
@@ -25,18 +35,20 @@ from mmjax.models.layers import (
     PositionTable,
     TransformerLayer,
     encoder_layer_config,
+    keep_inputs,
 )
 from mmjax.models.rope import max_in_item, rotation_2d
 from mmjax.parallel.sharding import constrain
 
 
 class PatchEmbedding(nnx.Module):
-    """Normalised pixels projected to the width; class token, learned positions and a norm as configured."""
+    """Normalised pixels projected to the width; class token, registers, learned positions, a norm as configured."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
         c = config
         self.patches = Linear(c.frames * c.patch**2 * c.channels, c.width, (None, "embed"), rngs, bias=c.embed_bias)
         self.class_token = PositionTable(1, c.width, rngs) if c.class_token else None
+        self.registers = PositionTable(c.registers, c.width, rngs) if c.registers else None
         positions = _learned_positions(c)
         self.positions = PositionTable(positions, c.width, rngs) if positions else None
         self.norm = NORMS[c.norm](c.width, c.norm_eps) if c.embed_norm else None
@@ -58,13 +70,24 @@ class PatchEmbedding(nnx.Module):
         x = self.patches(jnp.tile(pixels, c.frames * c.patch**2 * c.channels // pixels.shape[-1]))
         if self.class_token is not None:
             x = jnp.where((row < 0)[..., None], self.class_token(jnp.zeros_like(row), dtype), x)
+        if c.embed_norm_first and self.norm is not None:
+            x = self.norm(x)
         if isinstance(c.positions, StretchedGrid):
-            x = x + interpolate_positions(self.positions, c.positions.side, items).astype(dtype)
+            x = x + interpolate_positions(self.positions, c.positions, items).astype(dtype)
+        elif isinstance(c.positions, FractionalGrid):
+            x = x + self.positions(fractional_positions(c.positions.side, items), dtype)
         elif self.positions is not None:
             # Entry 0 is the class token's, where there is one; the grid follows row by row.
             index = jnp.where(row < 0, 0, row * c.positions.columns + column + c.class_token)
-            x = x + self.positions(index, dtype)
-        return x if self.norm is None else self.norm(x)
+            if c.positions.interpolation == "none":
+                x = x + self.positions(index, dtype)
+            else:
+                x = x + bicubic_positions(self.positions, c.positions, items).astype(dtype)
+        if self.registers is not None:
+            # In columns -2, -3, ..: behind the class token in column -1.
+            number = jnp.clip(-2 - column, 0, c.registers - 1)
+            x = jnp.where((column < -1)[..., None], self.registers(number, dtype), x)
+        return x if self.norm is None or c.embed_norm_first else self.norm(x)
 
 
 def _learned_positions(config: VisionConfig) -> int:
@@ -72,27 +95,124 @@ def _learned_positions(config: VisionConfig) -> int:
     match config.positions:
         case LearnedGrid(rows=rows, columns=columns):
             return rows * columns + config.class_token
-        case StretchedGrid(side=side):
+        case StretchedGrid(side=side) | FractionalGrid(side=side):
             return side**2
     return 0
 
 
-def interpolate_positions(table: PositionTable, side: int, items: ItemBatch) -> Float[Array, "r l d"]:
-    """Interpolate a `side` x `side` grid of position vectors bilinearly, its corners aligned with those of each image.
+def interpolate_positions(table: PositionTable, grid: StretchedGrid, items: ItemBatch) -> Float[Array, "r l d"]:
+    """Interpolate a square grid of position vectors to the size of each image.
 
-    With side 4, patch column 3 of 7 lies at 3 * (4 - 1) / (7 - 1) = 1.5: half of column 1 and half of column 2.
+    Bilinear, the grid's corners are aligned with those of each image: with side 4, patch column 3 of 7 lies at
+    3 * (4 - 1) / (7 - 1) = 1.5, half of column 1 and half of column 2. Bicubic, its edges are: the centre of patch
+    column 3 of 7 lies at 3.5 / 7 * 4 - 0.5 = 1.5 too, where columns 0 to 3 have their shares.
     """
     patch = jnp.maximum(items.coordinates[..., ROW:], 0)
-    point = patch.astype(jnp.float32) * (side - 1) / jnp.maximum(max_in_item(patch, items.item), 1)
+    largest = max_in_item(patch, items.item)
+    bicubic = grid.filter == "bicubic"
+    if bicubic:
+        point = (patch.astype(jnp.float32) + 0.5) / (largest + 1) * grid.side - 0.5
+    else:
+        point = patch.astype(jnp.float32) * (grid.side - 1) / jnp.maximum(largest, 1)
     vectors = jnp.zeros((), jnp.float32)
-    for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        # The four corners around the point, each weighted by 1 less its distance along both axes.
-        corner = jnp.floor(point) + jnp.array(step, jnp.float32)
-        weight = jnp.prod(1 - jnp.abs(point - corner), axis=-1, keepdims=True)
-        # Beyond the last row or column the weight is 0, so any index will do.
-        row, column = jnp.moveaxis(jnp.minimum(corner.astype(jnp.int32), side - 1), -1, 0)
-        vectors = vectors + weight * table(row * side + column, jnp.dtype(jnp.float32))
+    # The cells around the point along each axis, 2 x 2 or 4 x 4.
+    for step in product((-1, 0, 1, 2) if bicubic else (0, 1), repeat=2):
+        cell = jnp.floor(point) + jnp.array(step, jnp.float32)
+        distance = jnp.abs(point - cell)
+        share = _cubic_share(distance) if bicubic else 1 - distance
+        # Beyond the grid a bilinear share is 0, and a bicubic one is the nearest cell's.
+        row, column = jnp.moveaxis(jnp.clip(cell.astype(jnp.int32), 0, grid.side - 1), -1, 0)
+        vectors = vectors + jnp.prod(share, axis=-1, keepdims=True) * table(
+            row * grid.side + column, jnp.dtype(jnp.float32)
+        )
     return vectors
+
+
+def _cubic_share(distance: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Compute the share of a cell at a distance of 0 to 2 by PyTorch's cubic convolution (a = -0.75)."""
+    a, x = -0.75, distance
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((x - 5) * x + 8) * x * a - 4 * a
+    return jnp.where(x <= 1, near, far)
+
+
+def fractional_positions(side: int, items: ItemBatch) -> Int[Array, "r l"]:
+    """Find the cell of a `side` x `side` grid in which each patch's top left corner lies, if both have one size.
+
+    With side 4, patch column 3 of 6 begins at 3 / 6, which is where column 2 of 4 does. Computed in float32 as in
+    transformers, whose rounding decides at the borders of cells.
+    """
+    patch = jnp.maximum(items.coordinates[..., ROW:], 0)
+    step = 1.0 / (1 + max_in_item(patch, items.item)).astype(jnp.float32)
+    fraction = jnp.minimum(patch.astype(jnp.float32) * step, np.float32(1.0 - 1e-6))
+    row, column = jnp.moveaxis(jnp.searchsorted(_cell_borders(side), fraction, side="right"), -1, 0)
+    return row * side + column
+
+
+def _cell_borders(side: int) -> np.ndarray:
+    """Compute torch.arange(1 / side, 1, 1 / side) to the bit, as CPUs do.
+
+    They take whole groups of 16 in vectors of 8, each of which counts on from a first value in float32.
+    """
+    step = 1 / side
+    count = max(math.ceil((1.0 - step) / step), 0)
+    index = np.arange(count)
+    first = np.where(index < count // 16 * 16, index // 8 * 8, index)
+    return ((step + step * first).astype(np.float32) + (index - first) * step).astype(np.float32)
+
+
+def bicubic_positions(table: PositionTable, grid: LearnedGrid, items: ItemBatch) -> Float[Array, "r l d"]:
+    """Interpolate a square of position vectors to each image's size, as PyTorch's bicubic `interpolate` does.
+
+    The class token's own vector, where the table begins with one, stays as it is.
+    """
+    side = grid.rows
+    first = len(table.weight[...]) - side**2  # entry of the square's first cell
+    antialiased = grid.interpolation == "antialiased"
+
+    @keep_inputs
+    def interpolated(patch: Array, size: Array, weight: Array) -> Array:
+        row, column = (cubic_weights(patch[..., i], size[..., i], side, antialiased) for i in (0, 1))
+        # A product with the whole square, most of whose factors are 0: a fraction of what one layer costs.
+        factors = (row[..., :, None] * column[..., None, :]).reshape(*row.shape[:2], side**2)
+        cells = weight[first:].astype(jnp.float32)
+        return jnp.matmul(factors, cells, precision=jax.lax.Precision.HIGHEST)
+
+    patch = jnp.maximum(items.coordinates[..., ROW:], 0)
+    size = 1 + max_in_item(patch, items.item)
+    # Padded patches may lie beyond the image, where no cell has a share.
+    x = interpolated(jnp.minimum(patch, size - 1), size, table.weight[...])
+    if not first:
+        return x
+    tokens = items.coordinates[..., ROW] < 0
+    return jnp.where(tokens[..., None], table(jnp.zeros_like(tokens, jnp.int32), jnp.dtype(jnp.float32)), x)
+
+
+def cubic_weights(
+    place: Int[Array, "r l"], count: Int[Array, "r l"], side: int, antialiased: bool
+) -> Float[Array, "r l s"]:
+    """Compute the share of each of `side` cells in cell `place` of `count`, both along one axis.
+
+    Of 2 cells that 4 become, the first lies at (0 + 0.5) * 4 / 2 - 0.5 = 0.5: between cells 0 and 1.
+    """
+    scale = side / count.astype(jnp.float32)[..., None]
+    centre = (place.astype(jnp.float32)[..., None] + 0.5) * scale - 0.5
+    cells = jnp.arange(side)
+    if antialiased:
+        weights = _cubic((cells - centre) / jnp.maximum(scale, 1), -0.5)
+        return weights / weights.sum(-1, keepdims=True)
+    taps = jnp.floor(centre) + jnp.arange(-1, 3)
+    # Beyond the border lies the border's own cell again.
+    taken = jnp.clip(taps, 0, side - 1)[..., None] == cells
+    return jnp.sum(_cubic(taps - centre, -0.75)[..., None] * taken, axis=-2)
+
+
+def _cubic(x: Array, a: float) -> Array:
+    """Evaluate the cubic convolution kernel (Keys 1981), whose slope at 1 is `a`."""
+    x = jnp.abs(x)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return jnp.where(x <= 1, near, jnp.where(x < 2, far, 0))
 
 
 class Windows(NamedTuple):
@@ -140,8 +260,8 @@ class VisionEncoder(nnx.Module):
     """embed -> layers -> head over patches in merge order: the members of each merge group are contiguous.
 
     A group at an image's edge may hold padded patches (item -1): they attend nothing, and nothing attends them. In an
-    encoder with a class token, an image's last group holds it (row and column -1), and padding. Where layers have
-    windows, what they compute is in window order (`Windows`), from `embedded` to `restored`.
+    encoder with a class token, an image's last groups hold it (row and column -1), registers and padding. Where layers
+    have windows, what they compute is in window order (`Windows`), from `embedded` to `restored`.
     """
 
     def __init__(self, config: VisionConfig, plan: tuple[LayerStack, ...], dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -178,10 +298,11 @@ class VisionEncoder(nnx.Module):
             window = jnp.repeat(self._windows(items).number(), c.connector.merge**2, axis=1)
             # A query that sees no kind attends its span alone, here the window.
             context = context._replace(window_mask=context.mask._replace(span=window, sees=jnp.zeros_like(window)))
-        context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.max_block)
-        if isinstance(c.positions, LearnedGrid):
+        context = context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype, self.max_block)
+        if isinstance(c.positions, LearnedGrid | FractionalGrid):
             return context
-        return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta))
+        alternating = isinstance(c.positions, AlternatingGrid)
+        return context._replace(rotation=rotation_2d(patch, c.width // c.heads, c.positions.theta, alternating))
 
     def _windows(self, items: ItemBatch) -> Windows:
         return Windows.of(items, self.config.window, self.config.connector.merge)
@@ -293,7 +414,7 @@ class AudioEncoder(nnx.Module):
         if c.chunk:
             time = items.coordinates[:, ::STRIDE, TIME] // STRIDE
             item = chunk_numbers(item, time, jnp.arange(item.shape[1]), c.chunk // STRIDE)
-        return Context(encoder_mask(item)).planned(c.attention, c.width // c.heads, (c.heads, c.heads))
+        return Context(encoder_mask(item)).planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype)
 
     def finished(self, x: Float[Array, "r m d"]) -> Float[Array, "r n d"]:
         """Pool the last layer's output over every `pool` positions and apply the final norm."""

@@ -10,6 +10,7 @@ belongs to another sample enters as a product with an exact zero, as in attentio
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.config import Activation, DeltaNetConfig
 from mmjax.models.layers import ACTIVATIONS, Context, KVCacheView, Linear, RecurrentState, apply_linears, keep_inputs
-from mmjax.parallel.sharding import constrain
+from mmjax.parallel.sharding import constrain, platform
 
 CHUNK = 64  # tokens whose outputs are computed together, by matrix products
+# Chunks whose products without the state are computed at once: a GPU launches fewer kernels, a CPU has less memory.
+SEGMENT = {"gpu": 8, "cuda": 8}
+OTHER_SEGMENT = 4
 L2_EPS = 1e-6  # added to the squared norms of queries and keys
 
 # Operands are float32, and products on accelerators would round them by default.
@@ -42,15 +46,16 @@ def gated_delta_rule(
     Each of the `n` key heads serves `m / n` value heads. g: logarithms of the decays, not positive. sample: samples are
     contiguous; padding has k = beta = g = 0 and the sample before it. state: of the first token's sample, else zeros.
 
-    In chunks of tokens, of which backward keeps the inputs and the state before each. With c_i the sum of g over the
-    chunk's tokens up to i, and D_ij = e^(c_i - c_j) for j <= i, else 0 (section 3.3 of the paper):
+    In segments of chunks of tokens; backward keeps the inputs, and the state before each segment. With c_i the sum of g
+    over a chunk's tokens up to i, and D_ij = e^(c_i - c_j) for j <= i, else 0 (section 3.3 of the paper):
     (1 + strictly lower part of diag(beta) K K' * D) [U | W] = diag(beta) [V | diag(e^c) K], N = U - W S,
     O = diag(e^c) Q S + (Q K' * D) N, and the next S = e^c_last S + (diag(e^(c_last - c)) K)' N.
     """
     (rows, length, key_heads, key_width), (value_heads, value_width) = k.shape, v.shape[2:]
     group = value_heads // key_heads
     chunk = min(CHUNK, 1 << (length - 1).bit_length())
-    extra = -length % chunk
+    segment = min(SEGMENT.get(platform(), OTHER_SEGMENT), -(-length // chunk))
+    extra = -length % (chunk * segment)
 
     def chunks(x: Array, *heads: int, mode: str = "constant") -> Array:
         """Cut `[B, T, heads, ...]` into `[chunks, B, C, ...]`."""
@@ -68,15 +73,40 @@ def gated_delta_rule(
     )
     if state is None:
         state = jnp.zeros((rows, value_heads, key_width, value_width), jnp.float32)
+    inputs = jax.tree.map(lambda x: x.reshape(x.shape[0] // segment, segment, *x.shape[1:]), inputs)
     # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
-    body = jax.checkpoint(_chunk, prevent_cse=False)
+    body = jax.checkpoint(_segment, prevent_cse=False)
     state, out = jax.lax.scan(body, state.reshape(rows, key_heads, group, key_width, value_width), inputs)
+    out = out.reshape(out.shape[0] * segment, *out.shape[2:])
     out = jnp.moveaxis(out, 0, 1).reshape(rows, length + extra, value_heads, value_width)[:, :length]
     return out, state.reshape(rows, value_heads, key_width, value_width)
 
 
-def _chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Compute one chunk: its state `[B, N, R, K, V]` to the next, and its outputs `[B, C, N, R, V]`."""
+class _Chunk(NamedTuple):
+    """Hold what a chunk's outputs and next state need beside the state before it, float32 `[B, N, R, ...]`."""
+
+    u: Array  # [C, V]; what tokens write is `u - w state`
+    w: Array  # [C, K]
+    q: Array  # [C, K], decayed since the state; zero for tokens of other samples than the one that wrote it
+    scores: Array  # [C, C] of queries and keys
+    k: Array  # [C, K], decayed until the chunk's end
+    decay: Array  # [1, 1], of the state
+
+
+def _segment(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Compute several chunks, `[chunks, B, C, ...]`: the state after them, and their outputs."""
+
+    def advance(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
+        new = chunk.u - _matmul(chunk.w, state)
+        out = _matmul(chunk.q, state) + _matmul(chunk.scores, new)
+        state = state * chunk.decay + _einsum("...ck,...cv->...kv", chunk.k, new)
+        return state, jnp.moveaxis(out, 3, 1).astype(inputs[2].dtype)
+
+    return jax.lax.scan(advance, state, jax.vmap(_without_state)(inputs))
+
+
+def _without_state(inputs: tuple[Array, ...]) -> _Chunk:
+    """Compute what one chunk, `[B, C, ...]`, needs beside the state before it."""
     # Cast here, so that what the scan keeps is in the activations' precision.
     q, k, v, g, beta = (x.astype(jnp.float32) for x in inputs[:5])
     sample, owner = inputs[5:]
@@ -97,12 +127,15 @@ def _chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
     system = jnp.where(jnp.tri(size, k=-1, dtype=bool), keys * decay * beta[..., None], 0)
     right = jnp.concatenate([v * beta[..., None], k * (beta * reads)[..., None]], -1)
     u, w = jnp.split(_matmul(inverse_unit_lower(system), right), [v.shape[-1]], -1)
-    new = u - _matmul(w, state)
-    scores = _einsum("...id,...jd->...ij", q, k) * decay
-    out = _matmul(q * reads[..., None], state) + _matmul(scores, new)
-    # The last row of decays: zero for tokens of samples before the last one's.
-    written = _einsum("...ck,...cv->...kv", k * decay[..., -1, :, None], new)
-    return state * reads[..., -1, None, None] + written, jnp.moveaxis(out, 3, 1).astype(inputs[2].dtype)
+    return _Chunk(
+        u=u,
+        w=w,
+        q=q * reads[..., None],
+        scores=_einsum("...id,...jd->...ij", q, k) * decay,
+        # The last row of decays: zero for tokens of samples before the last one's.
+        k=k * decay[..., -1, :, None],
+        decay=reads[..., -1, None, None],
+    )
 
 
 def _normalized(x: Array) -> Array:

@@ -223,6 +223,8 @@ class Stage:
         part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
         if self.first or (self.last and tied):
             part["embed"] = tower["embed"]
+        if self.first and "positions" in tower:
+            part["positions"] = tower["positions"]
         if self.last and "head" in tower:
             part["head"] = tower["head"]
         if self.tower == "llm":

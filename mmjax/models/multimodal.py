@@ -20,6 +20,7 @@ from mmjax.models.decoder import Decoder, logits_of
 from mmjax.models.encoders import AudioEncoder, VisionEncoder
 from mmjax.models.layer_stacks import KVCache, LayerStack
 from mmjax.models.layers import (
+    ACTIVATIONS,
     MLP,
     Context,
     KVCacheView,
@@ -34,10 +35,11 @@ from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.sharding import active, constrain, encoding
 
 AXES = ("t", "y", "x")  # of `ItemBatch.coordinates`
+TORCH_EPS = 1e-5  # of PyTorch's LayerNorm where a config says none
 
 
 class Connector(nnx.Module):
-    """A norm, concatenation or mean of each group of neighbours, an MLP or one matrix, and learned positions.
+    """A norm, concatenation or mean of each group of neighbours, a matrix, an MLP or one matrix, and learned positions.
 
     A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
     names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
@@ -68,9 +70,15 @@ class Connector(nnx.Module):
         norms = {"layer": partial(LayerNorm, width, eps), "rms": partial(RMSNorm, width, eps, c.norm_offset)}
         self.norm = None if c.norm == "none" else norms[c.norm.removeprefix("merged_")]()
         hidden = c.mlp_width
-        self.mlp = MLP(merged, hidden, outputs, c.activation, rngs, biases=c.biases) if hidden else None
+        bias = c.merger_bias
+        self.merger = Linear(merged, c.merger_width, ("mlp", "embed"), rngs, bias=bias) if c.merger_width else None
+        features = c.merger_width or merged
+        self.projection = Linear(features, features, ("mlp", "embed"), rngs) if c.projection else None
+        self.projection_norm = LayerNorm(features, TORCH_EPS) if c.projection else None
+        make_mlp = partial(MLP, features, hidden, outputs, c.activation, rngs, gated=c.gated, biases=c.biases)
+        self.mlp = make_mlp() if hidden else None
         bias = "down" in c.biases
-        self.linear = None if hidden else Linear(merged, outputs, ("mlp", "embed"), rngs, bias=bias)
+        self.linear = None if hidden else Linear(features, outputs, ("mlp", "embed"), rngs, bias=bias)
         table_axes = axes if c.position_grid else ()
         self.positions = nnx.Dict({AXES[axis]: PositionTable(c.position_grid, outputs, rngs) for axis in table_axes})
         self.newline = PositionTable(1, outputs, rngs) if c.newline else None
@@ -94,6 +102,8 @@ class Connector(nnx.Module):
         x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group, width)
         x = x.mean(2) if self.mean else x.reshape(*x.shape[:2], self.group * width)
         x = self.norm(x) if self.norm_merged else x
+        x = x if self.merger is None else self.merger(x)
+        x = x if self.projection is None else ACTIVATIONS["gelu"](self.projection_norm(self.projection(x)))
         x = self.linear(x) if self.mlp is None else self.mlp(x)
         # The first member of a group is its top left one, which an image that reaches into the group always has.
         corner = coordinates[:, :: self.group] // self.merge
@@ -220,6 +230,7 @@ class MultimodalModel(nnx.Module):
             slots = text.slots[name]
             is_item = jnp.any(slots.slot >= 0, axis=-1) if isinstance(slots, WeightedSlots) else slots >= 0
             x = jnp.where(is_item[..., None], embedding, x)
+        x = self.llm.positioned(x, text.position)
         return constrain(x, "rows", "sequence", "width"), _add_up([deeper for _, *deeper in placed.values()])
 
     def additions(self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]) -> list[Float[Array, "b t d"]]:
@@ -310,7 +321,7 @@ def step(model: MultimodalModel, token: Int[Array, " b"], cache: Cache) -> tuple
     position = cache.position[:, None]
     if sections := model.llm.config.rope_sections:
         position = jnp.broadcast_to(position[..., None], (*position.shape, len(sections)))
-    x = model.llm.embedded(token[:, None])
+    x = model.llm.positioned(model.llm.embedded(token[:, None]), position)
     context = model.llm.context_of(query_mask, position)
     past = KVCacheView(cache.layers, cache.mask, cache.column)
     x, layers = model.llm.layers.forward_with_kv(x, context, past=past)

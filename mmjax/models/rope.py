@@ -20,14 +20,20 @@ class Rotation(NamedTuple):
     sin: Array
 
 
-def rotation_2d(coordinates: Int[Array, "b t 2"], head_width: int, theta: float) -> Rotation:
+def rotation_2d(coordinates: Int[Array, "b t 2"], head_width: int, theta: float, alternating: bool = False) -> Rotation:
     """Compute rotary angles of (y, x): the first half of the channel pairs turns with y, the other half with x.
 
-    Pair i of an axis turns by coordinate * theta^(-i / pairs), `pairs` being those of that axis. Raises ValueError for
-    a head that does not split into pairs.
+    Pair i of an axis turns by coordinate * theta^(-i / pairs), `pairs` being those of that axis. alternating: the axes
+    share the frequencies of the whole head, y has the even ones and x the odd ones (Pixtral). Raises ValueError for a
+    head that does not split into pairs.
     """
-    if head_width % 4:
+    if head_width % (2 if alternating else 4):
         raise ValueError(f"a head of {head_width} channels does not split into pairs for 2 coordinate(s)")
+    if alternating:
+        frequencies = _unscaled(theta, head_width // 2)
+        y, x = jnp.split(coordinates.astype(jnp.float32), 2, axis=-1)
+        angles = jnp.concatenate([y * frequencies[0::2], x * frequencies[1::2]], axis=-1)
+        return Rotation(jnp.cos(angles), jnp.sin(angles))
     pairs = head_width // 4
     frequencies = theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
     angles = coordinates.astype(jnp.float32)[..., None] * frequencies
@@ -139,12 +145,21 @@ def _frequencies_by_length(config: DecoderConfig, length: Int[Array, "b t 1"]) -
     return theta ** -(jnp.arange(pairs, dtype=jnp.float32) / pairs)
 
 
-def rotate(x: Float[Array, "b t n h"], rotation: Rotation) -> Float[Array, "b t n h"]:
-    """Turn channel pairs (i, i + P) of every head, of its first 2 P channels; float32 inside."""
+def rotate(x: Float[Array, "b t n h"], rotation: Rotation, neighbours: bool = False) -> Float[Array, "b t n h"]:
+    """Turn channel pairs (i, i + P) of every head, of its first 2 P channels; float32 inside.
+
+    neighbours: turn pairs (2 i, 2 i + 1), as in the paper and in GLM.
+    """
     pairs = rotation.cos.shape[-1]
-    # HF's layout, halves of a head; the paper pairs neighbouring channels.
+    # HF's layout, halves of a head.
     first, second, rest = jnp.split(x.astype(jnp.float32), [pairs, 2 * pairs], axis=-1)
+    if neighbours:
+        both = jnp.concatenate([first, second], axis=-1)
+        first, second = both[..., 0::2], both[..., 1::2]
     cos = rotation.cos[:, :, None]
     sin = rotation.sin[:, :, None]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-    return turned.astype(x.dtype)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if neighbours:
+        both = jnp.stack(turned, axis=-1)
+        turned = [both.reshape(*both.shape[:-2], 2 * pairs)]
+    return jnp.concatenate([*turned, rest], axis=-1).astype(x.dtype)

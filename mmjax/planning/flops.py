@@ -12,6 +12,7 @@ from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import (
     AudioConfig,
     DecoderConfig,
+    FractionalGrid,
     LearnedGrid,
     ModelConfig,
     Remat,
@@ -26,6 +27,7 @@ from mmjax.config.model import (
     adapted_modules,
     adapter_parameters,
     adapters_by_layer,
+    connector_layers,
     frozen_by_adapters,
     layer_count,
     linear_layers,
@@ -72,9 +74,10 @@ class Products(NamedTuple):
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
     llm = model.llm
-    # Layers, final norm, and a table of embeddings that a tied output table shares.
+    # Layers, final norm, learned positions, and a table of embeddings that a tied output table shares.
     layers = round(llm.layers * layer_sizes(llm).parameters)  # a mean where they are of several kinds
-    counts = {"llm": layers + llm.width + (2 - llm.tied) * llm.vocab * llm.width}
+    tables = llm.learned_positions + (2 - llm.tied) * llm.vocab
+    counts = {"llm": layers + norm_parameters(llm) + tables * llm.width}
     for name, encoder in model.encoders.items():
         c = encoder.connector
         width = encoder.width
@@ -87,6 +90,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         norms = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged, "merged_rms": merged}
         biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
         mlp = connector_weights(encoder, llm.width) + biases
+        mlp += c.merger_bias * c.merger_width + c.projection * 2 * (c.merger_width or merged)
         # Each has a norm of the merged width, scale and bias, and an MLP like the connector's own.
         deeper = (connector_mlps(encoder) - 1) * (2 * merged + mlp)
         tables = (2 if vision else 1) * c.position_grid + c.newline
@@ -101,8 +105,8 @@ def _embedding_parameters(c: Encoder) -> int:
         table = c.positions.positions if isinstance(c.positions, StoredTable) else 0
         return (CONV_TAPS * (c.mels + c.width) + 2 + table) * c.width
     learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
-    learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid) else 0
-    vectors = c.embed_bias + c.class_token + learned
+    learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid | FractionalGrid) else 0
+    vectors = c.embed_bias + c.own_tokens + learned
     return (c.frames * c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
 
 
@@ -201,7 +205,10 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
             products[name] = Products(0, weights, attention, recurrence, chunked)
             continue
         if isinstance(config, VisionConfig):
-            data = config.frames * config.patch**2 * config.channels * config.width * w.inputs
+            grid = config.positions
+            interpolated = isinstance(grid, LearnedGrid) and grid.interpolation != "none"
+            cells = grid.rows * grid.columns if interpolated else 0
+            data = (config.frames * config.patch**2 * config.channels + cells) * config.width * w.inputs
         else:
             data = CONV_TAPS * config.mels * config.width * w.inputs
             # The second convolution, whose input is already an activation; its outputs are the layers' positions.
@@ -210,8 +217,8 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
         # Behind a frozen encoder, and without a norm, a connector's first matrix is the first trainable thing: its
         # input is data.
         matrices = connector_weights(config, model.llm.width)
-        second = config.connector.mlp_width * model.llm.width
-        first = (matrices - second) * (config.connector.norm == "none" and name in frozen)
+        rows, columns = next(iter(connector_layers(config, model.llm.width).values()))
+        first = rows * columns * (config.connector.norm == "none" and name in frozen)
         products[f"{name}.connector"] = Products(
             first * w.tokens, (connector_mlps(config) * matrices - first) * w.tokens, 0
         )
@@ -406,9 +413,10 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
     """Count the elementwise operations of one layer, (forward, backward)."""
     layer = layer_sizes(config)
     rates = _rates(config)
-    rotary = isinstance(config, DecoderConfig) or (
-        isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid)
-    )
+    if isinstance(config, DecoderConfig):
+        rotary = not config.learned_positions
+    else:
+        rotary = isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid | FractionalGrid)
     return _sum(
         (rates.width, layer.width * work.positions),
         (rates.mlp, layer.mlp * work.positions),
@@ -421,11 +429,10 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
 
 def _rates(config: DecoderConfig | Encoder) -> Elementwise:
     """Choose the operations per element by the kinds of a tower's norms and MLP."""
-    if isinstance(config, DecoderConfig):
-        return DECODER
-    norm = DECODER if isinstance(config, VisionConfig) and config.norm == "rms" else ENCODER
+    norm = DECODER if not isinstance(config, AudioConfig) and config.norm == "rms" else ENCODER
     mlp = DECODER if layer_sizes(config).gated else ENCODER
-    return ENCODER._replace(width=norm.width, mlp=mlp.mlp)
+    scores = DECODER if isinstance(config, DecoderConfig) else ENCODER
+    return scores._replace(width=norm.width, mlp=mlp.mlp)
 
 
 def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:
@@ -515,9 +522,10 @@ def adapter_work(
 def _live(adapters: Set[str], connector: bool, sizes: Sizes) -> tuple[set[str], int]:
     """Find the first layer's linear layers whose input needs a gradient, and count attention's backward products."""
     if connector:
-        # In the order of the computation: up, then down.
-        first, *later = sizes
-        return (set(later) if first in adapters else set()), 0
+        # Those behind the first with an adapter, in the order of the computation; gate and up have one input.
+        order = [name.replace("mlp.gate", "mlp.up") for name in sizes]
+        first = next((place for place, name in zip(order, sizes, strict=True) if name in adapters), order[-1])
+        return {name for place, name in zip(order, sizes, strict=True) if order.index(place) > order.index(first)}, 0
     names = {name.rsplit(".", 1)[1]: name for name in sizes}
     query, key, value, output, up, gate = (
         names.get(part) in adapters for part in ("query", "key", "value", "output", "up", "gate")

@@ -287,8 +287,11 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
 def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: int) -> float:
     """Count the bytes of an encoder's outputs before and after the exchange, with what its connector saves."""
     encoder = model.encoders[name]
-    # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice.
-    numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + 2 * encoder.connector.mlp_width
+    # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice, and
+    # what a patch merger makes, with a projection three times more.
+    c = encoder.connector
+    numbers = 2 * model.llm.width + merged_positions(encoder) * encoder.width + (2 + c.gated) * c.mlp_width
+    numbers += (1 + 3 * c.projection) * c.merger_width
     return row_work(model, batch.shape)[name].tokens * connector_mlps(encoder) * numbers * activation
 
 

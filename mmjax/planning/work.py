@@ -14,7 +14,7 @@ import numpy as np
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ROW, TIME, ItemBatch, TextBatch, chunk_numbers
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.config.model import CONV_STRIDE, Encoder, merged_width
+from mmjax.config.model import CONV_STRIDE, Encoder, connector_layers
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
 
@@ -85,7 +85,7 @@ def _delta_net_sizes(config: DecoderConfig) -> LayerSizes:
     keys = c.key_heads * c.key_width
     values = c.value_heads * c.value_width
     # Beside both of the layer's norms, the gated norm's scale, filters, and of every head a decay's rate and bias.
-    vectors = 2 * config.width + c.value_width + c.taps * (2 * keys + values) + 2 * c.value_heads
+    vectors = 2 * norm_parameters(config) + c.value_width + c.taps * (2 * keys + values) + 2 * c.value_heads
     state = c.key_width * c.value_width
     # Of a head and token: decay, read, write and query, of which the first has no addition.
     recurrence = c.value_heads * 3.5 * state
@@ -99,7 +99,7 @@ def _delta_net_sizes(config: DecoderConfig) -> LayerSizes:
         keys=keys,
         heads=0,
         mlp=config.mlp_width,
-        gated=True,
+        gated=config.gated,
         vectors=vectors,
         extra=values + 2 * c.value_heads,
         recurrence=recurrence,
@@ -119,7 +119,8 @@ def _sizes_of_kind(config: DecoderConfig | Encoder) -> LayerSizes:
         queries = c.heads * c.head_width
         keys = c.kv_heads * c.head_width
         biases = c.biases
-        vectors = (2 + 2 * c.post_norms) * c.width + 2 * c.head_width * (c.qk_norm == "head")
+        gated = c.gated
+        vectors = (2 + 2 * c.post_norms) * norm_parameters(c) + 2 * c.head_width * (c.qk_norm == "head")
     elif isinstance(c, VisionConfig):
         gated = c.gated
         biases = c.biases
@@ -148,9 +149,9 @@ def head_width(config: DecoderConfig | Encoder) -> int:
     return config.head_width if isinstance(config, DecoderConfig) else config.width // config.heads
 
 
-def norm_parameters(config: Encoder) -> int:
-    """Count the parameters of one norm of an encoder: a scale, and a bias unless it is an RMSNorm."""
-    return config.width if isinstance(config, VisionConfig) and config.norm == "rms" else 2 * config.width
+def norm_parameters(config: DecoderConfig | Encoder) -> int:
+    """Count the parameters of one norm of a tower's layers: a scale, and a bias unless it is an RMSNorm."""
+    return config.width if not isinstance(config, AudioConfig) and config.norm == "rms" else 2 * config.width
 
 
 def connector_mlps(encoder: Encoder) -> int:
@@ -196,9 +197,7 @@ def layer_positions(encoder: Encoder) -> int:
 
 def connector_weights(encoder: Encoder, outputs: int) -> int:
     """Count the elements of a connector's matrices, which is also the multiply-adds per token."""
-    inputs = merged_width(encoder)
-    hidden = encoder.connector.mlp_width
-    return hidden * (inputs + outputs) if hidden else inputs * outputs
+    return sum(rows * columns for rows, columns in connector_layers(encoder, outputs).values())
 
 
 def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]) -> dict[str, Work]:

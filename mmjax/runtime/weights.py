@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +102,17 @@ def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> N
     """Raise UserError where a tensor is missing, or its shape does not give our parameter's."""
     have = folder.stored(part.key).shape
     rows = have[:1] if part.rows is None else (part.rows[1] - part.rows[0],)
-    selected = (*rows, *have[1:])
+    columns = have[1:2] if part.columns is None else (part.columns[1] - part.columns[0],)
+    selected = (*rows, *columns, *have[2:])
+    if part.view is not None and math.prod(part.view) == math.prod(selected):
+        selected = part.view
     fits = selected == shape if part.order is None else len(part.order) == len(selected)
     if fits and part.order is not None:
         permuted = tuple(selected[axis] for axis in part.order)
         # With another number of axes, such as a convolution's kernel as a matrix, only the size can be compared.
         fits = permuted == shape if len(permuted) == len(shape) else math.prod(permuted) == math.prod(shape)
-    if not fits or (part.rows is not None and part.rows[1] > have[0]):
+    cuts = (part.rows or (0, 0), part.columns or (0, 0))
+    if not fits or any(end > size for (_, end), size in zip(cuts, have, strict=False)):
         raise UserError(
             f"{folder.path}: {part.key} has shape {list(have)}, this model's {list(shape)} does not go with it"
         )
@@ -154,7 +158,7 @@ def _read_into(out: np.ndarray, folder: HfFolder, part: TensorSlice, shape: tupl
     step = max(1, CHUNK // row_bytes)
     for begin in range(along.start, along.stop, step):
         end = min(begin + step, along.stop)
-        chunk = folder.read(part.key, slice(first + begin, first + end))
+        chunk = replace(part, rows=None).within(folder.read(part.key, slice(first + begin, first + end)))
         target = slice(begin - along.start, end - along.start)
         if transposed:
             out[:, target] = chunk[:, across].T
@@ -279,12 +283,10 @@ class Exporter:
         tensor = folder.read(key)
         changed = False
         for piece in pieces:
-            rows = slice(None) if piece.part.rows is None else slice(*piece.part.rows)
-            source = tensor[rows] if tensor.shape else tensor
-            # A scalar tensor cannot be sliced, only assigned as a whole.
+            source = piece.part.within(tensor)
             value = self.merged(piece.name, piece.part.from_hf(source, piece.shape))
             if value is not None:
-                tensor[rows if tensor.shape else ...] = piece.part.to_hf(value, source.shape)
+                source[...] = piece.part.to_hf(value, source.shape)
                 changed = True
         return tensor if changed else None
 

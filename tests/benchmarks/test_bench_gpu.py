@@ -32,15 +32,15 @@ def test_without_a_gpu_it_is_one_line(capsys, tmp_path):
 @pytest.mark.exhaustive
 def test_a_section_that_is_done_is_not_run_again_and_one_that_failed_is(capsys, tmp_path):
     path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"blockwise": {"done": 1.0}, "products": {"error": "out of memory"}}))
-    ended = run(capsys, bench.main, "gpu", "--tiny", "--sections=products,blockwise", f"--results={path}", "--json")
+    path.write_text(json.dumps({"decoder": {"done": 1.0}, "products": {"error": "out of memory"}}))
+    ended = run(capsys, bench.main, "gpu", "--tiny", "--sections=products,decoder", f"--results={path}", "--json")
     assert ended.code == 0, ended.err
     found = json.loads(path.read_text())
-    assert found["blockwise"] == {"done": 1.0}
+    assert found["decoder"] == {"done": 1.0}
     assert found["products"]["64 x 64 x 64 bfloat16, TFLOP/s"] > 0
     assert "error" not in found["products"]
-    assert {"section": "blockwise", "figure": "done", "value": 1.0} in json.loads(ended.out)
-    assert "| blockwise | done | 1 |" in path.with_suffix(".md").read_text().splitlines()
+    assert {"section": "decoder", "figure": "done", "value": 1.0} in json.loads(ended.out)
+    assert "| decoder | done | 1 |" in path.with_suffix(".md").read_text().splitlines()
     path.write_text(json.dumps(found | {"device": found["device"] | {"sizes": "full"}}))
     ended = run(capsys, bench.main, "gpu", "--tiny", f"--results={path}")
     assert (ended.code, ended.err) == (2, f"error: --results {path} holds full sizes on cpu; name another file\n")
@@ -58,7 +58,7 @@ def test_every_section_runs_in_small(capsys, tmp_path):
     assert all(error < 1e-5 for figure, error in found["exactness"].items() if "float32, error" in figure)
     assert found["step_7b"]["layers of the LLM"] == "2 of 2"
     assert found["step_7b"]["MFU"] > 0
-    assert len([figure for figure in found["profile"] if figure.lstrip()[0].isdigit()]) == 20
+    assert len([figure for figure in found["step_7b"] if figure.lstrip()[0].isdigit()]) == 20
     assert "cuDNN" in "".join(found["text_attention"])
     assert found["torch"]["MFU"] > 0
 

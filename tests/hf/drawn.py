@@ -22,8 +22,12 @@ DECODERS = {
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
     "qwen3_5_text": transformers.Qwen3_5TextConfig,
+    "glm4": transformers.Glm4Config,
+    "opt": transformers.OPTConfig,
+    "gpt2": transformers.GPT2Config,
 }
-IN_LLAVA = [name for name in DECODERS if name != "qwen3_5_text"]  # as the text of any vision tower
+# As the text of any vision tower.
+IN_LLAVA = [name for name in DECODERS if name not in ("qwen3_5_text", "glm4", "opt", "gpt2")]
 
 
 def pick(rng: np.random.Generator, *options: Any) -> Any:
@@ -74,6 +78,8 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
     """The config of a text decoder of a family. own: fields that win over what is drawn."""
     if family == "qwen3_5_text":
         return transformers.Qwen3_5TextConfig(**qwen3_5_text(rng) | own)
+    if family in ("opt", "gpt2"):
+        return DECODERS[family](**learned_positions(rng, family, vocab) | own)
     sizes, head_width = text_sizes(rng, vocab)
     given = sizes | rope(rng, head_width // 2)
     given["hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act"] = pick(rng, *ACTIVATIONS)
@@ -89,6 +95,8 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
         given |= late_windows(rng, given["num_hidden_layers"])
     if family == "phi3":
         given |= phi3_fields(rng, given)
+    if family == "glm4":
+        given |= glm4_fields(rng, given) | {"attention_bias": pick(rng, False, True), "pad_token_id": 0}
     if family == "gemma3":
         near = {"rope_type": "default", "rope_theta": pick(rng, 100.0, 1e4)}
         given["rope_parameters"] = {"full_attention": given["rope_parameters"], "sliding_attention": near}
@@ -105,6 +113,30 @@ def decoder(rng: np.random.Generator, family: str, vocab: int = 97, **own: Any) 
     return DECODERS[family](**given | own)
 
 
+def learned_positions(rng: np.random.Generator, family: str, vocab: int) -> Fields:
+    """OPT or GPT-2, with odd heads as well."""
+    heads = pick(rng, 1, 2, 3)
+    given = {
+        "vocab_size": vocab,
+        "hidden_size": heads * between(rng, 5, 16),
+        "num_hidden_layers": between(rng, 1, 4),
+        "num_attention_heads": heads,
+        "max_position_embeddings": between(rng, 20, 40),
+        "activation_function": pick(rng, *ACTIVATIONS),
+        "tie_word_embeddings": pick(rng, False, True),
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+    }
+    if family == "opt":
+        own = {"ffn_dim": between(rng, 20, 90), "enable_bias": pick(rng, False, True)}
+        return given | own | {"pad_token_id": 0}  # of which nothing is learned there
+    return given | {
+        "n_inner": pick(rng, None, between(rng, 20, 90)),
+        "layer_norm_epsilon": pick(rng, 1e-6, 1e-5, 1e-3),
+        "scale_attn_weights": pick(rng, False, True),
+    }
+
+
 def phi3_fields(rng: np.random.Generator, given: Fields) -> Fields:
     """Phi-3's heads of even width, its RoPE, default or LongRoPE, and its window."""
     heads = given["num_attention_heads"]
@@ -119,6 +151,14 @@ def phi3_fields(rng: np.random.Generator, given: Fields) -> Fields:
         turned |= {"rope_type": "longrope", **factors}
         own["original_max_position_embeddings"] = 16
     return own | {"rope_parameters": turned, "pad_token_id": 0, "eos_token_id": None}
+
+
+def glm4_fields(rng: np.random.Generator, given: Fields) -> Fields:
+    """GLM-4's heads, a part of whose channels RoPE turns."""
+    share, head_width = pick(rng, (0.5, 16), (0.5, 12), (0.25, 24), (1.0, 10))
+    turned = rope(rng, int(head_width * share) // 2)
+    turned["rope_parameters"]["partial_rotary_factor"] = share
+    return turned | {"head_dim": head_width, "hidden_size": given["num_attention_heads"] * between(rng, 3, 12)}
 
 
 def late_windows(rng: np.random.Generator, layers: int) -> Fields:
@@ -206,6 +246,20 @@ def two_norm_tower(rng: np.random.Generator, most: int = 5) -> tuple[transformer
     return tower, own | {"vision_feature_select_strategy": "full"}
 
 
+def dinov2_tower(rng: np.random.Generator, registers: bool = False) -> transformers.PreTrainedConfig:
+    """DINOv2, with registers or without, whose positions are learned of images of another size."""
+    sizes = tower_sizes(rng, 6)
+    del sizes["intermediate_size"]
+    sizes |= {
+        "mlp_ratio": between(rng, 1, 4),
+        "qkv_bias": pick(rng, False, True),
+        "use_swiglu_ffn": pick(rng, False, True),
+    }
+    if registers:
+        return transformers.Dinov2WithRegistersConfig(**sizes, num_register_tokens=between(rng, 1, 5))
+    return transformers.Dinov2Config(**sizes, use_mask_token=pick(rng, False, True))
+
+
 def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
     """Gemma 3: a SigLIP whose squares of patches become one token each, windows longer than an image."""
     vision = tower_sizes(rng, 5)
@@ -219,6 +273,79 @@ def gemma3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformer
         mm_tokens_per_image=side**2,
         tie_word_embeddings=pick(rng, False, True),
         **own,
+    )
+
+
+def paligemma(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """PaliGemma 1 or 2, around a Gemma or a Gemma 2, whose windows a prefix may exceed."""
+    text = decoder(rng, pick(rng, "gemma", "gemma2"), vocab)
+    while text.rope_parameters["rope_type"] in ("dynamic", "longrope"):  # positions there begin at 1
+        text = decoder(rng, text.model_type, vocab)
+    return transformers.PaliGemmaConfig(
+        text_config=text,
+        vision_config=transformers.SiglipVisionConfig(**tower_sizes(rng, 4), vision_use_head=False),
+        projection_dim=text.hidden_size,
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
+
+
+def pixtral_tower(rng: np.random.Generator, merge: int = 1) -> transformers.PreTrainedConfig:
+    """Pixtral's tower. Heads of an odd number of channel pairs have one more turned by rows than by columns."""
+    sizes = tower_sizes(rng, 5)
+    heads = sizes["num_attention_heads"]
+    sizes |= {"hidden_size": heads * 2 * between(rng, 5, 7), "rope_parameters": pixtral_rope(rng)}
+    sizes["image_size"] = sizes["patch_size"] * merge * between(rng, 2, 4)
+    del sizes["layer_norm_eps"]
+    return transformers.PixtralVisionConfig(**sizes)
+
+
+def pixtral_rope(rng: np.random.Generator) -> Fields:
+    """The base of Pixtral's RoPE."""
+    return {"rope_type": "axial", "rope_theta": pick(rng, 100.0, 1e4)}
+
+
+def pixtral(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Pixtral: a LLaVA whose tower takes images of any size."""
+    vision = pixtral_tower(rng)
+    layers = vision.num_hidden_layers
+    return transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=decoder(rng, "mistral", vocab),
+        vision_feature_layer=pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        vision_feature_select_strategy="full",
+        multimodal_projector_bias=pick(rng, False, True),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        tie_word_embeddings=pick(rng, False, True),
+        **own,
+    )
+
+
+def mistral3(rng: np.random.Generator, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Mistral 3: Pixtral's tower, whose patches are merged by a matrix."""
+    merge = pick(rng, 1, 2, 2, 3)
+    vision = pixtral_tower(rng, merge)
+    layers = vision.num_hidden_layers
+    return transformers.Mistral3Config(
+        vision_config=vision,
+        text_config=decoder(rng, "mistral", vocab),
+        vision_feature_layer=pick(rng, -1, between(rng, -layers, -1), between(rng, 1, layers)),
+        multimodal_projector_bias=pick(rng, False, True),
+        projector_hidden_act=pick(rng, *ACTIVATIONS),
+        tie_word_embeddings=pick(rng, False, True),
+        spatial_merge_size=merge,
+        **own,
+    )
+
+
+def idefics3(rng: np.random.Generator, family: str, vocab: int = 97, **own: int) -> transformers.PreTrainedConfig:
+    """Idefics3, or SmolVLM: a SigLIP tower for images of several sizes, and a matrix on squares of patches."""
+    vision = tower_sizes(rng, 9)
+    text = any_decoder(rng, vocab)
+    kind = {"idefics3": transformers.Idefics3Config, "smolvlm": transformers.SmolVLMConfig}[family]
+    tied = text.tie_word_embeddings
+    return kind(
+        vision_config=vision, text_config=text, scale_factor=pick(rng, 1, 2, 3), tie_word_embeddings=tied, **own
     )
 
 
@@ -331,6 +458,36 @@ def qwen3_5(rng: np.random.Generator, **tokens: int) -> transformers.PreTrainedC
     return transformers.Qwen3_5Config(
         text_config=text, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens
     )
+
+
+def glm4v(rng: np.random.Generator, family: str, **tokens: int) -> transformers.PreTrainedConfig:
+    """GLM-4.1V, or GLM-4.6V: positions stretched bicubically, and a merger of a convolution and a gated MLP."""
+    sizes, _ = text_sizes(rng)
+    own = glm4_fields(rng, sizes)
+    pairs = int(own["head_dim"] * own["rope_parameters"]["partial_rotary_factor"]) // 2
+    y, x = between(rng, 0, pairs // 2), between(rng, 0, pairs // 2)
+    turned = own["rope_parameters"] | {"rope_type": "default", "mrope_section": [pairs - y - x, y, x]}
+    turned = {name: turned[name] for name in ("rope_type", "rope_theta", "partial_rotary_factor", "mrope_section")}
+    del sizes["head_dim"], sizes["tie_word_embeddings"]
+    sizes |= {"hidden_size": sizes["num_attention_heads"] * own["head_dim"], "rope_parameters": turned}
+    sizes |= {"hidden_act": pick(rng, *ACTIVATIONS), "max_position_embeddings": 64, "pad_token_id": 0}
+    heads, patch = pick(rng, 1, 2, 3), between(rng, 3, 6)
+    vision = {
+        "depth": between(rng, 1, 4),
+        "hidden_size": heads * 4 * between(rng, 3, 5),
+        "intermediate_size": between(rng, 20, 60),
+        "num_heads": heads,
+        "attention_bias": pick(rng, False, True),
+        "image_size": patch * between(rng, 1, 6) + between(rng, 0, patch - 1),
+        "patch_size": patch,
+        "spatial_merge_size": pick(rng, 1, 2, 2, 3),
+        "temporal_patch_size": pick(rng, 1, 2, 2),
+        "hidden_act": pick(rng, *ACTIVATIONS),
+        "out_hidden_size": sizes["hidden_size"],
+        "rms_norm_eps": pick(rng, 1e-6, 1e-5, 1e-3),
+    }
+    kind = {"glm4v": transformers.Glm4vConfig, "glm46v": transformers.Glm46VConfig}[family]
+    return kind(text_config=sizes, vision_config=vision, tie_word_embeddings=pick(rng, False, True), **tokens)
 
 
 def audio_tower(rng: np.random.Generator) -> Fields:

@@ -22,6 +22,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "internvl_chat": {"vision_config": {"image_size": 448}, "llm_config": {"model_type": "qwen2"}},
     **{kind: {"vision_config": {}} for kind in ("clip", "siglip")},
+    **{kind: {"text_config": {"partial_rotary_factor": 0.5}} for kind in ("glm4v", "glm46v")},
     # The tower's default width in transformers is not the text's.
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},
     "qwen2_5_vl": {"vision_config": {"out_hidden_size": 8192}},
@@ -48,7 +49,7 @@ def row(kind: str) -> tuple[str, ...]:
         return f"`{kind}`", encoder, "whole items", "-", "items", tests_of(kind)
     llm = model.llm
     attention = ["windows"] * bool(llm.windowed) + ["delta nets"] * bool(llm.delta_net)
-    attention += ["images both ways"] * (llm.items == "bidirectional")
+    attention += ["images both ways"] * (llm.items == "bidirectional") + ["prefix both ways"] * (llm.items == "prefix")
     parts = f"`{kind}`", ", ".join(("llm", *model.encoders)), ", ".join(attention) or "causal", video(model)
     return *parts, "yes" if has_context(model) else "no", tests_of(kind)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from mmjax.data.media.image_transforms import prepare_image
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Item, Sample, SampleLengths, Source, Text
-from mmjax.data.sources.processors import ImageProcessor, merge_arranged_items
+from mmjax.data.sources.processors import ImageProcessor, place_media
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.state import hyperparameters, make_optimizer
@@ -49,6 +49,7 @@ class Given:
 
     samples: Sequence[Sequence[Part]]
     vision: str = "vision"  # the encoder of images
+    trained: Literal["all", "last", "none"] = "all"  # stretches of tokens
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -67,8 +68,9 @@ class Given:
         segments, number = [], 0
         for at, part in enumerate(self.samples[index]):
             if is_text(part):
-                weights = np.ones(len(part), np.float32)
-                weights[0] = at > 0
+                last = at == len(self.samples[index]) - 1
+                weights = np.full(len(part), self.trained == "all" or (self.trained == "last" and last), np.float32)
+                weights[0] *= at > 0
                 segments.append(Text(part.astype(np.int32), weights))
             else:
                 segments.append(Item(self.encoder(part), number))
@@ -87,6 +89,7 @@ class GivenWhole(Given):
     """The same of images that are not prepared yet: they are as files would be."""
 
     eyes: ImageProcessor = None
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)  # of the texts around an image's parts
 
     def media(self, index: int) -> list:
         images = self.items(index)
@@ -96,17 +99,23 @@ class GivenWhole(Given):
         media = self.media(index)
         tokens = sum(medium.count({self.vision: self.eyes.encoder}) for medium in media)
         sizes = tuple((self.vision, size) for medium in media for size in medium.sizes)
-        return SampleLengths(super().facts(index).text_tokens, sizes, tokens)
+        written = sum(len(self.tokens[text]) for medium in media for text in medium.texts if text)
+        return SampleLengths(super().facts(index).text_tokens + written, sizes, tokens)
 
     def sample(self, index: int) -> Sample:
         segments, media, number = [], iter(self.media(index)), 0
         for segment in super().sample(index).segments:
-            items = [segment]
-            if isinstance(segment, Item):
-                count = len(next(media).sizes)
-                items, number = [Item(self.vision, number + n) for n in range(count)], number + count
-            segments += items
-        return merge_arranged_items(Sample(tuple(segments)), self.media(index))
+            if not isinstance(segment, Item):
+                segments.append(segment)
+                continue
+            medium = next(media)
+            texts = medium.texts or ("",) * (medium.parts + 1)
+            for part, text in enumerate(texts):
+                segments += [Item(self.vision, number + part - 1)] if part else []
+                written = np.array(self.tokens[text] if text else [], np.int32)
+                segments += [Text(written, np.zeros(len(written), np.float32))] if text else []
+            number += medium.parts
+        return place_media(Sample(tuple(segments)), self.media(index), {self.vision: self.eyes.encoder})
 
     def item(self, index: int, number: int) -> np.ndarray:
         images = self.items(index)
@@ -118,12 +127,15 @@ def is_text(part: Part) -> bool:
     return part.ndim == 1 and np.issubdtype(part.dtype, np.integer)
 
 
-def given(model: ModelConfig, samples: Sequence[Sequence[Part]]) -> Given:
-    """The samples as a source for this model."""
+def given(
+    model: ModelConfig, samples: Sequence[Sequence[Part]], tokens: Mapping[str, Sequence[int]] | None = None
+) -> Given:
+    """The samples as a source for this model. tokens: of the texts that it writes between an image's tokens."""
     seeing = {name: encoder for name, encoder in model.encoders.items() if isinstance(encoder, VisionConfig)}
     name, eyes = next(iter(seeing.items()), ("vision", None))
-    if eyes is not None and isinstance(eyes.images, AnyRes):
-        return GivenWhole(samples, name, ImageProcessor.of(name, eyes, {}))
+    if eyes is not None and (tokens is not None or isinstance(eyes.images, AnyRes)):
+        eyes = ImageProcessor.of(name, eyes, {})
+        return GivenWhole(samples, name, eyes=eyes, tokens={} if tokens is None else tokens)
     return Given(samples, name)
 
 
@@ -148,11 +160,19 @@ Theirs = Callable[[torch.nn.Module, Sequence[Part]], torch.Tensor]  # logits [t,
 
 
 def check_samples(
-    model: torch.nn.Module, folder: Path, samples: Sequence[Sequence[Part]], theirs: Theirs
+    model: torch.nn.Module,
+    folder: Path,
+    samples: Sequence[Sequence[Part]],
+    theirs: Theirs,
+    tokens: Mapping[str, Sequence[int]] | None = None,
 ) -> Microbatch:
-    """Logits of packed samples to 1e-4, and every gradient of the mean loss over all of them. Gives what was packed."""
+    """Logits of packed samples to 1e-4, and every gradient of the mean loss over all of them. Gives what was packed.
+
+    tokens: as in `given`.
+    """
     ours, params, config = loaded(folder)
-    return check_packed(model, ours, params, packed(config, samples), samples, theirs)
+    made = packed_source(config, given(config, samples, tokens))
+    return check_packed(model, ours, params, made, samples, theirs)
 
 
 def check_packed(

@@ -61,6 +61,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_pos
     "gemma2-1",
     "gemma3-0",
     "qwen3_5_text-0",
+    "glm4-0",
+    "opt-0",
+    "gpt2-0",
 )
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", drawn.DECODERS)
@@ -289,6 +292,36 @@ def test_what_qwen3_5_does_not_support_is_refused_by_field(tmp_path, change, mes
     edit_config(tmp_path, lambda config: config.update(change))
     with pytest.raises(UserError, match=message):
         from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("OPT", {"do_layer_norm_before": False}, r"do_layer_norm_before=False is not supported; known: True"),
+        ("OPT", {"word_embed_proj_dim": 24}, r"word_embed_proj_dim=24 is not supported; known: 48"),
+        ("OPT", {"num_attention_heads": 5}, r"a width of 48 does not divide into 5 heads"),
+        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx=True is not supported"),
+    ],
+)
+def test_what_decoders_with_learned_positions_do_not_support_is_refused_by_field(tmp_path, kind, change, message):
+    getattr(transformers, f"{kind}Config")(**COMMON).save_pretrained(tmp_path)
+    from_hf(tmp_path)
+    edit_config(tmp_path, lambda config: config.update(change))
+    with pytest.raises(UserError, match=message):
+        from_hf(tmp_path)
+
+
+def test_gpt2_without_its_prefix_and_with_old_buffers_is_the_same_model(tmp_path):
+    saved(tmp_path, transformers.GPT2Config)
+    _, before, _ = loaded(tmp_path)
+
+    def old(tensors):
+        named = {key.removeprefix("transformer."): tensors.pop(key) for key in list(tensors)}
+        tensors.update(named | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)})
+
+    edit_tensors(tmp_path, old)
+    _, after, _ = loaded(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_tensors_of_multi_token_prediction_are_not_read_and_said_once(tmp_path, capsys):

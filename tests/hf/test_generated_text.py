@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import test_any_res
+import test_pixtral
 import torch
 import transformers
 from parity import loaded, random_model
@@ -29,13 +31,15 @@ DEFAULT_MAX_TOKENS = 7
 Inputs = Callable[[Sequence[Part]], dict[str, Any]]  # of transformers' model, for one prompt
 
 
-def answered(folder, prompts: Sequence[Sequence[Part]], ends: Sequence[int]) -> list[Answer]:
+def answered(
+    folder, prompts: Sequence[Sequence[Part]], ends: Sequence[int], written: Mapping[str, Sequence[int]] | None = None
+) -> list[Answer]:
     model, params, config = loaded(folder)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     generator = Generator(
         model, mesh, ShardingRules(), ends, lambda tokens: " ".join(map(str, tokens)), max_tokens=DEFAULT_MAX_TOKENS
     )
-    return generator.answers(params, given(config, prompts))
+    return generator.answers(params, replace(given(config, prompts, written), trained="none"))
 
 
 def written_there(model: torch.nn.Module, inputs: dict[str, Any]) -> list[int]:
@@ -46,12 +50,21 @@ def written_there(model: torch.nn.Module, inputs: dict[str, Any]) -> list[int]:
         return model.generate(**given, do_sample=False, max_new_tokens=DEFAULT_MAX_TOKENS)[0, ids.shape[1] :].tolist()
 
 
-def check(model: torch.nn.Module, folder, prompts: Sequence[Sequence[Part]], inputs: Inputs) -> None:
-    """Tokens of two answers end them all: what is written is what is there up to the first such token."""
+def check(
+    model: torch.nn.Module,
+    folder,
+    prompts: Sequence[Sequence[Part]],
+    inputs: Inputs,
+    written: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Tokens of two answers end them all: what is written is what is there up to the first such token.
+
+    written: tokens of the texts between an image's.
+    """
     there = [written_there(model, inputs(prompt)) for prompt in prompts]
     ends = [there[0][2], there[-1][4]]
     stop = [next((k + 1 for k, token in enumerate(tokens) if token in ends), DEFAULT_MAX_TOKENS) for tokens in there]
-    here = answered(folder, prompts, ends)
+    here = answered(folder, prompts, ends, written)
     assert [list(a.tokens) for a in here] == [tokens[:n] for tokens, n in zip(there, stop, strict=True)]
     assert [a.ended for a in here] == [tokens[n - 1] in ends for tokens, n in zip(there, stop, strict=True)]
     assert len({a.tokens for a in here}) > 1
@@ -81,9 +94,11 @@ CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
         (transformers.LlamaConfig, {"rope_parameters": LONG}),
         (transformers.LlamaConfig, {"rope_parameters": DYNAMIC, "max_position_embeddings": 12}),
         (transformers.Qwen3Config, {"head_dim": 24}),
+        (transformers.OPTConfig, {"ffn_dim": 40, "pad_token_id": 0}),
+        (transformers.GPT2Config, {"bos_token_id": 2, "eos_token_id": 2}),
         (transformers.Gemma3TextConfig, {"head_dim": 20, "sliding_window": 6, "layer_types": LOCAL}),
     ],
-    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3", "gemma3"],
+    ids=["gemma2", "qwen2 late windows", "llama longrope", "llama dynamic", "qwen3", "opt", "gpt2", "gemma3"],
 )
 def test_a_decoder_writes_what_it_writes_there_beyond_its_windows_too(kind, own, tmp_path):
     model = random_model(kind(**COMMON | own))
@@ -109,6 +124,22 @@ def test_llava_writes_what_it_writes_there(tmp_path):
     check(model, tmp_path, samples() + samples(seed=1), with_images((SIDE // 4) ** 2))
 
 
+def test_paligemma_writes_what_it_writes_there_after_a_prompt_that_attends_both_ways(tmp_path):
+    text = transformers.Gemma2Config(**COMMON | {"vocab_size": 61, "head_dim": 20, "sliding_window": 6})
+    vision = transformers.SiglipVisionConfig(**TOWER, vision_use_head=False)
+    config = transformers.PaliGemmaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE, projection_dim=text.hidden_size
+    )
+    model = random_model(config, transformers.PaliGemmaForConditionalGeneration)
+    save(model, tmp_path)
+
+    def inputs(prompt: Sequence[Part]) -> dict[str, Any]:
+        made = with_images((SIDE // 4) ** 2)(prompt)
+        return made | {"token_type_ids": torch.zeros_like(made["input_ids"])}
+
+    check(model, tmp_path, samples(), inputs)
+
+
 def test_internvl_writes_what_it_writes_there_with_one_tile_or_several(tmp_path):
     vision = transformers.InternVLVisionConfig(**TOWER)
     config = transformers.InternVLConfig(vision_config=vision, text_config=QWEN2, image_token_id=IMAGE)
@@ -126,6 +157,14 @@ def test_llava_next_and_onevision_write_what_they_write_there_of_images_in_tiles
     model = saved(variant, *kinds, processor, tmp_path)
     of = lambda prompt: inputs(model, prompt, processor, name == "LlavaOnevision")  # noqa: E731
     check(model, tmp_path, test_any_res.samples(), of)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", test_pixtral.WHOLE)
+def test_pixtral_and_mistral3_write_what_they_write_there_after_images_of_several_sizes(family, tmp_path):
+    model, processor, unit = test_pixtral.made(family, 1, tmp_path)
+    of = lambda prompt: test_pixtral.inputs_of(prompt, processor, unit)  # noqa: E731
+    check(model, tmp_path, test_pixtral.samples(unit), of, test_pixtral.TOKENS)
 
 
 @pytest.mark.default_cases("qwen3", "qwen3_5")

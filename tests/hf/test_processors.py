@@ -11,14 +11,20 @@ import pytest
 from image_shapes import picture
 from PIL import Image
 from transformers import WhisperFeatureExtractor
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from mmjax.config import DynamicTiles, FixedSize, SmartResize, WhisperMel
 from mmjax.data.media.audio_features import whisper_log_mel
@@ -27,10 +33,13 @@ from mmjax.data.media.patches import patchify
 from mmjax.errors import UserError
 from mmjax.hf.processors import IMAGENET_MEAN, IMAGENET_STD, read_audio_processing, read_image_processing
 
+PAN = {"do_pan_and_scan": True, "size": {"height": 30, "width": 42}, "pan_and_scan_min_crop_size": 1}
+PAN |= {"pan_and_scan_max_num_crops": 5, "pan_and_scan_min_ratio_to_activate": 1.2}
 SHAPES = ((60, 90), (91, 37), (1, 40), (512, 640))
 LARGE = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 PROCESSORS = {
     "CLIPImageProcessor": (CLIPImageProcessorPil, LARGE),
+    "BitImageProcessor": (BitImageProcessorPil, LARGE),
     "SiglipImageProcessor": (SiglipImageProcessorPil, {"size": {"height": 48, "width": 40}, "resample": 2}),
     "LlavaImageProcessor": (LlavaImageProcessorPil, LARGE | {"do_pad": True, "image_mean": [0.1, 0.9, 0.5]}),
     "LlavaNextImageProcessor": (
@@ -45,6 +54,20 @@ PROCESSORS = {
         Qwen2VLImageProcessorPil,
         {"size": {"shortest_edge": 1024, "longest_edge": 9000}, "patch_size": 16, "image_mean": [0.5, 0.5, 0.5]},
     ),
+    "Glm4vImageProcessor": (
+        Glm4vImageProcessorPil,
+        {"size": {"shortest_edge": 4096, "longest_edge": 30_001}, "patch_size": 12, "merge_size": 3},
+    ),
+    "Glm46VImageProcessor": (Glm46VImageProcessorPil, {"size": {"shortest_edge": 2048, "longest_edge": 90_000}}),
+    "Idefics3ImageProcessor": (
+        Idefics3ImageProcessorPil,
+        {"size": {"longest_edge": 90}, "max_image_size": {"longest_edge": 28}},
+    ),
+    "SmolVLMImageProcessor": (
+        SmolVLMImageProcessorPil,
+        {"size": {"longest_edge": 101}, "max_image_size": {"longest_edge": 42}},
+    ),
+    "PixtralImageProcessor": (PixtralImageProcessorPil, {"size": {"longest_edge": 100}, "patch_size": 8}),
     "Gemma3ImageProcessor": (Gemma3ImageProcessorPil, {"size": {"height": 40, "width": 40}}),
     "GotOcr2ImageProcessor": (
         GotOcr2ImageProcessorPil,
@@ -111,6 +134,14 @@ def test_fields_that_are_missing_or_null_are_the_processors_own_defaults(name, s
         ("LlavaImageProcessor", {"do_pad": True, "size": {"height": 40, "width": 50}, "do_center_crop": False}),
         ("Qwen2VLImageProcessor", {"min_pixels": 900, "max_pixels": 5000, "merge_size": 1}),
         ("Qwen2VLImageProcessor", {"min_pixels": 900, "size": {"shortest_edge": 5, "longest_edge": 6000}}),
+        ("PixtralImageProcessor", {"size": {"height": 70, "width": 90}, "patch_size": {"height": 7, "width": 7}}),
+        ("PixtralImageProcessor", {"size": 44, "do_pad": False}),
+        ("Idefics3ImageProcessor", {"do_image_splitting": False, "max_image_size": {"longest_edge": 40}}),
+        ("Idefics3ImageProcessor", {"size": {"height": 60, "width": 50}, "max_image_size": {"longest_edge": 40}}),
+        ("SmolVLMImageProcessor", {"do_resize": False, "max_image_size": {"longest_edge": 300}, "resample": 3}),
+        ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_crop_size": 16}),
+        ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_crop_size": 30, "pan_and_scan_max_num_crops": 2}),
+        ("Gemma3ImageProcessor", PAN | {"pan_and_scan_min_ratio_to_activate": 1.5, "resample": 3}),
         ("GotOcr2ImageProcessor", {"size": 44}),
         ("GotOcr2ImageProcessor", {"size": 44, "crop_to_patches": True, "max_patches": 1}),
         ("LlavaNextImageProcessor", {"size": 224, "image_grid_pinpoints": [[224, 448]], "do_resize": False}),
@@ -161,7 +192,7 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("BitImageProcessor", {}, "image_processor_type='BitImageProcessor': known are CLIPImageProcessor"),
+        ("ViTImageProcessor", {}, "image_processor_type='ViTImageProcessor': known are CLIPImageProcessor"),
         ("CLIPImageProcessor", {"do_pad": True}, "do_pad=True: only LlavaImageProcessor pads"),
         ("CLIPImageProcessor", {"use_square_size": True}, "use_square_size=True: give height and width"),
         ("CLIPImageProcessor", {"size": {"longest_edge": 9}}, "size={'longest_edge': 9}: give height and width, or"),
@@ -177,6 +208,14 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
         ("Qwen2VLImageProcessor", {"size": 500}, "size=500: give shortest_edge and longest_edge"),
         ("Qwen2VLImageProcessor", {"size": {"shortest_edge": 500}}, "give longest_edge, in pixels"),
         ("Qwen2VLImageProcessor", {"patch_size": 0}, "patch_size=0: give a whole number above 0"),
+        ("Idefics3ImageProcessor", {"max_image_size": 40}, "max_image_size=40: give longest_edge, in pixels of a tile"),
+        ("SmolVLMImageProcessor", {"size": {"shortest_edge": 9}}, "size={'shortest_edge': 9}: give height and width"),
+        ("PixtralImageProcessor", {"do_resize": False}, "do_resize=False: images that are not whole tokens"),
+        ("PixtralImageProcessor", {"do_center_crop": True}, "do_center_crop=True: images are not cropped"),
+        ("PixtralImageProcessor", {"size": {"shortest_edge": 9}}, "size={'shortest_edge': 9}: give height and width"),
+        ("PixtralImageProcessor", {"patch_size": {"height": 7, "width": 8}}, "give one whole number above 0"),
+        ("Gemma3ImageProcessor", {"do_pan_and_scan": True}, "pan_and_scan_min_crop_size=None: give a whole number"),
+        ("Gemma3ImageProcessor", PAN | {"do_resize": False}, "do_resize=False: an image and its crops must be of one"),
         ("GotOcr2ImageProcessor", {"size": {"shortest_edge": 9}}, "size={'shortest_edge': 9}: give height and width"),
         ("LlavaNextImageProcessor", {"size": 336}, "size and crop_size the same; crop_size is {'height': 224"),
         ("LlavaNextImageProcessor", {"image_grid_pinpoints": [[300, 448]]}, "in multiples of size, 224"),

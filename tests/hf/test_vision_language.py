@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from parity import loaded, random_model
-from parity_samples import check_samples, check_ten_steps, is_text
+from parity_samples import Given, check_packed, check_samples, check_ten_steps, is_text, packed_source
 from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPVisionConfig,
@@ -23,6 +23,7 @@ from transformers import (
     InternVLVisionConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PaliGemmaForConditionalGeneration,
     SiglipVisionConfig,
 )
 
@@ -59,7 +60,7 @@ def samples(side=SIDE, seed=0):
     ]
 
 
-def theirs(tokens_per_image, token_types=False):
+def theirs(tokens_per_image, token_types=False, prefix=False):
     def logits(model, sample):
         tokens = [part if is_text(part) else np.full(tokens_per_image, IMAGE) for part in sample]
         images = [(part / 255 - MEAN) / STD for part in sample if not is_text(part)]
@@ -69,6 +70,9 @@ def theirs(tokens_per_image, token_types=False):
         ids = torch.tensor(np.concatenate(tokens))[None].long()
         if token_types:  # by which Gemma knows which tokens are an image's
             inputs["token_type_ids"] = (ids == IMAGE).long()
+        if prefix:  # by which PaliGemma knows where the answer begins: its last part, or behind its first token
+            answer = len(tokens[-1]) if tokens[1:] else len(tokens[0]) - 1
+            inputs["token_type_ids"] = (torch.arange(ids.shape[1]) >= ids.shape[1] - answer).long()[None]
         return model(input_ids=ids, use_cache=False, **inputs).logits[0]
 
     return logits
@@ -119,6 +123,20 @@ def test_gemma3_is_what_transformers_makes_of_it_and_its_images_attend_both_ways
     side = config.vision_config.image_size
     save(model, tmp_path, side)
     check_samples(model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True))
+
+
+@pytest.mark.default_cases("0", "1")
+@pytest.mark.parametrize("seed", range(12))
+def test_paligemma_is_what_transformers_makes_of_it_and_its_prompts_attend_both_ways(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    config = drawn.paligemma(rng, VOCAB, image_token_index=IMAGE)
+    model = random_model(config, PaliGemmaForConditionalGeneration)
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    save(model, tmp_path, side)
+    ours, params, read = loaded(tmp_path)
+    pieces = samples(side)
+    made = packed_source(read, Given(pieces, trained="last"))
+    check_packed(model, ours, params, made, pieces, theirs((side // patch) ** 2, prefix=True))
 
 
 @pytest.mark.exhaustive

@@ -26,7 +26,7 @@ RULES = replace(ShardingRules(), context_attention="gather")
 
 def gradients(backend, scoring):
     def loss(q, k, v, mask, weight):
-        plan = plan_attention(mask, backend, q.shape[3], (q.shape[2], k.shape[2]))
+        plan = plan_attention(mask, backend, q.shape[3], (q.shape[2], k.shape[2]), q.dtype)
         out = attention(q, k, v, mask, backend, scoring, plan)
         return (out * weight).sum(), out
 
@@ -114,7 +114,7 @@ def test_a_device_is_sent_hardly_more_than_its_queries_may_attend():
     order = token_order(rank, length, block)[0]
     of_row = MaskSpec(*(jnp.asarray(field[order][None]) for field in mask))
     with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RULES, "ragged"):
-        plan = jax.jit(lambda mask: plan_attention(mask, "blockwise", 8, (4, 2)))(of_row)
+        plan = jax.jit(lambda mask: plan_attention(mask, "blockwise", 8, (4, 2), jnp.dtype("float32")))(of_row)
     owner = np.repeat(rank, block)
     attended = visible_keys(mask, owner, devices) & (owner != np.arange(devices)[:, None])
     assert attended.sum() <= plan.needed.size.sum() <= 1.05 * attended.sum()

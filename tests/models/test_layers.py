@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mmjax.models import layers
 from mmjax.models.layers import ACTIVATIONS, MLP, LayerNorm, Linear, RMSNorm
 
 
@@ -93,3 +94,22 @@ def test_a_norm_has_the_gradients_of_its_formula(norm):
 
     for found, wanted in zip(gradients(function), gradients(formula), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_mlp_padded_for_a_gpu_has_the_outputs_and_gradients_of_one_that_is_not(gated, monkeypatch):
+    mlp = MLP(16, 36, 16, "silu", nnx.Rngs(0), gated=gated, biases=("gate", "up", "down"))
+    mlp.up.bias[...] += 0.5
+    for linear in (mlp.up, mlp.down):
+        linear.lora = Linear(*linear.weight.shape, linear.axes, nnx.Rngs(2))
+    x = jax.random.normal(jax.random.key(1), (5, 16))
+
+    def results() -> tuple[nnx.State, jax.Array, jax.Array]:
+        loss = lambda mlp, x: (mlp(x) ** 2).sum()  # noqa: E731
+        return mlp(x), *nnx.grad(loss, argnums=(0, 1))(mlp, x)
+
+    expected = results()
+    assert layers.hidden_padding(36) == 0
+    monkeypatch.setattr(layers, "platform", lambda: "cuda")
+    assert [layers.hidden_padding(width) for width in (36, 3420, 3424)] == [92, 36, 0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), results(), expected)

@@ -105,7 +105,7 @@ def test_a_grid_is_stretched_from_corner_to_corner():
     table = np.asarray(params["encoders"]["vision"]["embed"]["positions"]["weight"]).reshape(3, 3, -1)
     module = model.module(params).encoders["vision"].embed
     items = pack([[random_sample(np.random.default_rng(0), [(5, 2)])]], {"llm": 3, "vision": 16}, encoders=("vision",))
-    got = np.asarray(interpolate_positions(module.positions, 3, items.items["vision"]))[0]
+    got = np.asarray(interpolate_positions(module.positions, StretchedGrid(3), items.items["vision"]))[0]
     row, column = np.asarray(items.items["vision"].coordinates[0, :, 1:]).T
     valid = np.asarray(items.items["vision"].item[0]) >= 0
     for y, x, vector in zip(row[valid], column[valid], got[valid], strict=True):

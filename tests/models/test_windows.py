@@ -29,8 +29,8 @@ TOWER = VisionConfig(
 Grids = list[tuple[int, int]]  # rows and columns of the patches of a row's images
 
 
-def build(config: VisionConfig) -> VisionEncoder:
-    return VisionEncoder(config, plan_stacks(config.layers, "none"), jnp.dtype(jnp.float32), nnx.Rngs(0))
+def build(config: VisionConfig, dtype: str = "float32") -> VisionEncoder:
+    return VisionEncoder(config, plan_stacks(config.layers, "none"), jnp.dtype(dtype), nnx.Rngs(0))
 
 
 def pack_images(config: VisionConfig, length: int, rows: list[Grids]) -> ItemBatch:
@@ -155,7 +155,7 @@ def visited(mask: MaskSpec, plan: BlockPlan, tiles: Tiles) -> tuple[int, int]:
 @pytest.mark.parametrize("length", [16_384, 32_768])
 def test_most_pairs_in_the_blocks_that_windowed_layers_visit_are_allowed(length):
     rng = np.random.default_rng(0)
-    encoder = build(TOWER)
+    encoder = build(TOWER, "bfloat16")
     items = pack_images(TOWER, length, [random_grids(rng, length) for _ in range(4)])
     context = jax.jit(encoder.context)(items)
     tiles = tiles_for(8, length, encoder.max_block).forward

@@ -16,10 +16,13 @@ import pytest
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import (
+    AlternatingGrid,
     AudioConfig,
     ConnectorConfig,
     DecoderConfig,
     DeltaNetConfig,
+    FractionalGrid,
+    LearnedGrid,
     LogMel,
     ModelConfig,
     Remat,
@@ -42,6 +45,9 @@ from mmjax.planning.flops import (
 from mmjax.planning.work import useful_work
 from mmjax.runtime.losses import losses_in_chunks
 
+GLM = ConnectorConfig(
+    mlp_width=20, norm="none", biases=(), merger_width=12, merger_bias=True, projection=True, gated=True
+)
 MODULES = ("llm", "vision", "vision.connector", "audio", "audio.connector")
 FROZEN = [
     frozenset(),
@@ -390,6 +396,7 @@ def test_delta_nets_need_work_in_proportion_to_tokens_and_attention_only_in_its_
         {},
         {"tied": False, "biases": ("query", "key", "value"), "qk_norm": "head"},
         {"biases": ("output", "gate", "up", "down"), "post_norms": True},
+        {"norm": "layer", "gated": False, "learned_positions": 40, "first_position": 2, "biases": ("up", "down")},
         {"layers": 7, "delta_net": DELTA_NET, "attention_gate": True, "biases": ("query",), "qk_norm": "head"},
     ],
 )
@@ -410,8 +417,12 @@ def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
     [
         {"frames": 2, "norm": "rms", "gated": True, "window": 4, "windowed": (0, 2)},
         {"positions": StretchedGrid(5), "deepstack": (0, 1), "head_norm": False},
+        {"positions": LearnedGrid(5, 5, interpolation="bicubic"), "class_token": True, "registers": 3},
         {"norm": "rms", "head_norm_type": "layer"},
         {"head_norm_type": "rms"},
+        {"positions": AlternatingGrid(), "connector": ConnectorConfig(mlp_width=20, norm="rms", merger_width=12)},
+        {"embed_norm": True, "embed_norm_first": True, "connector": GLM},
+        {"positions": FractionalGrid(3), "connector": ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=())},
     ],
 )
 def test_parameters_of_other_towers_are_those_of_the_built_model(vision: dict) -> None:

@@ -128,6 +128,8 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
     patches have the same rows and columns, and times of their own, behind which text goes on as its `text_after` says.
     A token is the target of the one before it in its own branch; items stand in branch 0, so an item's last token
     predicts the text after it there.
+
+    With `items` "prefix" all that precedes the first trained token is one span, which attends both ways (PaliGemma).
     """
     lengths = _checked_lengths(sample, arrays, places, len(row.token))
     position: dict[int, int] = {0: 0}  # of the next token in each branch
@@ -136,7 +138,8 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
     begin = 0
     for segment, n in zip(sample.segments, lengths, strict=True):
         branch = segment.branch if isinstance(segment, Text) else 0
-        grid = places[segment.number].grid if isinstance(segment, Item) else None
+        whole = isinstance(segment, Item) and segment.part is None
+        grid = places[segment.number].grid if whole else None
         together = isinstance(segment, Item) and bool(segment.patch and arrays.axes)
         if not together:  # else it begins where the piece of the video before it did
             begin = position.get(branch, position[0]) if segment.start is None else segment.start
@@ -160,6 +163,22 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
         offset += n
         if n:
             last[branch] = offset - 1
+    if arrays.items == "prefix":
+        row.span[: _prefix(sample, lengths)] = first_span + 1
+
+
+def _prefix(sample: Sample, lengths: Sequence[int]) -> int:
+    """Count the tokens of branch 0 before the first that is trained on."""
+    count = 0
+    for segment, n in zip(sample.segments, lengths, strict=True):
+        if isinstance(segment, Text):
+            if segment.branch:
+                break
+            trained = np.flatnonzero(segment.weights)
+            if len(trained):
+                return count + int(trained[0])
+        count += n
+    return count
 
 
 def _write_text(row: TextBatch, span: slice, text: Text, arrays: Arrays, previous: int | None) -> None:
@@ -189,10 +208,10 @@ def _write_tokens(
     encoder = segment.encoder
     item_places = places[segment.number : segment.number + _items(segment)]
     item_slots = np.concatenate([np.arange(place.slot, place.slot + place.tokens) for place in item_places])
-    if isinstance(segment, Item) and segment.part:
-        item_slots = item_slots[slice(*segment.part)]
     slots = item_slots[:, None]
     shares = np.ones((1, 1), np.float32)
+    if isinstance(segment, Item) and segment.part:
+        slots = slots[slice(*segment.part)]
     if isinstance(segment, ArrangedItems):
         codes = np.array([item_places[0].newline, PADDING])  # at the end, as NEWLINE and NO_TOKEN count from there
         slots = np.concatenate([item_slots, codes])[segment.tokens.token]
@@ -205,7 +224,7 @@ def _write_tokens(
         into[span] = slots[:, 0]
     row.kind[span] = arrays.bit(encoder)
     row.sees[span] = 0 if arrays.items == "isolated" else _everyone(arrays)
-    row.span[span] = 0 if arrays.items == "causal" else group
+    row.span[span] = group if arrays.items in ("bidirectional", "isolated") else 0
 
 
 def _items(segment: Item | ArrangedItems) -> int:

@@ -13,11 +13,24 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 from PIL import Image
 
-from mmjax.config import AnyRes, AsIs, DynamicTiles, Filter, FixedSize, ImagePreparation, MediaLimits, SmartResize
+from mmjax.config import (
+    AnyRes,
+    AsIs,
+    DynamicTiles,
+    Filter,
+    FixedSize,
+    ImagePreparation,
+    MediaLimits,
+    PanAndScan,
+    PixtralResize,
+    SmartResize,
+    SplitTiles,
+)
 from mmjax.errors import BadMedia
 
 Size = tuple[int, int]  # height, width
@@ -87,6 +100,16 @@ class LazyImage:
         parts = [part for row in np.split(self.pixels, rows) for part in np.split(row, columns, axis=1)]
         return tuple(self._replaced(tile, part) for part in parts)
 
+    def slices(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
+        """Cut into a grid of parts, row by row, whose last ones are smaller where the sides do not divide."""
+        height, width = (-(-side // count) for side, count in zip(self.size, (rows, columns), strict=True))
+        parts = []
+        for y, x in product(range(0, self.size[0], height), range(0, self.size[1], width)):
+            size = min(height, self.size[0] - y), min(width, self.size[1] - x)
+            pixels = None if self.pixels is None else self.pixels[y : y + height, x : x + width]
+            parts.append(self._replaced(size, pixels))
+        return tuple(parts)
+
     def _centred(self, canvas: Size, color: tuple[int, ...]) -> LazyImage:
         self._check(canvas)
         if self.pixels is None:
@@ -108,6 +131,7 @@ class LazyImage:
 
 BeforeEncoder = Callable[[LazyImage, int], Sequence[LazyImage]]  # (image, images in its sample) -> items
 
+MAX_SIDE = 4096  # pixels that Idefics3's resizing makes at most
 MAX_ASPECT = 200  # longer side / shorter side, in Qwen-VL's resizing
 
 
@@ -124,6 +148,12 @@ def before_encoder(config: ImagePreparation) -> BeforeEncoder:
             return partial(dynamic_tiles, config)
         case AnyRes():
             return partial(anyres_tiles, config)
+        case SplitTiles():
+            return partial(split_tiles, config)
+        case PixtralResize():
+            return partial(pixtral_resize, config)
+        case PanAndScan():
+            return partial(pan_and_scan, config)
 
 
 def prepared_sizes(
@@ -195,11 +225,105 @@ def anyres_tiles(config: AnyRes, picture: LazyImage, images: int) -> tuple[LazyI
     return (picture.resized(tile, config.filter), *tiles)
 
 
+def pixtral_resize(config: PixtralResize, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Prepare one item that fits the box, each side rounded up to whole tokens.
+
+    Raises BadMedia for an image so narrow that nothing is left of a side.
+    """
+    ratio = max(side / limit for side, limit in zip(picture.size, config.box, strict=True))
+    size = tuple(math.floor(side / ratio) for side in picture.size) if ratio > 1 else picture.size
+    if not min(size):
+        raise BadMedia(f"an image of {picture.size[0]} x {picture.size[1]} pixels is too narrow to fit {config.box}")
+    rows, columns = (-(-side // config.unit) for side in size)
+    return (picture.resized((rows * config.unit, columns * config.unit), config.filter),)
+
+
+def split_tiles(config: SplitTiles, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Cut an image, resized to whole tiles, followed by the whole of it; one that is a single tile is that alone."""
+    tile = config.tile, config.tile
+    if len(config.resize) == 2:
+        picture = picture.resized((config.resize[0], config.resize[1]), config.filter)
+    elif config.resize:
+        picture = picture.resized(_long_edge_size(picture.size, config.resize[0]), config.filter)
+    if not config.split:
+        return (picture.resized(tile, config.filter),)
+    rows, columns = _whole_tiles(picture.size, config.tile)
+    picture = picture.resized((rows * config.tile, columns * config.tile), config.filter)
+    if rows * columns == 1:
+        return (picture,)
+    return (*picture.cut(rows, columns), picture.resized(tile, config.filter))
+
+
+def split_grid(config: SplitTiles, size: Size) -> tuple[int, int]:
+    """Return rows and columns of an image's tiles; (0, 0) where it is one alone."""
+    if not config.split:
+        return 0, 0
+    resize = config.resize
+    if resize:
+        size = (resize[0], resize[1]) if len(resize) == 2 else _long_edge_size(size, resize[0])
+    grid = _whole_tiles(size, config.tile)
+    return (0, 0) if grid == (1, 1) else grid
+
+
+def _long_edge_size(size: Size, edge: int) -> Size:
+    """Compute the size of an image whose longest edge becomes `edge`; the other is even, as in transformers."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        short = int(edge / ratio)
+        height, width = max(short + short % 2, 1), edge
+    else:
+        short = int(edge * ratio)
+        height, width = edge, max(short + short % 2, 1)
+    ratio = width / height
+    if width >= height and width > MAX_SIDE:
+        height, width = int(MAX_SIDE / ratio), MAX_SIDE
+    elif height > width and height > MAX_SIDE:
+        height, width = MAX_SIDE, int(MAX_SIDE * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def _whole_tiles(size: Size, tile: int) -> tuple[int, int]:
+    """Return rows and columns of the tiles that cover an image when its longer side is enlarged to whole ones."""
+    height, width = size
+    ratio = width / height
+    if width >= height:
+        columns = math.ceil(width / tile)
+        return math.ceil(int(columns * tile / ratio) / tile), columns
+    rows = math.ceil(height / tile)
+    return rows, math.ceil(int(rows * tile * ratio) / tile)
+
+
+def pan_and_scan(config: PanAndScan, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Prepare the whole image, then its crops along the longer side."""
+    crops = crop_count(config, picture.size)
+    landscape = picture.size[1] >= picture.size[0]
+    parts = picture.slices(1 if landscape else crops, crops if landscape else 1) if crops else ()
+    size = config.resize[0], config.resize[1]
+    return tuple(part.resized(size, config.filter) for part in (picture, *parts))
+
+
+def crop_count(config: PanAndScan, size: Size) -> int:
+    """Choose how many crops an image has: as many squares as its longer side holds, at least 2; 0: none at all.
+
+    With max_crops=4, 300 x 1000 pixels have 3 crops of 300 x 334 pixels.
+    """
+    short, long = sorted(size)
+    if long / short < config.min_ratio:
+        return 0
+    crops = min(math.floor(long / short + 0.5), long // config.min_crop)
+    crops = min(max(crops, 2), config.max_crops)
+    return crops if min(short, -(-long // crops)) >= config.min_crop else 0
+
+
 def smart_size(config: SmartResize, size: Size) -> Size:
     """Compute Qwen-VL's size of an image: whole merge windows, about its own shape, within the bounds on pixels.
 
     Raises BadMedia where one side is more than 200 times the other.
     """
+    if config.frames:
+        bounds = config.min_pixels, config.max_pixels
+        return smart_size_of_frames(size, config.patch * config.merge, bounds, config.frames, config.frames)
     height, width = size
     if max(size) / min(size) > MAX_ASPECT:
         raise BadMedia(f"an image of {height} x {width} pixels: one side is more than {MAX_ASPECT} times the other")
@@ -235,6 +359,33 @@ def tile_grid(config: DynamicTiles, size: Size) -> tuple[int, int]:
             best_distance = distance
             best = (rows, columns)
     return best
+
+
+def smart_size_of_frames(size: Size, unit: int, bounds: tuple[int, int], frames: int, group: int) -> Size:
+    """Compute the size of each frame of a video, or of a still image that counts as some, as for Qwen3-VL and GLM-4.1V.
+
+    Whole tokens of `unit` pixels a side, about its own shape, within the bounds on the pixels of all frames; these are
+    compared for whole groups of frames. Raises BadMedia where one side is more than 200 times the other.
+    """
+    min_pixels, max_pixels = bounds
+    height, width = size
+    if min(size) < unit:
+        grow = max(unit / height, unit / width)
+        height = int(height * grow)
+        width = int(width * grow)
+    if max(height, width) / min(height, width) > MAX_ASPECT:
+        raise BadMedia(f"{size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other")
+    rows = round(height / unit)
+    columns = round(width / unit)
+    # Compared for whole groups, and scaled for the frames themselves.
+    pixels = max(round(frames / group), 1) * group * rows * columns * unit * unit
+    if pixels > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
+        rows, columns = (max(1, math.floor(side / shrink / unit)) for side in (height, width))
+    elif pixels < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
+        rows, columns = (math.ceil(side * grow / unit) for side in (height, width))
+    return rows * unit, columns * unit
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import COLUMN, ROW, TIME
-from mmjax.config import AudioConfig, LearnedGrid, LogMel, NoVideo, VisionConfig
+from mmjax.config import AlternatingGrid, AudioConfig, FractionalGrid, LearnedGrid, LogMel, NoVideo, VisionConfig
 from mmjax.config.model import CONV_STRIDE, Encoder
 from mmjax.data.media.audio_features import clip_size, log_mel_frames
 from mmjax.errors import BadMedia
@@ -22,7 +22,7 @@ class ItemSize(NamedTuple):
 
     positions: int  # in the encoder, padded to whole merge windows (vision) or to the total stride (audio)
     tokens: int  # in the LLM
-    valid: int  # positions that hold data: patches and the class token, or frames that the convolutions read
+    valid: int  # positions that hold data: patches, class token and registers, or frames that the convolutions read
 
 
 class EncoderInput(NamedTuple):
@@ -42,11 +42,11 @@ def positions_per_token(encoder: VisionConfig | AudioConfig) -> int:
 def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
     """Return how many tokens at the end of each item the encoder computes but the LLM does not see.
 
-    For images that is the class token's window; for clips one token for the silence after them, or for positions too
-    few to be pooled.
+    For images those are the windows of the class token and registers; for clips one token for the silence after them,
+    or for positions too few to be pooled.
     """
     if isinstance(encoder, VisionConfig):
-        return int(encoder.class_token)
+        return -(-encoder.own_tokens // encoder.connector.merge**2)
     how = encoder.clips
     return int(encoder.pool > 1 or (not isinstance(how, LogMel) and how.attended == "clip"))
 
@@ -71,10 +71,11 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
         size = size[-2:]
         height, width = patch_grid(encoder, size)
         _check_grid(encoder, size, height, width)
+        _check_windows(encoder, size, height, width)
         _check_positions(encoder, size, max(-(-height // merge), -(-width // merge)))
         windows = -(-height // merge) * -(-width // merge)
         hidden = hidden_tokens(encoder)
-        return ItemSize((windows + hidden) * merge * merge, windows, height * width + hidden)
+        return ItemSize((windows + hidden) * merge * merge, windows, height * width + encoder.own_tokens)
     clip = clip_size(encoder, size[0])
     # Pooling drops a remainder, as average pooling does; merging pads one.
     tokens = -(-(clip.positions // encoder.pool) // merge)
@@ -93,11 +94,11 @@ def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, 
 def patch_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int]:
     """Return rows and columns of the patches of an image of (height, width) in pixels.
 
-    With a learned grid of positions only whole patches count, as in the convolutions of CLIP, SigLIP and InternViT: the
-    remainder at the bottom and the right is dropped. Otherwise the last patches are padded with black.
+    With a learned grid of positions only whole patches count, as in the convolutions of CLIP, SigLIP and InternViT, and
+    of Pixtral: the remainder at the bottom and the right is dropped. Otherwise the last patches are padded with black.
     """
     # Convolutions with stride = patch drop a remainder.
-    if isinstance(encoder.positions, LearnedGrid):
+    if isinstance(encoder.positions, LearnedGrid | AlternatingGrid | FractionalGrid):
         return size[0] // encoder.patch, size[1] // encoder.patch
     return -(-size[0] // encoder.patch), -(-size[1] // encoder.patch)
 
@@ -106,10 +107,22 @@ def _check_grid(encoder: VisionConfig, size: tuple[int, ...], height: int, width
     grid = encoder.positions
     if not min(height, width):
         raise BadMedia(f"an image of {size[0]} x {size[1]} pixels has not one patch of {encoder.patch}")
-    if isinstance(grid, LearnedGrid) and (height > grid.rows or width > grid.columns):
+    if not isinstance(grid, LearnedGrid) or grid.interpolation != "none":
+        return
+    if height > grid.rows or width > grid.columns:
         raise BadMedia(
             f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, the encoder learned positions "
             f"of {grid.rows} x {grid.columns}; prepare images smaller"
+        )
+
+
+def _check_windows(encoder: VisionConfig, size: tuple[int, ...], height: int, width: int) -> None:
+    merge = encoder.connector.merge
+    # Mistral 3 drops what is no whole window behind its tower, which has seen it, and Idefics3 refuses it.
+    if isinstance(encoder.positions, AlternatingGrid | FractionalGrid) and (height % merge or width % merge):
+        raise BadMedia(
+            f"an image of {size[0]} x {size[1]} pixels has {height} x {width} patches, which are no whole squares of "
+            f"{merge} x {merge}; prepare images in whole squares"
         )
 
 
@@ -141,7 +154,7 @@ def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Enc
         if repeats * len(frames) * encoder.patch**2 * encoder.channels != encoder.patch_values:
             raise ValueError(f"it has {len(frames)} frames; the encoder takes {encoder.frames} of a video at a time")
         item = parts[0]._replace(values=np.concatenate([part.values for part in parts] * repeats, axis=1))
-        return _with_class_token(item, encoder.connector.merge) if encoder.class_token else item
+        return _with_own_tokens(item, encoder) if encoder.class_token else item
     frames = log_mel_frames(encoder, array)
     positions = item_size(encoder, array.shape).positions
     values = np.zeros((positions, encoder.mels), np.float32)
@@ -184,12 +197,13 @@ def patchify(image: np.ndarray, patch: int, merge: int) -> np.ndarray:
     return windows.reshape(-1, patch * patch * channels)
 
 
-def _with_class_token(item: EncoderInput, merge: int) -> EncoderInput:
-    """Append one window: the class token, whose row and column are -1, and padding."""
-    window = merge * merge
-    values = np.concatenate([item.values, np.zeros((window, item.values.shape[1]), np.uint8)])
-    coordinates = np.concatenate([item.coordinates, np.tile(np.int32([[0, -1, -1]]), (window, 1))])
-    return EncoderInput(values, coordinates, np.concatenate([item.valid, np.arange(window) == 0]))
+def _with_own_tokens(item: EncoderInput, encoder: VisionConfig) -> EncoderInput:
+    """Append windows with the class token, the registers and padding: in row -1, and in columns -1, -2, .."""
+    number = np.arange(hidden_tokens(encoder) * encoder.connector.merge**2, dtype=np.int32)
+    values = np.concatenate([item.values, np.zeros((len(number), item.values.shape[1]), np.uint8)])
+    places = np.stack([np.zeros_like(number), np.full_like(number, -1), -1 - number], axis=1)
+    coordinates = np.concatenate([item.coordinates, places])
+    return EncoderInput(values, coordinates, np.concatenate([item.valid, number < encoder.own_tokens]))
 
 
 @functools.lru_cache(maxsize=1024)

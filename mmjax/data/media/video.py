@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import io
-import math
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ import numpy as np
 
 from mmjax.config import MediaLimits, Qwen2Video, Qwen3Video, SmartResize, VisionConfig
 from mmjax.data.media.decode import IMAGE_STARTS, VideoHeader, check_media_size, decode_image, read_image_size
-from mmjax.data.media.image_transforms import MAX_ASPECT, LazyImage, Size, smart_size
+from mmjax.data.media.image_transforms import LazyImage, Size, smart_size, smart_size_of_frames
 from mmjax.data.media.matroska import MATROSKA_START, parse_duration, read_matroska_header
 from mmjax.errors import BadMedia, UserError
 
@@ -122,31 +121,10 @@ def _qwen2_size(how: Qwen2Video, size: Size, merged: int, frames: int, unit: int
 
 
 def _qwen3_size(how: Qwen3Video, size: Size, merged: int, frames: int, unit: int) -> Size:
-    """Compute a frame's size: whole tokens, about its own shape, within the bounds on the pixels of all frames.
-
-    Raises BadMedia where one side is more than 200 times the other.
-    """
     max_pixels = how.max_pixels
     if how.frame_pixels:
         max_pixels = max(min(how.frame_pixels, max_pixels // frames), int(how.min_pixels * 1.05)) * frames
-    height, width = size
-    if min(size) < merged:
-        grow = max(merged / height, merged / width)
-        height = int(height * grow)
-        width = int(width * grow)
-    if max(height, width) / min(height, width) > MAX_ASPECT:
-        raise BadMedia(f"a video of {size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other")
-    rows = round(height / merged)
-    columns = round(width / merged)
-    # Compared for whole temporal patches, and scaled for the frames themselves.
-    pixels = max(round(frames / unit), 1) * unit * rows * columns * merged * merged
-    if pixels > max_pixels:
-        shrink = math.sqrt(frames * height * width / max_pixels)
-        rows, columns = (max(1, math.floor(side / shrink / merged)) for side in (height, width))
-    elif pixels < how.min_pixels:
-        grow = math.sqrt(how.min_pixels / (frames * height * width))
-        rows, columns = (math.ceil(side * grow / merged) for side in (height, width))
-    return rows * merged, columns * merged
+    return smart_size_of_frames(size, merged, (how.min_pixels, max_pixels), frames, unit)
 
 
 # ----------------------------------------------------------------------------------------------------------- headers

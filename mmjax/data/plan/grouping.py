@@ -52,14 +52,15 @@ class Budget:
 def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) -> Budget:
     """Choose rows and shapes of every module for the mixture of sources that `weights` say.
 
-    A sample with more LLM tokens than a microbatch of `batch.size` is not used. Raises UserError where a source that
-    should be drawn from has none left.
+    A sample with more LLM tokens than a microbatch of `batch.size`, or than learned positions, is not used. Raises
+    UserError where a source that should be drawn from has none left.
     """
     batch = config.batch
     modules = ("llm", *config.model.encoders)
     by_tokens = isinstance(batch.size, Tokens)
     # With a batch of tokens no sample may be more than a microbatch; with one of samples all are used.
     longest = batch.size.count // batch.microbatches if by_tokens else int(index.llm_tokens.max(initial=0))
+    longest = min(longest, config.model.llm.max_tokens)
     rows = np.array([batch.rows[m] for m in modules])
     # A row ends where a token of the LLM does.
     alignment = math.lcm(batch.alignment, *index.positions_per_token.tolist())

@@ -245,15 +245,16 @@ class ChatSource:
         if (reason := self._bad.get(index)) is not None:
             raise BadSample(reason)
         tokens = int(self._text.tokens[index])
-        if self._has_video[index] and self._writes_text(index):
-            tokens = text_tokens(self.sample(index))  # also what is written between the frames of its videos
+        if self._may_write_text[index] and self._writes_text(index):
+            tokens = text_tokens(self.sample(index))  # also what is written between the items of its media
         return self._media.facts(index, tokens)
 
     @cached_property
-    def _has_video(self) -> np.ndarray:
-        """Tell which samples have videos, bool `[n]`."""
-        videos = np.concatenate([[0], np.cumsum(self._facts.kind == KINDS.index("video"))])
-        return np.diff(videos[self._facts.start]) > 0
+    def _may_write_text(self) -> np.ndarray:
+        """Tell which samples have media of a kind around whose items text may be written, bool `[n]`."""
+        kinds = [number for number, kind in enumerate(KINDS) if self._processors.writes_text(kind)]
+        media = np.concatenate([[0], np.cumsum(np.isin(self._facts.kind, kinds))])
+        return np.diff(media[self._facts.start]) > 0
 
     def _writes_text(self, index: int) -> bool:
         try:

@@ -23,6 +23,7 @@ from mmjax.data.media.decode import (
     read_image_size,
     resampled_length,
 )
+from mmjax.data.media.image_texts import image_texts, writes_texts
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import Encoders, item_size, token_grid
 from mmjax.data.media.soundtrack import SILENT, decode_sound, read_sound_header
@@ -44,7 +45,7 @@ PROBES: dict[str, Probe] = {
 }
 
 
-# Takes the encoder of each item of each medium, and the text before each item.
+# Takes the encoder of each part of each medium, and the texts around its parts.
 Tokenize = Callable[[Sequence[Sequence[str]], Sequence[Sequence[str]]], Sample]
 # Kind and header's size of each medium of a sample, where sound is read that of a video's behind the video's.
 MediaSizes = Sequence[tuple[str, tuple[int, int]]]
@@ -58,7 +59,8 @@ class MediaItems(NamedTuple):
     tokens: TokenLayout | None = None  # of an image whose tokens are arranged; None: its items' tokens in order
     times: tuple[int, ...] = ()  # rotary positions along t of a video's temporal patches; (): not by position
     text_after: Literal["space", "time"] = "space"  # of such a video: what text behind it goes on behind
-    texts: tuple[str, ...] = ()  # that stands before each of a video's temporal patches; (): none
+    # that stand before each part and behind the last; (): none. A part is an item, or an equal share of its tokens
+    texts: tuple[str, ...] = ()
     sound: Sound | None = None  # of a video, behind its temporal patches
 
     @property
@@ -67,11 +69,38 @@ class MediaItems(NamedTuple):
         frames = tuple((self.encoder, size) for size in self.sizes)
         return frames if self.sound is None else (*frames, (self.sound.encoder, (self.sound.samples,)))
 
+    @property
+    def parts(self) -> int:
+        """Count the places that it has in a text."""
+        if self.texts:
+            return len(self.texts) - 1
+        return 1 if self.tokens is not None else len(self.items)
+
     def count(self, encoders: Encoders) -> int:
         """Count the LLM tokens."""
         if self.tokens is not None:
             return len(self.tokens)
         return sum(item_size(encoders[name], size).tokens for name, size in self.items)
+
+    def segments(self, encoders: Encoders, first: int) -> list[Item | ArrangedItems]:
+        """Return what stands at each of its places; `first` is the number of its first item."""
+        if self.tokens is not None:
+            return [ArrangedItems(self.encoder, first, len(self.sizes), self.tokens)]
+        if self.times:
+            frames = [
+                Item(self.encoder, first + k, patch=k, time=time, text_after=self.text_after)
+                for k, time in enumerate(self.times)
+            ]
+            sound = [] if self.sound is None else [Item(self.sound.encoder, first + len(frames))]
+            return [*frames, *sound]
+        shares = self.parts // len(self.sizes)
+        if shares == 1:
+            return [Item(self.encoder, first + k) for k in range(len(self.sizes))]
+        segments = []
+        for number, size in enumerate(self.sizes, start=first):
+            share = item_size(encoders[self.encoder], size).tokens // shares
+            segments += [Item(self.encoder, number, part=(k * share, (k + 1) * share)) for k in range(shares)]
+        return segments
 
 
 class MediaProcessors:
@@ -106,6 +135,10 @@ class MediaProcessors:
         videos = [encoder.videos for encoder in self.encoders.values() if isinstance(encoder, VisionConfig)]
         return next((how.sound for how in videos if isinstance(how, Qwen2Video) and how.sound), "")
 
+    def writes_text(self, kind: Medium) -> bool:
+        """Tell whether text may be written around the items of media of a kind."""
+        return kind == "video" or (kind == "image" and any(writes_texts(eyes.encoder) for eyes in self._eyes.values()))
+
     def _items(self, kind: Medium, facts: tuple[int, ...], images: int) -> MediaItems:
         """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia.
 
@@ -120,7 +153,8 @@ class MediaProcessors:
             sizes = ((encoder.frames, *video.size),) * (len(video.indices) // encoder.frames)
             how = encoder.videos
             text_after = how.text_after if isinstance(how, Qwen2Video) else "space"
-            frames = MediaItems(name, sizes, times=video.times, text_after=text_after, texts=video.texts)
+            texts = (*video.texts, "") if video.texts else ()
+            frames = MediaItems(name, sizes, times=video.times, text_after=text_after, texts=texts)
             sound = ClipHeader(*facts[2:]) if self.sound and facts[2:] else SILENT
             return frames if sound == SILENT else frames._replace(sound=self._sound(how, sound))
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
@@ -190,18 +224,21 @@ class SampleMedia:
     def place(self, sample: int, tokenize: Tokenize) -> Sample:
         """Tokenize a sample's text and place its items in it. Raises BadMedia."""
         media = self.items(sample)
-        encoders = [[name for name, _ in medium.items] for medium in media]
-        texts = [medium.texts for medium in media]
-        placed = set_video_times(tokenize(encoders, texts), media)
+        encoders = [
+            [medium.encoder] * medium.parts if medium.sound is None else [name for name, _ in medium.items]
+            for medium in media
+        ]
+        tokenized = tokenize(encoders, [medium.texts for medium in media])
+        placed = place_media(tokenized, media, self._processors.encoders)
         number = 0
         for medium in media:
             if medium.sound is not None:
                 placed = interleave_sound(placed, number, medium.times, medium.sound)
             number += len(medium.items)
-        return merge_arranged_items(placed, media)
+        return placed
 
     def writes_text(self, sample: int) -> bool:
-        """Tell whether text is written between a sample's items, which is not counted without them. Raises BadMedia."""
+        """Tell whether text is written around a sample's items, which is not counted without them. Raises BadMedia."""
         return any(medium.texts or medium.sound for medium in self.items(sample))
 
     def item(self, sample: int, number: int) -> np.ndarray:
@@ -253,9 +290,9 @@ class ImageProcessor:
     def items(self, size: tuple[int, int], images: int, limits: MediaLimits = MediaLimits()) -> MediaItems:
         """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
         sizes = prepared_sizes(self.before_encoder, size, images, limits)
-        if self.before_llm is None:
-            return MediaItems(self.name, sizes)
         grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
+        if self.before_llm is None:
+            return MediaItems(self.name, sizes, texts=image_texts(self.encoder, size, grids))
         return MediaItems(self.name, sizes, self.before_llm(size, grids))
 
 
@@ -269,32 +306,13 @@ def text_tokens(sample: Sample) -> int:
     return sum(len(segment.tokens) for segment in sample.segments if isinstance(segment, Text))
 
 
-def set_video_times(sample: Sample, media: Sequence[MediaItems]) -> Sample:
-    """Set the rotary time of every temporal patch of videos whose time is a position."""
-    placed: dict[int, dict[str, Any]] = {}  # fields by item number
-    number = 0
+def place_media(sample: Sample, media: Sequence[MediaItems], encoders: Encoders) -> Sample:
+    """Replace a sample's places, numbered through the parts of all media, with what stands there."""
+    segments: list[Item | ArrangedItems] = []
+    items = 0
     for medium in media:
-        for patch, time in enumerate(medium.times):
-            placed[number + patch] = {"patch": patch, "time": time, "text_after": medium.text_after}
-        number += len(medium.items)
-    if not placed:
-        return sample
-    segments = (replace(s, **placed.get(s.number, {})) if isinstance(s, Item) else s for s in sample.segments)
-    return Sample(tuple(segments))
-
-
-def merge_arranged_items(sample: Sample, media: Sequence[MediaItems]) -> Sample:
-    """Replace the items of each image whose tokens are arranged with one `ArrangedItems` segment."""
-    replacement: dict[
-        int, ArrangedItems | None
-    ] = {}  # by item number; None: covered by the `ArrangedItems` of an earlier item
-    number = 0
-    for medium in media:
-        items = range(number, number + len(medium.items))
-        if medium.tokens is not None:
-            replacement |= dict.fromkeys(items)
-            replacement[number] = ArrangedItems(medium.encoder, number, len(items), medium.tokens)
-        number = items.stop
-    # An image's items follow each other in the sample, so its first item's segment can stand for all of them.
-    segments = (replacement.get(s.number, s) if isinstance(s, Item) else s for s in sample.segments)
-    return Sample(tuple(segment for segment in segments if segment is not None))
+        segments += medium.segments(encoders, items)
+        items += len(medium.items)
+    return Sample(
+        tuple(replace(segments[s.number], start=s.start) if isinstance(s, Item) else s for s in sample.segments)
+    )

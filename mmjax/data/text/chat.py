@@ -81,9 +81,9 @@ class Chat:
     ) -> Sample:
         """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
 
-        `encoders` names, for each medium in order, the encoder of each of its items; `texts` has what is written before
-        each item, where its medium has such text (the times of a video's frames). Raises BadSample where the
-        conversation can't be trained on.
+        `encoders` names, for each medium in order, the encoder of each of its parts; `texts` has what is written before
+        each part and behind the last, where its medium has such text (the times of a video's frames). Raises BadSample
+        where the conversation can't be trained on.
         """
         line = self._line(conversation, texts, encoders)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
@@ -209,8 +209,9 @@ class Chat:
         media = np.flatnonzero(np.isin(encoded.ids, list(self.token.values()))) if self.token else np.empty(0, np.int64)
         if len(media) != len(line.media):
             raise BadSample(f"its tokens have {len(media)} places for {len(line.media)} media")
-        # Multimodal processors tokenize with special tokens, except where the template has written <s> already.
-        has_bos = line.text.startswith(self.tokenizer.named.get("bos_token") or "\0")
+        # Multimodal processors tokenize with special tokens, except where the template has written <s> already; what
+        # users say has none.
+        has_bos = (self.tokenizer.named.get("bos_token") or "\0") in line.text
         around = self.tokenizer.around if self.processor and not has_bos else ((), ())
         for prompt_end in line.prompts:
             self._check_prompt(line.text, encoded, prompt_end)
@@ -299,20 +300,20 @@ def _sample(tokens: Tokens, weights: np.ndarray, items: dict[str, Iterator[list[
 def _numbered(
     conversation: Conversation, encoders: Sequence[Sequence[str]], texts: Sequence[Sequence[str]] = ()
 ) -> dict[str, Iterator[list[Item]]]:
-    """Iterate by kind over the items of each medium, numbered in the conversation's order (a template's may differ).
+    """Iterate by kind over the parts of each medium, numbered in the conversation's order (a template's may differ).
 
-    A medium with texts before its items has a place for each of them.
+    A medium with texts around its parts has a place for each of them.
     """
     media = list(conversation.media())
     if len(media) != len(encoders):
         raise BadSample(f"it has {len(media)} places for media, and {len(encoders)} media")
     items: dict[str, list[list[Item]]] = {medium.kind: [] for medium in media}
     number = 0
-    for medium, names, before in zip(media, encoders, texts or [()] * len(media), strict=True):
+    for medium, names, around in zip(media, encoders, texts or [()] * len(media), strict=True):
         if not names:
             raise BadSample(f"its medium {len(items[medium.kind])} of the kind {medium.kind} has no items")
         placed = [Item(name, number + i) for i, name in enumerate(names)]
-        items[medium.kind] += [[item] for item in placed] if before else [placed]
+        items[medium.kind] += [[item] for item in placed] if around else [placed]
         number += len(names)
     return {kind: iter(items_of_kind) for kind, items_of_kind in items.items()}
 

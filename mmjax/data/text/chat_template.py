@@ -44,8 +44,12 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
     # The texts are those that the families' processors in transformers write, unless the folder names others.
     for family in _families(path, processor):
         match family:
-            case "llava" | "llavanext" | "llavaonevision":
+            case "pixtral" | "mistral3":
+                return {"image": Placeholder(named.get("image_token", "[IMG]"))}
+            case "llava" | "llavanext" | "llavaonevision" | "idefics3" | "smolvlm" | "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
+            case "glm4v" | "glm46v":
+                return {"image": Placeholder(named.get("image_token", "<|image|>"))}
             case "qwen2vl" | "qwen25vl":
                 video = Placeholder(named.get("video_token", "<|video_pad|>"))
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
@@ -86,7 +90,10 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
 
 def _families(path: Path, processor: Mapping[str, object]) -> list[str]:
     """List the names of the model in the folder's files: "Qwen2_5_VLProcessor" and "qwen2_5_vl" become "qwen25vl"."""
-    names = [read_json(path / "config.json", {}).get("model_type")]
+    config = read_json(path / "config.json", {})
+    tower = config.get("vision_config") or {}
+    # Pixtral-12B is a LLaVA but for its tower.
+    names = ["pixtral" if tower.get("model_type") == "pixtral" else config.get("model_type")]
     for config in (processor, read_json(path / "preprocessor_config.json", {}), tokenizer_config(str(path))):
         names.append(config.get("processor_class"))
     return [str(name).replace("_", "").lower().removesuffix("processor") for name in names if name]
@@ -118,7 +125,8 @@ def write_media(
 ) -> TokenizerInput:
     """Replace what the template wrote for each medium, found by `written`, with its token and the text around it.
 
-    texts: by kind, what stands before each item of each medium of the kind; such a medium has a token for each item.
+    texts: by kind, what stands before each part of each medium of the kind, and behind its last part; such a medium has
+    a token for each part.
     sounded: of each video, whether its sound is among its items; empty: of none.
     """
     kind_of = {p.written: kind for kind, p in places.items()}
@@ -140,11 +148,14 @@ def write_media(
         item = prefix + (place.token or place.written) + suffix
         pieces.append(rendered.text[last : match.start()])
         length += match.start() - last
-        for text in (next(remaining[kind]) if kind in remaining else ()) or ("",):
-            pieces.append(text + item)
-            media.append((length, length + len(text) + len(item)))
+        *leading, trailing = (next(remaining[kind]) if kind in remaining else ()) or ("", "")
+        parts = [text + item for text in leading]
+        parts[-1] += trailing
+        for part in parts:
+            pieces.append(part)
+            media.append((length, length + len(part)))
             kinds.append(kind)
-            length += len(text) + len(item)
+            length += len(part)
         last = match.end()
         starts.append(last)
         shifts.append(length - last)
@@ -318,6 +329,30 @@ class Template:
         return begin, begin + len(answer) if answer.endswith(self.special) else end
 
 
+# PaliGemma's folders have none: its processor writes images, <bos>, the prompt and a line break, then the suffix.
+PALIGEMMA = """
+{%- if messages | length > 2 or messages[0]['role'] != 'user' -%}
+    {{ raise_exception('PaliGemma answers one question, and takes nothing else: one of the user, then an answer') }}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message['role'] == 'user' -%}
+        {%- set last = namespace(image=-1) -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'image' -%}{%- set last.image = loop.index0 -%}{%- endif -%}
+        {%- endfor -%}
+        {%- if last.image < 0 -%}{{ bos_token }}{%- endif -%}
+        {%- for part in message['content'] -%}
+            {{- '<image>' if part['type'] == 'image' else part['text'] -}}
+            {%- if loop.index0 == last.image -%}{{ bos_token }}{%- endif -%}
+        {%- endfor -%}
+        {{- '\n' -}}
+    {%- else -%}
+        {{- message['content'] + eos_token -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
+
 def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
     """Load the chat template of a folder with this tokenizer. Raises UserError where there is none that compiles."""
     source, where = template_source(form)
@@ -360,6 +395,8 @@ def template_source(form: ChatFormat) -> tuple[str, str]:
         return path.read_text(encoding="utf-8"), str(path)
     if templates := tokenizer_config(form.folder).get("chat_template"):
         return _default(templates, folder / "tokenizer_config.json")
+    if "paligemma" in _families(folder, read_json(folder / "processor_config.json", {})):
+        return PALIGEMMA, f"of {folder}"
     raise UserError(
         f"{folder} has no chat template (chat_template.jinja); give a Jinja file as chat.template, "
         "such as that of the model's chat version"

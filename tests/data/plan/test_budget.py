@@ -42,6 +42,15 @@ def test_a_budget_below_every_sample_names_the_source_and_the_shortest():
         make_budget(index, config(size=Tokens(159), microbatches=4), [1.0])
 
 
+@pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
+def test_samples_longer_than_learned_positions_are_left_out(grouping):
+    made = config(grouping=grouping)
+    llm = replace(made.model.llm, learned_positions=42, first_position=2)
+    index = index_of(random_texts([40, 41, 39, 12]), made)
+    budget = make_budget(index, replace(made, model=replace(made.model, llm=llm)), [1.0])
+    assert grouper(index, budget=budget, grouping=grouping).oversize.tolist() == [1]
+
+
 def test_a_source_that_is_not_drawn_from_leaves_no_trace_in_the_budget():
     short, long = random_texts([10] * 50), random_texts([900] * 50)
     one = build_index({"short": short}, config().model.encoders)

@@ -19,6 +19,7 @@ from mmjax.config import (
     DataConfig,
     LlavaSource,
     ManifestSource,
+    PanAndScan,
     Placeholder,
     Samples,
     StoredTable,
@@ -76,6 +77,26 @@ def test_the_index_promises_what_is_read(made):
         assert [s for s in segments if isinstance(s, Item)] == [Item("vision", 0)]
         assert source.item(i, 0).shape == (16, 16, 3)
         assert index.llm_tokens[i] == text + 16
+
+
+def test_the_text_between_an_images_crops_is_counted_and_not_trained_on(checkpoint, tmp_path):
+    save_questions(tmp_path, 6)
+    config = config_of(checkpoint, tmp_path)
+    eyes = replace(config.model.encoders["vision"], images=PanAndScan((16, 16), min_crop=12, min_ratio=1.0))
+    config = replace(config, model=replace(config.model, encoders={"vision": eyes}))
+    source = open_sources(config, "train", tmp_path)["chat"]
+    index = build_index({"chat": source}, config.model.encoders)
+    counts = set()
+    for i in range(6):
+        segments = source.sample(i).segments
+        texts, items = ([s for s in segments if isinstance(s, kind)] for kind in (Text, Item))
+        assert index.text_tokens[i] == sum(len(s.tokens) for s in texts)
+        assert [source.item(i, item.number).shape for item in items] == [(16, 16, 3)] * len(items)
+        written = source.chat.tokenizer.decode(np.concatenate([s.tokens for s in texts]))
+        assert ("here are some crops" in written) == (len(items) > 1)
+        assert not any(s.weights.any() for s in texts[:-1])
+        counts.add(len(items))
+    assert counts == {1, 3}
 
 
 def test_only_the_answer_and_its_end_train(made):

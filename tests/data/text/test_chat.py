@@ -25,6 +25,7 @@ from transformers import (
     Gemma3Processor,
     InternVLProcessor,
     LlavaProcessor,
+    PaliGemmaProcessor,
     Qwen2_5_VLProcessor,
     Qwen2AudioProcessor,
     TokenizersBackend,
@@ -34,10 +35,21 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from mmjax.config import AudioConfig, ChatFormat, ConnectorConfig, Placeholder, WhisperMel
+from mmjax.config import (
+    AudioConfig,
+    ChatFormat,
+    ConnectorConfig,
+    PanAndScan,
+    Placeholder,
+    VisionConfig,
+    WhisperMel,
+)
 from mmjax.data.loading.packing import Arrays, pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.media.image_texts import image_texts
+from mmjax.data.media.image_transforms import before_encoder, prepared_sizes
 from mmjax.data.media.patches import item_size
 from mmjax.data.sample import BadSample, Conversation, Item, MediaPlace, Message, Sample, Text, split_markers
 from mmjax.data.sources.chat_files import parse_chat
@@ -718,3 +730,49 @@ def test_the_fingerprint_changes_with_what_changes_tokens_or_weights(tmp_path: P
     }
     assert len(prints) == 4
     assert qwen(tmp_path / "a").fingerprint() in prints
+
+
+@pytest.mark.parametrize("before", ["", "Look: "])
+def test_a_question_and_its_answer_are_tokenized_as_paligemmas_processor_does(tmp_path: Path, before: str) -> None:
+    backend = checkpoints.gemma(("<image>",))
+    tokenizer(backend, **GEMMA).save_pretrained(tmp_path)
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "PaliGemmaProcessor"}')
+    # Its tokenizer adds no <bos> there, and tells an answer's tokens by their type.
+    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A:0 $B:1", special_tokens=[])
+    eyes = SiglipImageProcessorPil(size={"height": 28, "width": 28})
+    eyes.image_seq_length = 4
+    processor = PaliGemmaProcessor(eyes, tokenizer(backend, **GEMMA))
+    question, answer = "What is in the picture?", "A cat sits on a mat."
+    out = processor(images=PICTURES[:1], text=f"{before}<image>{question}", suffix=answer, return_tensors="np")
+    chat = load_chat(ChatFormat(str(tmp_path)))
+    asked = ("user", (*((before,) if before else ()), IMAGE, question))
+    ids, weights = flat(
+        chat.sample(said(asked, ("assistant", answer)), [["vision"]]), [4], chat.tokenizer.id("<image>")
+    )
+    assert ids == out["input_ids"][0].tolist()
+    assert [w > 0 for w in weights] == (out["labels"][0] >= 0).tolist()
+    prompt = flat(chat.prompt(said(asked), [["vision"]]), [4], chat.tokenizer.id("<image>"))[0]
+    assert prompt == processor(images=PICTURES[:1], text=f"{before}<image>{question}")["input_ids"][0]
+    with pytest.raises(BadSample, match="PaliGemma answers one question"):
+        chat.sample(LOOK, [["vision"]] * 3)
+
+
+def test_crops_stand_in_the_text_as_gemmas_processor_writes_them(tmp_path: Path) -> None:
+    processor, _ = gemma_processor()
+    # There the processor's own options win over the image processor's, as a call's would.
+    processor.images_kwargs = processor.images_kwargs | {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+    save_processor(tmp_path, processor)
+    messages = hugging_face(LOOK, PICTURES)
+    out = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="np")
+    chat = load_chat(ChatFormat(str(tmp_path)))
+    how = PanAndScan((28, 28), 16, 4, 1.2)
+    items = [len(prepared_sizes(before_encoder(how), (p.height, p.width))) for p in PICTURES]
+    assert items == [3, 5, 1]
+    encoder = VisionConfig(1, 8, 1, 8, 14, images=how)
+    texts = [image_texts(encoder, (p.height, p.width), [(1, 4)] * n) for p, n in zip(PICTURES, items, strict=True)]
+    sample = chat.sample(LOOK, [["vision"] * n for n in items], texts)
+    ids, weights = flat(sample, [4] * sum(items), chat.tokenizer.id("<image_soft_token>"))
+    assert ids == out["input_ids"][0].tolist()
+    trained_text = chat.tokenizer.decode([i for i, weight in zip(ids, weights, strict=True) if weight])
+    assert "crops" not in trained_text
+    assert "A cat sits on a mat." in trained_text

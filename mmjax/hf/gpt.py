@@ -1,0 +1,129 @@
+"""OPT and GPT-2: decoders with learned positions, LayerNorm and an MLP without a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mmjax.config import Biased, DecoderConfig
+from mmjax.errors import UserError
+from mmjax.hf.folder import Fields, HfFolder
+from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, fused_columns, fused_parts, linear, norm, table
+from mmjax.hf.names import ACTIVATIONS, QKV
+
+BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
+OPT_OFFSET = 2  # entries of its table of positions before that of the first token
+
+
+def _opt(fields: Fields) -> DecoderConfig:
+    # The layout of OPT-350m alone: norms behind each sum, and narrower embeddings.
+    fields.refuse("do_layer_norm_before", True)
+    width = fields.get("hidden_size", int, 768)
+    fields.refuse("word_embed_proj_dim", width)
+    fields.refuse("layer_norm_elementwise_affine", True)
+    fields.refuse("_remove_final_layer_norm", False)
+    heads = fields.get("num_attention_heads", int, 12)
+    return DecoderConfig(
+        attention="auto",
+        layers=fields.get("num_hidden_layers", int, 12),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        mlp_width=fields.get("ffn_dim", int, 3072),
+        vocab=fields.get("vocab_size", int, 50_272),
+        norm="layer",
+        norm_eps=1e-5,
+        activation=fields.choice("activation_function", ACTIVATIONS, "relu"),
+        gated=False,
+        biases=BIASES if fields.get("enable_bias", bool, True) else (),
+        learned_positions=fields.get("max_position_embeddings", int, 2048) + OPT_OFFSET,
+        first_position=OPT_OFFSET,
+        tied=fields.get("tie_word_embeddings", bool, True),
+    )
+
+
+def _gpt2(fields: Fields) -> DecoderConfig:
+    fields.refuse("scale_attn_by_inverse_layer_idx", False)
+    fields.refuse("add_cross_attention", False)
+
+    def size(name: str, fallback: str, default: int) -> int:
+        """Read a size by its own name, or by the one that other families have."""
+        return fields.get(name, int, fields.get(fallback, int, default))
+
+    width = size("n_embd", "hidden_size", 768)
+    heads = size("n_head", "num_attention_heads", 12)
+    return DecoderConfig(
+        attention="auto",
+        layers=size("n_layer", "num_hidden_layers", 12),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        mlp_width=fields.get("n_inner", int, 4 * width),
+        vocab=fields.get("vocab_size", int, 50_257),
+        norm="layer",
+        norm_eps=fields.get("layer_norm_epsilon", float, 1e-5),
+        activation=fields.choice("activation_function", ACTIVATIONS, "gelu_new"),
+        gated=False,
+        biases=BIASES,
+        attention_scale=0.0 if fields.get("scale_attn_weights", bool, True) else 1.0,
+        learned_positions=size("n_positions", "max_position_embeddings", 1024),
+        tied=fields.get("tie_word_embeddings", bool, True),
+    )
+
+
+FAMILIES: dict[str, Callable[[Fields], DecoderConfig]] = {"opt": _opt, "gpt2": _gpt2}
+
+
+def read(fields: Fields) -> DecoderConfig:
+    """The decoder that a config of one of `FAMILIES` says. Raises UserError for what is not supported."""
+    llm = FAMILIES[fields.get("model_type", str)](fields)
+    if llm.width % llm.heads:
+        raise UserError(f"{fields.where}: a width of {llm.width} does not divide into {llm.heads} heads")
+    return llm
+
+
+def gpt_parts(config: DecoderConfig, folder: HfFolder, body: str, output: str) -> TensorNames:
+    """Locate the parameters of a decoder of one of `FAMILIES`, whose tensors begin with `body`."""
+    if f"{body}wte.weight" in folder.tensors:
+        return TensorNames(_gpt2_parts(config, body, output))
+    layer = f"{body}layers.*."
+    attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+    return TensorNames(
+        {
+            "embed": table(f"{body}embed_tokens"),
+            "positions": table(f"{body}embed_positions"),
+            "layers.*.attention_norm": norm(f"{layer}self_attn_layer_norm"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}") for ours, name in attention.items()},
+            "layers.*.mlp_norm": norm(f"{layer}final_layer_norm"),
+            "layers.*.mlp.up": linear(f"{layer}fc1"),
+            "layers.*.mlp.down": linear(f"{layer}fc2"),
+            "head.norm": norm(f"{body}final_layer_norm"),
+            "head.table": table(output),
+        }
+    )
+
+
+def _gpt2_parts(config: DecoderConfig, body: str, output: str) -> dict[str, LeafTensors]:
+    """Locate GPT-2's parameters. Its matrices are stored [in, out], those of attention side by side in one."""
+    layer = f"{body}h.*."
+
+    def matrix(key: str) -> LeafTensors:
+        return {"weight": TensorSlice(f"{key}.weight"), "bias": TensorSlice(f"{key}.bias")}
+
+    fused = matrix(f"{layer}attn.c_attn")
+    widths = dict.fromkeys(QKV, config.width)
+    weights = fused_columns({"weight": fused["weight"]}, **widths)
+    biases = fused_parts({"bias": fused["bias"]}, **widths)
+    return {
+        "embed": table(f"{body}wte"),
+        "positions": table(f"{body}wpe"),
+        "layers.*.attention_norm": norm(f"{layer}ln_1"),
+        **{f"layers.*.attention.{name}": {**weights[name], **biases[name]} for name in QKV},
+        "layers.*.attention.output": matrix(f"{layer}attn.c_proj"),
+        "layers.*.mlp_norm": norm(f"{layer}ln_2"),
+        "layers.*.mlp.up": matrix(f"{layer}mlp.c_fc"),
+        "layers.*.mlp.down": matrix(f"{layer}mlp.c_proj"),
+        "head.norm": norm(f"{body}ln_f"),
+        "head.table": table(output),
+    }

@@ -1,0 +1,131 @@
+"""The text between the tokens of an image is what the processors of transformers write, and is counted."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from checkpoints import byte_level, save
+from PIL import Image
+from transformers import AutoTokenizer, Idefics3Processor, SmolVLMProcessor
+
+from mmjax.config import ChatFormat, ConnectorConfig, MessagesSource, PixtralResize, SplitTiles, VisionConfig
+from mmjax.data.media.patches import item_size
+from mmjax.data.sample import Item, Text
+from mmjax.data.sources.chat_source import ChatSource
+from mmjax.data.sources.opening import open_conversations
+from mmjax.data.text.chat import load_chat
+
+SIZES = ((33, 50), (20, 90), (64, 40))  # of images, in pixels
+PIXTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+PIXTRAL_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ '[INST]' }}{% for part in "
+    "message.content %}{{ part.text if part.type == 'text' else '[IMG]' }}{% endfor %}{{ '[/INST]' }}"
+    "{% else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+FAKE, WHOLE = "<fake_token_around_image>", "<global-img>"
+IDEFICS = ("<|im_start|>", "<end_of_utterance>", FAKE, "<image>", WHOLE, *(f"<row_1_col_{k}>" for k in (1, 2, 3)))
+IDEFICS_TEMPLATE = (
+    "<|im_start|>{% for message in messages %}{{ message.role | capitalize }}"
+    "{% if message.content[0].type == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for part in message.content %}{{ part.text if part.type == 'text' else '<image>' }}{% endfor %}"
+    "<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+def conversation(folder: Path) -> list[dict]:
+    """One of several images, whose files are written."""
+    rng = np.random.default_rng(0)
+    for number, size in enumerate(SIZES):
+        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(folder / f"{number}.png")
+    image = lambda number: {"type": "image", "path": f"{number}.png"}  # noqa: E731
+    text = lambda words: {"type": "text", "text": words}  # noqa: E731
+    return [
+        {"role": "user", "content": [image(0), text("What is in the picture?")]},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": [text("And in "), image(1), text("\n"), image(2)]},
+        {"role": "assistant", "content": "Two dogs."},
+    ]
+
+
+def source_of(folder: Path, encoder: VisionConfig, talk: list[dict]) -> ChatSource:
+    """The conversation as data, with the folder's tokenizer and template."""
+    (folder / "talks.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    source = MessagesSource(str(folder / "talks.jsonl"))
+    reopen = partial(open_conversations, source, "train", folder / "cache", "data.sources.x")
+    return ChatSource(reopen, load_chat(ChatFormat(str(folder))), {"vision": encoder}, folder / "cache")
+
+
+def ids_and_weights(source: ChatSource, encoder: VisionConfig, image: int) -> tuple[list[int], np.ndarray]:
+    """The tokens of the sample, the image's token for each of an image's, and their weights."""
+    sizes = [size for _, size in source.facts(0).items]
+    ids, weights = [], []
+    for segment in source.sample(0).segments:
+        if isinstance(segment, Text):
+            ids += segment.tokens.tolist()
+            weights += segment.weights.tolist()
+            continue
+        assert isinstance(segment, Item)
+        begin, end = segment.part or (0, item_size(encoder, sizes[segment.number]).tokens)
+        ids += [image] * (end - begin)
+        weights += [0.0] * (end - begin)
+    return ids, np.array(weights)
+
+
+def test_pixtrals_rows_end_as_its_processor_ends_them(tmp_path: Path) -> None:
+    save(tmp_path, byte_level(PIXTRAL), PIXTRAL_TEMPLATE, bos_token="<s>", eos_token="</s>")
+    (tmp_path / "config.json").write_text('{"model_type": "llava", "vision_config": {"model_type": "pixtral"}}')
+    (tmp_path / "processor_config.json").write_text('{"processor_class": "PixtralProcessor"}')
+    how = PixtralResize(unit=8, box=(60, 60), row_end="[IMG_BREAK]", end="[IMG_END]")
+    encoder = VisionConfig(1, 8, 1, 8, 4, images=how, connector=ConnectorConfig(merge=2))
+    talk = conversation(tmp_path)
+    source = source_of(tmp_path, encoder, talk)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    for rows, columns in ((5, 7), (2, 8), (8, 5)):  # of the images in tokens: 20 x 90 pixels shrink to 13 x 60
+        row = "<image>" * columns
+        text = text.replace("[IMG]", "[IMG_BREAK]".join([row] * rows) + "[IMG_END]", 1)
+    wanted = tokenizer(text.replace("<image>", "[IMG]"), add_special_tokens=False)["input_ids"]
+    ids, weights = ids_and_weights(source, encoder, tokenizer.convert_tokens_to_ids("[IMG]"))
+    assert ids == wanted
+    facts = source.facts(0)
+    assert facts.text_tokens + sum(item_size(encoder, size).tokens for _, size in facts.items) == len(ids)
+    assert tokenizer.decode(np.array(ids)[weights > 0]) == "A cat.</s>Two dogs.</s>"
+
+
+@pytest.mark.parametrize("processor", [Idefics3Processor, SmolVLMProcessor])
+@pytest.mark.parametrize("split", [True, False])
+def test_tiles_are_labelled_as_the_processors_label_them(processor: type, split: bool, tmp_path: Path) -> None:
+    save(tmp_path, byte_level(IDEFICS), IDEFICS_TEMPLATE, eos_token="<end_of_utterance>")
+    kind = {Idefics3Processor: "idefics3", SmolVLMProcessor: "smolvlm"}[processor]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    labels = {"marker": FAKE, "label": "<row_{row}_col_{column}>", "whole": WHOLE}
+    how = SplitTiles(tile=16, resize=(40,), split=split, **labels)
+    encoder = VisionConfig(1, 8, 1, 8, 4, images=how, connector=ConnectorConfig(merge=2))
+    talk = conversation(tmp_path)
+    source = source_of(tmp_path, encoder, talk)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for answer in talk[1::2]:  # this template takes lists alone
+        answer["content"] = [{"type": "text", "text": answer["content"]}]
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    names = {"fake_image_token": FAKE, "global_image_tag": WHOLE, "global_image_token": WHOLE, "image_token": "<tile>"}
+    there = SimpleNamespace(**names, image_seq_len=4)
+    # Of 27 x 40, 9 x 40 (10, as it is odd) and 40 x 25 pixels.
+    grids = ((2, 3), (1, 3), (3, 2)) if split else ((0, 0),) * 3
+    for rows, columns in grids:
+        written = processor.replace_image_token(there, {"rows": [[rows]], "cols": [[columns]]}, 0)
+        text = text.replace("<image>", written, 1)
+    wanted = tokenizer(text.replace("<tile>", "<image>"), add_special_tokens=False)["input_ids"]
+    ids, weights = ids_and_weights(source, encoder, tokenizer.convert_tokens_to_ids("<image>"))
+    assert ids == wanted
+    facts = source.facts(0)
+    assert len(facts.items) == sum(rows * columns + 1 for rows, columns in grids)
+    assert facts.text_tokens + 4 * len(facts.items) == len(ids)
+    assert tokenizer.decode(np.array(ids)[weights > 0]) == " A cat.<end_of_utterance> Two dogs.<end_of_utterance>"
