@@ -303,11 +303,13 @@ def prefill(
     x, add = model.embedded(text, features)
     x, layers = model.llm.layers.forward_with_kv(x, model.context("llm", text, None), add)
     # Each row's last token; a row without a prompt takes its first column, and nobody reads the result.
-    last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0)[:, None, None], axis=1)
+    last_column = jnp.maximum(length - 1, 0)
+    last = jnp.take_along_axis(x, last_column[:, None, None], axis=1)
     grown = {name: layer.grown(room) for name, layer in layers.items()}
-    # With (t, y, x) positions, the next token follows the largest of all three, as in HF's Qwen-VL.
+    # The next token follows the last one, as in training: the times of a video before it may be larger. With (t, y, x)
+    # positions it follows the largest of the three.
     rope_position = text.position if text.position.ndim == 2 else text.position.max(-1)
-    next_position = 1 + jnp.max(jnp.where(prompt, rope_position, -1), axis=1)
+    next_position = 1 + jnp.take_along_axis(rope_position, last_column[:, None], axis=1)[:, 0]
     cache = Cache(grown, _cache_mask(text, prompt, length, room), next_position, jnp.int32(text.token.shape[1]))
     return _logits(model, last), cache
 
