@@ -1,4 +1,4 @@
-"""Text decoders with RoPE: Qwen2 to 3.5, Llama 3, Mistral, Mixtral, Phi-3, Gemma 1 to 3, GLM-4: configs and tensors."""
+"""Text decoders with RoPE: Qwen, Llama, Mistral, Mixtral, InternLM2, Phi-3, Gemma, GLM-4: their configs, tensors."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from mmjax.config import (
 from mmjax.errors import UserError
 from mmjax.hf import gpt
 from mmjax.hf.folder import Fields, HfFolder, note
+from mmjax.hf.internlm2 import internlm2_parts
 from mmjax.hf.layout import TRANSPOSED, LeafTensors, TensorNames, TensorSlice, fused_parts, linear, norm, table
 from mmjax.hf.names import ACTIVATIONS, QKV
 
@@ -220,6 +221,10 @@ def _llama(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     attention: tuple[Biased, ...] = (*QKV, "output") if fields.get("attention_bias", bool, False) else ()
     mlp: tuple[Biased, ...] = ("gate", "up", "down") if fields.get("mlp_bias", bool, False) else ()
     return replace(plain, biases=attention + mlp)
+
+
+def _internlm2(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
+    return replace(plain, biases=(*QKV, "output") if fields.get("bias", bool, True) else ())
 
 
 def _mistral(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
@@ -446,6 +451,7 @@ FAMILIES = {
     ),
     "llama": Family(_llama, mlp_width=11_008, vocab=32_000, positions=2048, kv_heads=None),
     "mistral": Family(_mistral, mlp_width=14_336, vocab=32_000, positions=4096 * 32, kv_heads=8),
+    "internlm2": Family(_internlm2, width=4096, mlp_width=11_008, vocab=103_168, positions=2048, kv_heads=None),
     "phi3": Family(
         _phi3,
         width=3072,
@@ -492,8 +498,8 @@ BODIES = (
     *("language_model.model.decoder.", "model.decoder.", "decoder.", "transformer.", ""),
     *("thinker.model.language_model.", "thinker.model."),  # Qwen2.5-Omni, whole
 )
-EMBEDDINGS = ("embed_tokens", "wte")
-OUTPUTS = ("lm_head", "language_model.lm_head", "thinker.lm_head")
+EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings")
+OUTPUTS = ("lm_head", "language_model.lm_head", "thinker.lm_head", "output", "language_model.output")
 GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")  # of the outputs of attention and MLP
 PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
 
@@ -528,6 +534,8 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     inner, output = find_decoder(folder)
     if config.learned_positions:
         return gpt.gpt_parts(config, folder, inner, output)
+    if f"{inner}tok_embeddings.weight" in folder.tensors:
+        return internlm2_parts(config, inner, output)
     layer = f"{inner}layers.*."
     attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
     mlp = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

@@ -26,6 +26,8 @@ class TensorSlice:
     columns: tuple[int, int] | None = None  # of its second axis
     experts: bool = False  # the parameter's first axis counts experts, whose numbers stand for `#` in the key
     view: tuple[int, ...] | None = None  # None: its own axes
+    # (n, first, stop): rows of each of n equal groups along its first axis, where they take turns; then an axis more
+    groups: tuple[int, int, int] | None = None
 
     def split(self, shape: tuple[int, ...]) -> list[tuple[TensorSlice, tuple[int, ...]]]:
         """Return the slice and the shape of each expert of a parameter of this shape; of any other its own."""
@@ -35,9 +37,12 @@ class TensorSlice:
         return [(replace(expert, key=self.key.replace("#", str(n))), shape[1:]) for n in range(shape[0])]
 
     def selected(self, tensor: np.ndarray) -> np.ndarray:
-        """Select the rows and columns that hold the parameter from the tensor that `key` names without its entry."""
+        """Select a view of what holds the parameter from the tensor that `key` names without its entry."""
         _, entry = split_entry(self.key)
         tensor = tensor[...] if entry is None else tensor[entry]
+        if self.groups is not None:
+            count, first, stop = self.groups
+            return tensor.reshape(count, -1, *tensor.shape[1:])[:, first:stop]
         if self.rows is not None:
             tensor = tensor[slice(*self.rows)]
         return tensor if self.columns is None else tensor[:, slice(*self.columns)]

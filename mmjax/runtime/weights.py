@@ -106,6 +106,10 @@ def check_fits(folder: HfFolder, part: TensorSlice, shape: tuple[int, ...]) -> N
     beyond = any(cut is not None and cut[1] > size for cut, size in zip(cuts, have, strict=False))
     ends = [size if cut is None else cut[1] - cut[0] for cut, size in zip(cuts, have, strict=False)]
     selected = (*ends, *have[len(ends) :])
+    if part.groups is not None:
+        count, first, stop = part.groups
+        if have[0] % count == 0 and stop <= have[0] // count:
+            selected = (count, stop - first, *have[1:])
     if part.view is not None and math.prod(part.view) == math.prod(selected):
         selected = part.view
     fits = selected == shape if part.order is None else len(part.order) == len(selected)
@@ -144,9 +148,10 @@ def _read_into(out: np.ndarray, folder: HfFolder, part: TensorSlice, shape: tupl
     stored = folder.stored(part.key)
     first = 0 if part.rows is None else part.rows[0]
     if part.order is not None and part.order != TRANSPOSED:
-        # Convolutions: small enough to be read whole.
+        # Convolutions, and rows that take turns with others: small enough to be read whole.
         rows = slice(None) if part.rows is None else slice(*part.rows)
-        out[...] = part.from_hf(folder.read(part.key, rows), shape)[index]
+        tensor = folder.read(part.key, rows) if part.groups is None else part.selected(folder.read(part.key))
+        out[...] = part.from_hf(tensor, shape)[index]
         return
     if not shape:
         out[...] = folder.read(part.key)

@@ -20,7 +20,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from mmjax.config import MeshConfig, PlainRope
 from mmjax.errors import UserError
-from mmjax.hf.families import from_hf
+from mmjax.hf.families import from_hf, layout_of
+from mmjax.hf.folder import HfFolder
 from mmjax.models.expert_routing import Routing, balance_loss, z_loss
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
@@ -329,6 +330,50 @@ def test_what_experts_do_not_support_is_refused_by_field(tmp_path, kind, change,
     edit_config(tmp_path, lambda config: config.update(change))
     with pytest.raises(UserError, match=message):
         from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_internlm2s_layout_is_the_llama_that_it_is(tmp_path, biased):
+    saved(tmp_path, transformers.LlamaConfig, attention_bias=biased)
+    _, before, llama = loaded(tmp_path)
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+
+    def renamed(tensors):
+        for kind in ("weight", "bias") if biased else ("weight",):
+            for layer in range(3):
+                q, k, v = (tensors.pop(f"model.layers.{layer}.self_attn.{x}_proj.{kind}") for x in "qkv")
+                # Of 4 heads of 12 channels, two share a key: "(h gs d)" of InternLM2's own code, gs = 2 + 1 + 1.
+                parts = (x.reshape(2, -1, 12, *x.shape[1:]) for x in (q, k, v))
+                fused = torch.cat(tuple(parts), dim=1).reshape(-1, *q.shape[1:])
+                tensors[f"model.layers.{layer}.attention.wqkv.{kind}"] = fused.contiguous()
+        for key in list(tensors):
+            new = key
+            for old, name in names.items():
+                new = new.replace(old, name)
+            tensors[new] = tensors.pop(key)
+
+    edit_tensors(tmp_path, renamed)
+    edit_config(tmp_path, lambda config: config.update(model_type="internlm2", bias=biased))
+    _, after, internlm2 = loaded(tmp_path)
+    assert internlm2.llm == llama.llm
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    folder = HfFolder.open(tmp_path)
+    fused = folder.read("model.layers.0.attention.wqkv.weight")
+    written = np.zeros_like(fused)
+    for name, width in {"query": 48, "key": 24, "value": 24}.items():
+        part = layout_of(folder, internlm2).modules["llm"].find(("layers", "0", "attention", name, "weight"))
+        place = part.selected(written)
+        place[...] = part.to_hf(part.from_hf(part.selected(fused), (48, width)), place.shape)
+    np.testing.assert_array_equal(written, fused)
 
 
 def test_gpt2_without_its_prefix_and_with_old_buffers_is_the_same_model(tmp_path):

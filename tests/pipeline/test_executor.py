@@ -181,6 +181,15 @@ def test_gradients_are_those_of_one_program(units, schedule, tied, remat, chunks
     assert_same_gradients(config, tmp_path, schedule)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("units", "tied"), [("all in stages", True), ("context", False), ("tensor parallel", True)])
+def test_learned_positions_belong_to_the_first_stage(units, tied, tmp_path):
+    config = config_of(units, tied=tied)
+    learned = {"learned_positions": 500, "first_position": 2, "norm": "layer", "gated": False, "rope_sections": ()}
+    llm = replace(config.model.llm, **learned, biases=("query", "up", "down"))
+    assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, "auto")
+
+
 def test_between_stages_with_context_everything_goes_once_and_each_device_gets_its_part():
     pipeline = make_pipeline(config_of("context"))
     shape = 12, 8, 4  # rows, tokens, width
