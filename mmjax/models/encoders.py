@@ -119,21 +119,13 @@ def interpolate_positions(table: PositionTable, grid: StretchedGrid, items: Item
     for step in product((-1, 0, 1, 2) if bicubic else (0, 1), repeat=2):
         cell = jnp.floor(point) + jnp.array(step, jnp.float32)
         distance = jnp.abs(point - cell)
-        share = _cubic_share(distance) if bicubic else 1 - distance
+        share = _cubic(distance, -0.75) if bicubic else 1 - distance
         # Beyond the grid a bilinear share is 0, and a bicubic one is the nearest cell's.
         row, column = jnp.moveaxis(jnp.clip(cell.astype(jnp.int32), 0, grid.side - 1), -1, 0)
         vectors = vectors + jnp.prod(share, axis=-1, keepdims=True) * table(
             row * grid.side + column, jnp.dtype(jnp.float32)
         )
     return vectors
-
-
-def _cubic_share(distance: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Compute the share of a cell at a distance of 0 to 2 by PyTorch's cubic convolution (a = -0.75)."""
-    a, x = -0.75, distance
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
-    far = ((x - 5) * x + 8) * x * a - 4 * a
-    return jnp.where(x <= 1, near, far)
 
 
 def fractional_positions(side: int, items: ItemBatch) -> Int[Array, "r l"]:

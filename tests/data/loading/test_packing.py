@@ -359,5 +359,5 @@ def test_text_may_stand_between_the_parts_of_an_items_tokens():
     (row,) = {*np.nonzero(divided >= 0)[0].tolist()}
     assert (np.flatnonzero(divided[row] >= 0) - np.flatnonzero(slots[row] >= 0)).tolist() == [0, 0, 1, 1, 1, 1]
     lacking = (*parts[0][:3], Item("vision", 0, part=(2, 5))), [picture]
-    with pytest.raises(UserError, match="9 tokens where its source's facts\\(\\) promised 10"):
+    with pytest.raises(UserError, match="it places the items \\[\\], but its source's facts\\(\\) have 1"):
         packed(Made([lacking]), Made([whole]))
