@@ -155,14 +155,16 @@ class Qwen3Video:
 
 @dataclass(frozen=True)
 class UniformVideo:
-    """The same number of frames of every video, all of one size, as for InternVL."""
+    """The same number of frames of every video, all of one size, as for InternVL and LLaVA-OneVision."""
 
-    frames: int = 8  # taken of a video: the middle ones of so many equal parts
+    frames: int = 8  # taken of a video, one of each of so many equal parts
     size: tuple[int, ...] = (448, 448)  # height and width of a resized frame; (): the video's own
     # text before each temporal patch, with {} for its number from 1 on; the first's is without line breaks at its start
     label: str = ""
     filter: Filter = "bicubic"  # of resizing
     kind: Literal["uniform_video"] = "uniform_video"
+    taken: Literal["middle", "first"] = "middle"  # frame of a part
+    shrink: int = 1  # by which each side of a frame's tokens is divided, rounded up: interpolated bilinearly
 
 
 VideoPreparation = NoVideo | Qwen2Video | Qwen3Video | UniformVideo

@@ -95,7 +95,7 @@ def check_videos(where: str, how: VideoPreparation) -> None:
     if isinstance(how, NoVideo):
         return
     if isinstance(how, UniformVideo):
-        at_least(1, where, how, ("frames",))
+        at_least(1, where, how, ("frames", "shrink"))
         check(not how.size or is_size(how.size), f"{where}.size={listed(how.size)}: give height and width, or nothing")
         return
     above_zero(where, how, ("fps",))

@@ -22,7 +22,7 @@ from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear
 from mmjax.hf.names import ACTIVATIONS
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, DEFAULTS
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, DEFAULTS, read_onevision_videos
 from mmjax.hf.vision import (
     find_tower,
     kind_of,
@@ -97,7 +97,11 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     if isinstance(vision.positions, AlternatingGrid) and not family.processor:
         return ModelConfig(llm, {"vision": with_pixtral_images(folder, vision)})
     vision = with_images(folder, vision)
-    return ModelConfig(llm, {"vision": _by_rows(fields, vision, family) if family.processor else vision})
+    if family.processor:
+        vision = _by_rows(fields, vision, family)
+    if isinstance(vision.images, AnyRes) and family.max_tiles:
+        vision = replace(vision, videos=read_onevision_videos(folder.path, vision, vision.images.tile))
+    return ModelConfig(llm, {"vision": vision})
 
 
 def _check_features(fields: Fields, vision: VisionConfig, family: Family) -> None:

@@ -88,6 +88,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _HALF
     | {"size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}, "max_video_tokens": 768}
     | {"patch_size": 16},
+    "LlavaOnevisionVideoProcessor": _COMMON | {"size": {"height": 384, "width": 384}, "num_frames": None},
     "InternVLVideoProcessor": _COMMON | {"size": {"height": 384, "width": 384}, "default_to_square": True},
     "GotOcr2ImageProcessor": _COMMON
     | {"size": {"height": 384, "width": 384}, "default_to_square": True, "min_patches": 1, "max_patches": 12},
@@ -206,6 +207,27 @@ def read_internvl_videos(folder: Path, vision: VisionConfig, tile: tuple[int, in
         raise fields.refused("initial_shift", "only true is known")
     frames = fields.count("num_frames", UniformVideo().frames)
     return UniformVideo(frames=frames, size=size, label=label, filter=_filter(fields))
+
+
+def read_onevision_videos(folder: Path, vision: VisionConfig, side: int) -> UniformVideo:
+    """Read how the videos of a LLaVA-OneVision checkpoint are prepared: frames of one size, a quarter of their tokens.
+
+    Its processor takes all frames that it is given; here they are `num_frames`, 32 where it names none, as the model
+    was trained. Raises UserError, naming file and field, for what is unknown or not the tower's.
+    """
+    default = UniformVideo(frames=32, size=(side, side), taken="first", shrink=2)
+    fields = _video_fields(folder, "LlavaOnevision")
+    if fields is None:
+        return default
+    _check_normalization(fields, vision)
+    if fields.flag("do_center_crop") or not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "frames must be resized, and not cropped; set do_center_crop to false")
+    if (size := fields.height_and_width("size")) != default.size:
+        raise fields.refused("size", f"the tower has images of {side} x {side} pixels; make them the same")
+    if fields.value("fps") is not None:
+        raise fields.refused("fps", "a fixed number of frames is taken, num_frames; set it to null")
+    frames = default.frames if fields.value("num_frames") is None else fields.count("num_frames")
+    return replace(default, frames=frames, size=size, filter=_filter(fields))
 
 
 def _video_fields(folder: Path, family: str) -> _ProcessorFields | None:

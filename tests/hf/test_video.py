@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import INTERNVL, INTERNVL_HF, QWEN2_VL, QWEN_VL, byte_level, save
+from checkpoints import INTERNVL, INTERNVL_HF, LLAVA_ONEVISION, QWEN2_VL, QWEN_VL, byte_level, save
 from clips_made import frames_of, write_video
-from drawn import decoder, intern_tower, qwen2_5_vl, qwen3_vl
+from drawn import decoder, intern_tower, qwen2_5_vl, qwen3_vl, two_norm_tower
 from parity import loaded, random_model
 from parity_samples import check_packed, packed_source
 from transformers import InternVLProcessor, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as qwen2_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
-from transformers.video_utils import VideoMetadata, load_video
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn, load_video
 
 from mmjax import train
 from mmjax.config import ChatFormat, MessagesSource, ModelConfig, Qwen2Video, Qwen3Video, VisionConfig
@@ -383,6 +383,54 @@ def test_internvl_has_a_numbered_tile_for_each_frame(seed: int, tmp_path: Path) 
     assert [
         sample_video(model.encoders["vision"], VideoHeader(n, 32, 40, Fraction(10))).indices.tolist() for n in (10, 17)
     ] == [torch.arange(n / 3 / 2, n, n / 3).int().tolist() for n in (10, 17)]
+    check_packed(there, ours, params, batch, made, lambda model, given: model(**given, use_cache=False).logits[0])
+
+
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("seed", range(6))
+def test_llava_onevision_has_a_quarter_of_the_tokens_of_each_frame_and_a_newline(seed: int, tmp_path: Path) -> None:
+    """Tokens equal, logits and gradients to 1e-4, of two videos and a text in one row."""
+    rng = np.random.default_rng(seed)
+    backend = byte_level(("<|im_start|>", "<|im_end|>", "<image>", "<video>"))
+    vision, own = two_norm_tower(rng, most=5)
+    video = backend.token_to_id("<video>")
+    config = transformers.LlavaOnevisionConfig(
+        vision_config=vision, text_config=decoder(rng, "qwen2", backend.get_vocab_size()), video_token_index=video,
+        image_token_index=backend.token_to_id("<image>"), image_grid_pinpoints=[[vision.image_size] * 2], **own,
+    )  # fmt: skip
+    there = random_model(config, transformers.LlavaOnevisionForConditionalGeneration)
+    there.save_pretrained(tmp_path)
+    save(tmp_path, backend, LLAVA_ONEVISION, eos_token="<|im_end|>")
+    side = vision.image_size
+    same = {"size": {"height": side, "width": side}, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}
+    images = {"image_processor_type": "LlavaOnevisionImageProcessor", "image_grid_pinpoints": [[side, side]]}
+    videos = {"video_processor_type": "LlavaOnevisionVideoProcessor", "num_frames": 3}
+    whole = {"processor_class": "LlavaOnevisionProcessor", "image_processor": images | same}
+    (tmp_path / "processor_config.json").write_text(json.dumps(whole | {"video_processor": videos | same}))
+    paths = [write_video(tmp_path / f"{k}.mp4", frames_of(rng, 10 + 7 * k, 32, 40), 10) for k in range(2)]
+    parts = lambda path: [{"type": "video", "video": path.name}, {"type": "text", "text": "What?"}]  # noqa: E731
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "A cat."}]}
+    talks = [[{"role": "user", "content": parts(path)}, answer] for path in paths]
+    talks.insert(1, [{"role": "user", "content": parts(paths[0])[1:]}, answer])
+    ours, params, model = loaded(tmp_path)
+    source = source_of(tmp_path, model, talks)
+    batch = packed_source(model, source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    made = []
+    for index, talk in enumerate(talks):
+        frames = [source.item(index, k)[0] for k in range(3 * (index != 1))]
+        pixels = torch.from_numpy(np.array(frames)).float().permute(0, 3, 1, 2) / 255 if frames else None
+        pooled = math.ceil(side // vision.patch_size / 2)
+        line = tokenizer.apply_chat_template(talk, tokenize=False)
+        line = line.replace("<video>", "<video>" * (3 * pooled**2 + 1))
+        given = {"input_ids": torch.tensor([tokenizer(line)["input_ids"]])}
+        ids, here = given["input_ids"][0].numpy(), batch.text.owner[0] == index
+        np.testing.assert_array_equal(batch.text.token[0, here], np.where(ids == video, 0, ids))
+        made.append(given | ({"pixel_values_videos": (pixels[None] - 0.5) / 0.25} if frames else {}))
+    for count in (10, 17):
+        ours_there = default_sample_indices_fn(VideoMetadata(count), num_frames=3)
+        header = VideoHeader(count, 32, 40, Fraction(10))
+        np.testing.assert_array_equal(sample_video(model.encoders["vision"], header).indices, ours_there)
     check_packed(there, ours, params, batch, made, lambda model, given: model(**given, use_cache=False).logits[0])
 
 

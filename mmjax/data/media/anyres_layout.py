@@ -1,4 +1,7 @@
-"""Arrange the tokens of an image's items for the LLM: LLaVA-NeXT's rows of tiles (`pack_image_features`)."""
+"""Arrange the tokens of an image's or a video's items for the LLM.
+
+LLaVA-NeXT's rows of tiles (`pack_image_features`) and LLaVA-OneVision's shrunk frames (`apply_pooling`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from mmjax.config import AnyRes, AudioConfig, VisionConfig
+from mmjax.config import AnyRes, AudioConfig, UniformVideo, VisionConfig
 from mmjax.data.media.image_transforms import Size, select_best_resolution
 from mmjax.data.sample import CORNERS, NEWLINE, NO_TOKEN, TokenLayout
 from mmjax.errors import BadMedia
@@ -22,8 +25,17 @@ BeforeLlm = Callable[[Size, Sequence[Size]], TokenLayout]
 
 def interpolates_tokens(encoder: VisionConfig | AudioConfig) -> bool:
     """Return whether a position of the LLM may be made of several tokens of an encoder."""
-    images = encoder.images if isinstance(encoder, VisionConfig) else None
-    return bool(encoder.callbacks.before_llm) or (isinstance(images, AnyRes) and images.most_tiles > 0)
+    if encoder.callbacks.before_llm:
+        return True
+    if not isinstance(encoder, VisionConfig):
+        return False
+    images = encoder.images
+    return (isinstance(images, AnyRes) and images.most_tiles > 0) or shrinks_frames(encoder)
+
+
+def shrinks_frames(encoder: VisionConfig) -> bool:
+    """Return whether the tokens of a video's frames are interpolated."""
+    return isinstance(encoder.videos, UniformVideo) and encoder.videos.shrink > 1
 
 
 def before_llm(encoder: VisionConfig) -> BeforeLlm | None:
@@ -73,6 +85,20 @@ def any_res_rows(config: AnyRes, newline: bool, size: Size, grids: Sequence[Size
             share=np.insert(lines.share, line_ends, newlines.share, axis=0),
         )
     return _concatenated(overview, lines)
+
+
+def shrunk_frames(shrink: int, newline: bool, grids: Sequence[Size]) -> TokenLayout:
+    """Arrange the tokens of a video's frames, interpolated to sides `shrink` times shorter, and at the end a newline.
+
+    grids: rows and columns of the tokens of each frame.
+    """
+    layout = layout_in_order(np.zeros(0, np.int32))
+    first = 0
+    for rows, columns in grids:
+        table = first + np.arange(rows * columns).reshape(rows, columns)
+        layout = _concatenated(layout, interpolate_tokens(table, (-(-rows // shrink), -(-columns // shrink))))
+        first += rows * columns
+    return _concatenated(layout, layout_in_order(np.full(int(newline), NEWLINE)))
 
 
 def _concatenated(first: TokenLayout, second: TokenLayout) -> TokenLayout:

@@ -69,9 +69,14 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
         # The mean of a temporal patch's first and last frame.
         texts = tuple(f"<{(first + last) / 2:.1f} seconds>" for first, last in seconds[:, [0, -1]].tolist())
         return SampledVideo(indices, size, texts=texts)
-    # The middle frame of each of so many equal parts, rounded to float32 as torch.arange does.
-    middles = (np.arange(how.frames) + 0.5) * (header.frames / how.frames)
-    indices = _filled(np.minimum(middles.astype(np.float32).astype(np.int64), header.frames - 1), unit)
+    if how.taken == "first":
+        count = min(how.frames, header.frames)
+        indices = np.arange(count) * header.frames // count
+    else:
+        # Of equal parts, rounded to float32 as torch.arange does.
+        middles = (np.arange(how.frames) + 0.5) * (header.frames / how.frames)
+        indices = np.minimum(middles.astype(np.float32).astype(np.int64), header.frames - 1)
+    indices = _filled(indices, unit)
     labels = [how.label.replace("{}", str(k + 1)) for k in range(len(indices) // unit)] if how.label else []
     texts = (*(label.lstrip("\n") for label in labels[:1]), *labels[1:])
     return SampledVideo(indices, (how.size[0], how.size[1]) if how.size else size, texts=texts)

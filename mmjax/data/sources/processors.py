@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, MediaLimits, NoVideo, Qwen2Video, VisionConfig
-from mmjax.data.media.anyres_layout import BeforeLlm, before_llm
+from mmjax.data.media.anyres_layout import BeforeLlm, before_llm, shrinks_frames, shrunk_frames
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
     ClipHeader,
@@ -151,6 +151,9 @@ class MediaProcessors:
             video = sample_video(encoder, VideoHeader.unpacked(facts[:2]))
             sizes = ((encoder.frames, *video.size),) * (len(video.indices) // encoder.frames)
             how = encoder.videos
+            if shrinks_frames(encoder):
+                grids = [token_grid(encoder, frame)[1:] for frame in sizes]
+                return MediaItems(name, sizes, shrunk_frames(how.shrink, encoder.connector.newline, grids))
             text_after = how.text_after if isinstance(how, Qwen2Video) else "space"
             texts = (*video.texts, "") if video.texts else ()
             frames = MediaItems(name, sizes, times=video.times, text_after=text_after, texts=texts)

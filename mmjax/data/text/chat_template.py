@@ -46,7 +46,10 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
         match family:
             case "pixtral" | "mistral3":
                 return {"image": Placeholder(named.get("image_token", "[IMG]"))}
-            case "llava" | "llavanext" | "llavaonevision" | "idefics3" | "smolvlm" | "paligemma":
+            case "llavaonevision":
+                video = Placeholder(named.get("video_token", "<video>"))
+                return {"image": Placeholder(named.get("image_token", "<image>")), "video": video}
+            case "llava" | "llavanext" | "idefics3" | "smolvlm" | "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
             case "glm4v" | "glm46v":
                 return {"image": Placeholder(named.get("image_token", "<|image|>"))}
