@@ -75,14 +75,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--to", nargs=2, metavar=("FORMAT", "OUT"), help=f"write the data as {ARRAY_RECORD} into a folder"
     )
     parser.add_argument("--out", type=Path, help="a folder for the picture and the list of what is bad (index/NAME)")
+    parser.add_argument(
+        "--video-tokens",
+        type=int,
+        metavar="N",
+        help="also say at how many frames per second videos have so many tokens",
+    )
     args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    if args.video_tokens is not None and args.video_tokens < 1:
+        raise UserError(f"--video-tokens {args.video_tokens}: give at least 1")
     if args.to and args.to[0] != ARRAY_RECORD:
         raise UserError(f"--to {args.to[0]}: there is no writing that; say --to {ARRAY_RECORD} {args.to[1]}")
     named = next((word for word in args.words if "=" not in word), "")
     config = load(find_config(named) if named else default_config(), [word for word in args.words if word is not named])
     out = _make_folder("--out", args.out or Path("index") / config.name)
     parts = list(read_parts(config))
-    print_lines(*report(parts), *report_rates(config, parts))
+    print_lines(*report(parts), *report_rates(config, parts, args.video_tokens))
     _list_bad(parts, out / BAD)
     for part in parts:
         if len(part.bad) == len(part.conversations):
@@ -197,8 +205,16 @@ RATES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # frames per second that videos' tokens
 MAX_VIDEOS = 20_000  # whose tokens are counted at each rate
 
 
-def report_rates(config: Config, parts: Sequence[Part]) -> list[str]:
-    """Tell how many tokens a video has by frames per second, where an encoder takes frames at a rate; else nothing."""
+SHARES = (1.0, 0.9)  # of the videos, that are to have at most so many tokens
+HIGHEST_RATE = 30.0  # frames per second
+RATE_STEP = 0.05
+
+
+def report_rates(config: Config, parts: Sequence[Part], budget: int | None = None) -> list[str]:
+    """Tell how many tokens a video has by frames per second, where an encoder takes frames at a rate; else nothing.
+
+    budget: tokens of a video, for which the highest rate is told at which all videos, or most, have no more.
+    """
     encoders = config.model.encoders.values()
     encoder = next((e for e in encoders if isinstance(e, VisionConfig) and hasattr(e.videos, "fps")), None)
     sizes = np.concatenate([np.empty((0, 2), np.int64), *(part.facts.of("video") for part in parts)])
@@ -206,12 +222,36 @@ def report_rates(config: Config, parts: Sequence[Part]) -> list[str]:
         return []
     sizes = sizes[:: -(-len(sizes) // MAX_VIDEOS)]
     rows = [("tokens of a video at fps", "min", "median", "p90", "max", "sum")]
-    for fps in sorted({*RATES, encoder.videos.fps}):
+
+    def tokens_at(fps: float) -> np.ndarray:
         sampling = replace(encoder, videos=replace(encoder.videos, fps=fps))
-        tokens = np.array([_video_tokens(sampling, tuple(size)) for size in sizes.tolist()], float)
+        return np.array([_video_tokens(sampling, tuple(size)) for size in sizes.tolist()], float)
+
+    for fps in sorted({*RATES, encoder.videos.fps}):
+        tokens = tokens_at(fps)
         name = f"{fps:g}{' (this config)' if fps == encoder.videos.fps else ''}"
         rows.append((name, *map(count, np.quantile(tokens, [0, 0.5, 0.9, 1])), count(tokens.sum())))
-    return table(rows)
+    return [*table(rows), *(_describe_rate(tokens_at, budget, share) for share in SHARES if budget)]
+
+
+def _describe_rate(tokens_at: Callable[[float], np.ndarray], budget: int, share: float) -> str:
+    """Say up to how many frames per second this share of the videos has at most so many tokens."""
+
+    def fits(step: int) -> bool:
+        return bool(np.mean(tokens_at(step * RATE_STEP) <= budget) >= share)
+
+    low, high = 0, round(HIGHEST_RATE / RATE_STEP)
+    if fits(high):
+        low = high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    videos = "all videos have" if share == 1 else f"{share:.0%} of the videos have"
+    if not low:
+        return (
+            f"       at no rate {videos} at most {budget:,} tokens; make frames smaller, or fewer (videos.max_frames)"
+        )
+    return f"       {videos} at most {budget:,} tokens up to videos.fps={low * RATE_STEP:g}"
 
 
 def _video_tokens(encoder: VisionConfig, size: tuple[int, int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -244,7 +245,13 @@ def test_videos_are_counted_and_their_tokens_told_by_frames_per_second(tmp_path:
     assert "tokens of a video at fps" not in told(capsys, *words)
     sampling = ["model.encoders.vision.videos=qwen2_video", "model.encoders.vision.frames=2"]
     bounds = [f"model.encoders.vision.videos.{name}_pixels={pixels}" for name, pixels in (("min", 64), ("max", 1536))]
-    out = told(capsys, *words, *sampling, *bounds)
+    out = told(capsys, *words, *sampling, *bounds, "--video-tokens=100")
+    at_most = re.findall(r"videos have at most 100 tokens up to videos.fps=(\S+)", out)
+    assert len(at_most) == 2
+    again = told(capsys, *words, *sampling, *bounds, f"model.encoders.vision.videos.fps={at_most[0]}")
+    assert max(map(int, re.search(r"\(this config\) +(\d+) +\S+ +\S+ +(\d+)", again).groups())) <= 100
+    few = told(capsys, *words, *sampling, *bounds, "--video-tokens=12")
+    assert "at no rate all videos have at most 12 tokens" in few
     rows = {tuple(line.split()) for line in out.splitlines()}
     assert ("clips", "3", "1", "0", "0", "2") in rows
     assert ("clips", "video,", "frames", "2", "20", "30", "38", "40", "60") in rows
