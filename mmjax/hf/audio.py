@@ -8,7 +8,7 @@ from typing import Any
 
 from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable, WhisperMel
 from mmjax.errors import UserError
-from mmjax.hf.decoders import decoder_parts, find_decoder
+from mmjax.hf.decoder_tensors import decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, linear, norm, table
 from mmjax.hf.llava import PROJECTORS, text_of

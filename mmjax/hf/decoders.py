@@ -1,4 +1,4 @@
-"""Text decoders with RoPE: Qwen, Llama, Mistral, Mixtral, InternLM2, Phi-3, Gemma, GLM-4: their configs, tensors."""
+"""Text decoders with RoPE: Qwen, Llama, Mistral, Mixtral, InternLM2, Phi-3, Gemma, GLM-4: what their configs say."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from mmjax.config import (
 )
 from mmjax.errors import UserError
 from mmjax.hf import gpt
-from mmjax.hf.folder import Fields, HfFolder, note
-from mmjax.hf.internlm2 import internlm2_parts
-from mmjax.hf.layout import TRANSPOSED, LeafTensors, TensorNames, TensorSlice, fused_parts, linear, norm, table
+from mmjax.hf.folder import Fields, note
 from mmjax.hf.names import ACTIVATIONS, QKV
 
 ROPE = {  # what a config may say of RoPE beside its base
@@ -489,133 +487,3 @@ FAMILIES = {
     "gemma2": GEMMA2,
     "gemma3_text": replace(GEMMA2, adapt=_gemma3, vocab=262_208, positions=131_072, theta=1e6, window_theta=1e4),
 }
-
-
-# ---------------------------------------------------------------------------------------------------------- tensors
-
-BODIES = (
-    *("model.language_model.", "model.text_model.", "language_model.model.", "model.", "language_model."),
-    *("language_model.model.decoder.", "model.decoder.", "decoder.", "transformer.", ""),
-    *("thinker.model.language_model.", "thinker.model."),  # Qwen2.5-Omni, whole
-)
-EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings")
-OUTPUTS = ("lm_head", "language_model.lm_head", "thinker.lm_head", "output", "language_model.output")
-GLM_NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")  # of the outputs of attention and MLP
-PREDICTION = "mtp."  # what the tensors of Qwen3.5's multi-token prediction begin with
-
-
-def find_decoder(folder: HfFolder) -> tuple[str, str]:
-    """The prefix of a decoder's body in a checkpoint, and the name of its output table.
-
-    Raises UserError where there is no decoder.
-    """
-    inner = next((p for p in BODIES for e in EMBEDDINGS if f"{p}{e}.weight" in folder.tensors), None)
-    if inner is None:
-        raise UserError(f"{folder.path} has no decoder: no tensor is called [...]embed_tokens.weight")
-    return inner, next((p for p in OUTPUTS if f"{p}.weight" in folder.tensors), OUTPUTS[0])
-
-
-def embedding_of(folder: HfFolder, inner: str) -> str:
-    """Name the tensor of the table of embeddings in a decoder's body."""
-    return next(f"{inner}{name}.weight" for name in EMBEDDINGS if f"{inner}{name}.weight" in folder.tensors)
-
-
-def unused_in_decoder(folder: HfFolder) -> tuple[str, ...]:
-    """List patterns of the tensors of prediction several tokens ahead, which is not computed; say so where any are."""
-    if any(key.startswith(PREDICTION) for key in folder.tensors):
-        note(
-            f"{folder.path}: {PREDICTION}* (prediction several tokens ahead) is not read; an export copies it as it is"
-        )
-    return (f"{PREDICTION}*",)
-
-
-def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
-    """Locate a decoder's parameters. Raises UserError where there is no decoder."""
-    inner, output = find_decoder(folder)
-    if config.learned_positions:
-        return gpt.gpt_parts(config, folder, inner, output)
-    if f"{inner}tok_embeddings.weight" in folder.tensors:
-        return internlm2_parts(config, inner, output)
-    layer = f"{inner}layers.*."
-    attention = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-    mlp = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-    # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it comes after attention.
-    gemma = f"{inner}layers.0.pre_feedforward_layernorm.weight" in folder.tensors
-    before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
-    after = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else GLM_NORMS
-    parts = {
-        "embed": table(f"{inner}embed_tokens"),
-        "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
-        **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{theirs}") for ours, theirs in attention.items()},
-        "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
-        "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
-        "layers.*.attention_after": norm(f"{layer}{after[0]}"),
-        "layers.*.mlp_norm": norm(f"{layer}{before_mlp}"),
-        **{f"layers.*.mlp.{ours}": linear(f"{layer}mlp.{theirs}") for ours, theirs in mlp.items()},
-        "layers.*.mlp_after": norm(f"{layer}{after[1]}"),
-        "head.norm": norm(f"{inner}norm"),
-        "head.table": table(output),
-    }
-    if f"{inner}layers.0.self_attn.qkv_proj.weight" in folder.tensors:  # Phi-3
-        heads = {"query": config.heads, "key": config.kv_heads, "value": config.kv_heads}
-        widths = {name: count * config.head_width for name, count in heads.items()}
-        qkv = fused_parts(linear(f"{layer}self_attn.qkv_proj"), **widths)
-        parts |= {f"layers.*.attention.{name}": part for name, part in qkv.items()}
-    if f"{inner}layers.0.mlp.gate_up_proj.weight" in folder.tensors:  # Phi-3 and GLM-4
-        gates = fused_parts(linear(f"{layer}mlp.gate_up_proj"), gate=config.mlp_width, up=config.mlp_width)
-        parts |= {f"layers.*.mlp.{name}": part for name, part in gates.items()}
-    if config.delta_net:
-        parts |= _delta_parts(config.delta_net, layer)
-    if config.experts:
-        parts |= _expert_parts(config.experts, layer, folder)
-    return TensorNames(parts)
-
-
-def _delta_parts(config: DeltaNetConfig, layer: str) -> dict[str, LeafTensors]:
-    """Locate the parameters of the gated delta nets. Queries, keys and values are rows of one matrix and one filter."""
-    delta_net = "layers.*.delta_net"
-    hf_layer = f"{layer}linear_attn"
-    keys = config.key_heads * config.key_width
-    values = config.value_heads * config.value_width
-    matrix = linear(f"{hf_layer}.in_proj_qkv")
-    # Stored [channel, 1, tap]; ours: [tap, channel].
-    channel_filter = {"weight": TensorSlice(f"{hf_layer}.conv1d.weight", (2, 1, 0))}
-    parts: dict[str, LeafTensors] = {
-        delta_net: {"a_log": TensorSlice(f"{hf_layer}.A_log"), "dt_bias": TensorSlice(f"{hf_layer}.dt_bias")},
-        f"{delta_net}.norm": norm(f"{hf_layer}.norm"),
-    }
-    for name, hf_name in {"gate": "in_proj_z", "beta": "in_proj_b", "decay": "in_proj_a", "output": "out_proj"}.items():
-        parts[f"{delta_net}.{name}"] = linear(f"{hf_layer}.{hf_name}")
-    widths = {"query": keys, "key": keys, "value": values}
-    parts |= {f"{delta_net}.{name}": part for name, part in fused_parts(matrix, **widths).items()}
-    parts |= {f"{delta_net}.{name}_filter": part for name, part in fused_parts(channel_filter, **widths).items()}
-    return parts
-
-
-def _expert_parts(config: ExpertsConfig, layer: str, folder: HfFolder) -> dict[str, LeafTensors]:
-    """Locate the parameters of the mixtures of experts, whose matrices are stored one by one, or all of a layer fused.
-
-    Fused, gate and up are one matrix, stored [out, in] like linear layers, or [in, out] as Qwen3-VL's publisher does.
-    """
-    experts = "layers.*.experts"
-    first = layer.replace("*", str(config.layers[0]))
-    mixtral = f"{first}block_sparse_moe.gate.weight" in folder.tensors
-    block = f"{layer}block_sparse_moe" if mixtral else f"{layer}mlp"
-    hf_names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    names = dict(zip(("gate", "up", "down"), hf_names, strict=True))
-    parts: dict[str, LeafTensors] = {f"{experts}.router": linear(f"{block}.gate")}
-    parts |= {f"{experts}.shared.{ours}": linear(f"{block}.shared_expert.{name}") for ours, name in names.items()}
-    parts[f"{experts}.shared_gate"] = linear(f"{block}.shared_expert_gate")
-    fused = folder.tensors.get(f"{first}mlp.experts.gate_up_proj")
-    if fused is None:
-        keys = {ours: f"{block}.experts.#.{name}.weight" for ours, name in names.items()}
-        slices = {ours: TensorSlice(key, TRANSPOSED, experts=True) for ours, key in keys.items()}
-    else:
-        halves = {"gate": (0, config.width), "up": (config.width, 2 * config.width)}
-        turned = fused.shape[1:2] == (2 * config.width,)
-        order = TRANSPOSED if turned else None
-        slices = {"down": TensorSlice(f"{block}.experts.down_proj[#]", order, experts=True)}
-        for ours, half in halves.items():
-            cut = {"rows": half} if turned else {"columns": half}
-            slices[ours] = TensorSlice(f"{block}.experts.gate_up_proj[#]", order, experts=True, **cut)
-    return parts | {f"{experts}.{ours}": {"weight": part} for ours, part in slices.items()}

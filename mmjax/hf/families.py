@@ -27,7 +27,8 @@ from mmjax.hf import (
     qwen_vl,
     vision,
 )
-from mmjax.hf.decoders import decoder_of, decoder_parts, embedding_of, find_decoder, unused_in_decoder
+from mmjax.hf.decoder_tensors import decoder_parts, embedding_of, find_decoder, unused_in_decoder
+from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout
 from mmjax.hub import checkpoint_folder

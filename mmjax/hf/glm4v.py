@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, StretchedGrid, VisionConfig
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS, QKV, decoder_of, decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
+from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
 from mmjax.hf.qwen_vl import VISION_FIRST, axial_theta, in_sections
 from mmjax.hf.vision import PATCHES, with_images

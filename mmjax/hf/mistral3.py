@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from mmjax.config import ConnectorConfig, ModelConfig
 from mmjax.errors import UserError
-from mmjax.hf.decoders import ACTIVATIONS
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linear, merging_linear, norm
 from mmjax.hf.llava import PROJECTORS, text_of, tower_fields, whole_layout
+from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.vision import vision_of, with_pixtral_images
 
 TEXT = {  # where a config has none

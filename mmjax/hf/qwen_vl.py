@@ -17,7 +17,8 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
-from mmjax.hf.decoders import decoder_of, decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
+from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
 from mmjax.hf.names import ACTIVATIONS, QKV

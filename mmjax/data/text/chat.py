@@ -28,10 +28,10 @@ from mmjax.data.text.chat_template import (
     TokenizerInput,
     check_places,
     compile_any_of,
-    folder_placeholders,
     load_template,
     write_media,
 )
+from mmjax.data.text.placeholders import folder_placeholders
 from mmjax.data.text.tokenizer import Encoded, Tokenizer, load_tokenizer
 from mmjax.errors import UserError
 from mmjax.hub import checkpoint_folder

@@ -1,0 +1,81 @@
+"""Name the placeholders of images, clips and videos in the texts of a Hugging Face folder, by family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mmjax.config import Placeholder
+from mmjax.data.text.tokenizer import tokenizer_config
+from mmjax.disk import read_json
+
+
+def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Placeholder]:
+    """Return the placeholder of each medium for a Hugging Face folder; `named` are its tokenizer's special tokens.
+
+    Empty for a text-only model, or an unknown family.
+    """
+    path = Path(folder)
+    processor = read_json(path / "processor_config.json", {})
+    # The tokenizer's names override the processor's.
+    named = {k: v for k, v in processor.items() if k.endswith("_token") and isinstance(v, str)} | dict(named)
+    # The texts are those that the families' processors in transformers write, unless the folder names others.
+    for family in folder_families(path, processor):
+        match family:
+            case "pixtral" | "mistral3":
+                return {"image": Placeholder(named.get("image_token", "[IMG]"))}
+            case "llavaonevision":
+                video = Placeholder(named.get("video_token", "<video>"))
+                return {"image": Placeholder(named.get("image_token", "<image>")), "video": video}
+            case "llava" | "llavanext" | "idefics3" | "smolvlm" | "paligemma":
+                return {"image": Placeholder(named.get("image_token", "<image>"))}
+            case "glm4v" | "glm46v":
+                return {"image": Placeholder(named.get("image_token", "<|image|>"))}
+            case "qwen2vl" | "qwen25vl":
+                video = Placeholder(named.get("video_token", "<|video_pad|>"))
+                return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
+            case "qwen3vl":
+                # Every temporal patch has a vision span of its own, inside the video's, which the template writes.
+                video = Placeholder(
+                    named.get("video_token", "<|video_pad|>"),
+                    before=named.get("vision_start_token", "<|vision_start|>"),
+                    after=named.get("vision_end_token", "<|vision_end|>"),
+                )
+                return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
+            case "qwen25omni" | "qwen25omnithinker":
+                tokens = {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
+                kinds = {kind: Placeholder(named.get(f"{kind}_token", token)) for kind, token in tokens.items()}
+                begin = named.get("audio_bos_token", "<|audio_bos|>")
+                end = named.get("audio_eos_token", "<|audio_eos|>")
+                return kinds | {"video": replace(kinds["video"], sound_before=begin, sound_after=end)}
+            case "qwen2audio":
+                return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
+            case "internvl":
+                image = Placeholder(
+                    named.get("context_image_token", "<IMG_CONTEXT>"),
+                    before=named.get("start_image_token", "<img>"),
+                    after=named.get("end_image_token", "</img>"),
+                )
+                # Each frame is written as an image is.
+                video = replace(image, written=named.get("video_token", "<video>"), token=image.written)
+                return {"image": image, "video": video}
+            case "gemma3":
+                begin = named.get("boi_token", "<start_of_image>")
+                end = named.get("eoi_token", "<end_of_image>")
+                token = named.get("image_token", "<image_soft_token>")
+                return {"image": Placeholder(begin, token, before=f"\n\n{begin}", after=f"{end}\n\n")}
+            case "internvlchat":
+                return {"image": Placeholder("<image>", "<IMG_CONTEXT>", "<img>", "</img>")}
+    return {}
+
+
+def folder_families(path: Path, processor: Mapping[str, object]) -> list[str]:
+    """List the names of the model in the folder's files: "Qwen2_5_VLProcessor" and "qwen2_5_vl" become "qwen25vl"."""
+    config = read_json(path / "config.json", {})
+    tower = config.get("vision_config") or {}
+    # Pixtral-12B is a LLaVA but for its tower.
+    names = ["pixtral" if tower.get("model_type") == "pixtral" else config.get("model_type")]
+    for config in (processor, read_json(path / "preprocessor_config.json", {}), tokenizer_config(str(path))):
+        names.append(config.get("processor_class"))
+    return [str(name).replace("_", "").lower().removesuffix("processor") for name in names if name]
