@@ -40,7 +40,7 @@ from mmjax.runtime import devices
 from mmjax.training.announce import describe_memory_plan, replication_warning
 
 SPEED = Speed(Rates(1e11, 1e10, 1e9))
-MESH = {"data": 4, "fsdp": 1, "tensor": 1, "context": 1}
+MESH = {"data": 4, "fsdp": 1, "expert": 1, "tensor": 1, "context": 1}
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_exchanges_are_overlapped_by_itself_where_the_data_sheet_says_that_it_pa
     wide = replace(config, model=replace(config.model, llm=wide))
 
     def choice(config: Config, device: Device | None, tensor: int = 4) -> str:
-        mesh = {"data": 1, "fsdp": 1, "tensor": tensor, "context": 1}
+        mesh = {"data": 1, "fsdp": 1, "expert": 1, "tensor": tensor, "context": 1}
         return choose_sequence_parallel(config, mesh, long, device).mesh.sequence_parallel
 
     layout = layouts(config)

@@ -20,7 +20,7 @@ CLUSTER = parse_cluster("h100x4x8")
 
 
 def stage(layers: range, devices: range = range(1), policy: str = "none", **mesh: int) -> StageRun:
-    sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | mesh
+    sizes = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1} | mesh
     shards = sizes["fsdp"] * sizes["context"] * sizes["tensor"]
     sharding = ModelSharding(shards, sizes["tensor"], sizes["tensor"])
     share = len(layers) / MODEL.llm.layers / sharding.shards
