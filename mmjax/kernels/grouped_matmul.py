@@ -31,6 +31,7 @@ class MatmulTiles(NamedTuple):
 # fastest on an H200 of those tried (docs/measurements/gpu.md).
 TILES = MatmulTiles(128, 256, 64, 8, 3)
 GRADIENT_TILES = MatmulTiles(128, 256, 64, 8, 3)
+FLOAT32_TILES = MatmulTiles(32, 32, 32, 4, 2)  # of all kernels: Triton unrolls float32 products, slow to compile
 
 
 class Visits(NamedTuple):
@@ -116,7 +117,8 @@ def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool, interpre
     rows, width = x.shape
     experts = len(weights)
     output = weights.shape[1 if transposed else 2]
-    tiles = TILES._replace(n=_divisor(output, TILES.n), k=_divisor(width, TILES.k))
+    tiles = FLOAT32_TILES if x.dtype == jnp.float32 else TILES
+    tiles = tiles._replace(n=_divisor(output, tiles.n), k=_divisor(width, tiles.k))
     visits = Visits.of(sizes, rows, tiles.m)
 
     def kernel(group_ref, start_ref, end_ref, x_ref, weights_ref, out_ref):
@@ -159,7 +161,8 @@ def _weight_gradients(x: Array, d_out: Array, sizes: Array, dtype: jnp.dtype, in
     """Compute the gradient of every group's matrix: over its rows, the sum of x' d_out; zeros where it has none."""
     (_, width), output = x.shape, d_out.shape[1]
     experts = len(sizes)
-    tiles = GRADIENT_TILES._replace(m=_divisor(width, GRADIENT_TILES.m), n=_divisor(output, GRADIENT_TILES.n))
+    tiles = FLOAT32_TILES if x.dtype == jnp.float32 else GRADIENT_TILES
+    tiles = tiles._replace(m=_divisor(width, tiles.m), n=_divisor(output, tiles.n))
     ends = jnp.cumsum(sizes).astype(jnp.int32)
 
     def kernel(start_ref, end_ref, x_ref, d_out_ref, out_ref):

@@ -123,7 +123,7 @@ def grouped_product(
     x: Float[Array, "m i"], weight: Float[Array, "e i o"], sizes: Int[Array, " e"]
 ) -> Float[Array, "m o"]:
     """Multiply groups of rows of these sizes by a matrix each, by a kernel on GPUs, for which XLA has none."""
-    kernel = platform() == "gpu" and takes(*weight.shape[1:])
+    kernel = platform() in ("gpu", "cuda") and takes(*weight.shape[1:])
     return (grouped_matmul if kernel else jax.lax.ragged_dot)(x, weight, sizes)
 
 
