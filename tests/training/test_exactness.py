@@ -98,18 +98,17 @@ def assert_same(found: Accumulated, wanted: Accumulated) -> None:
     assert worst_leaf(found.gradients, wanted.gradients) < (OF_GRADIENT, "")
 
 
-ALL_AXES = "data=2 x fsdp=2 x tensor=2, encoders=data"
-CONTEXT = "fsdp=2 x context=2 x tensor=2, encoders=data"
+ALL_AXES = "fsdp=2 x context=2 x tensor=2, encoders=data"  # rows over fsdp as they are over data
 OTHERS = list(MESHES)[1:]
 
 
-@pytest.mark.default_cases(ALL_AXES, CONTEXT)
+@pytest.mark.default_cases(ALL_AXES)
 @pytest.mark.parametrize("mesh", OTHERS)
 def test_loss_and_every_gradient_are_those_of_one_device(on, mesh):
     assert_same(on(mesh).first, on("one device").first)
 
 
-@pytest.mark.default_cases(ALL_AXES, CONTEXT)
+@pytest.mark.default_cases(ALL_AXES)
 @pytest.mark.parametrize("mesh", OTHERS)
 def test_ten_updates_give_the_losses_of_one_device(on, mesh):
     found, wanted = on(mesh).trained, on("one device").trained
@@ -118,7 +117,7 @@ def test_ten_updates_give_the_losses_of_one_device(on, mesh):
     assert wanted.losses[-3:].mean() < 0.9 * wanted.losses[0]
 
 
-@pytest.mark.default_cases(ALL_AXES, CONTEXT)
+@pytest.mark.default_cases(ALL_AXES)
 @pytest.mark.parametrize("mesh", OTHERS)
 def test_no_array_is_replicated_to_move_it_between_shardings(on, mesh):
     assert "rematerialization" not in on(mesh).warnings
