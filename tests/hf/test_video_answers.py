@@ -22,7 +22,7 @@ from mmjax.hf.families import from_hf
 QUESTION, TOKENS = "What?", 8
 
 
-def answer_there(folder: Path, clip: Path) -> list[int]:
+def answer_there(folder: Path, clip: Path, question: str = QUESTION) -> list[int]:
     """The most likely answer in transformers, about the frames that are decoded here."""
     encoder = from_hf(folder).encoders["vision"]
     with clip.open("rb") as file:
@@ -33,7 +33,7 @@ def answer_there(folder: Path, clip: Path) -> list[int]:
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     grid = [len(patches), *(side // encoder.patch for side in patches[0].shape[1:3])]
-    content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
+    content = [{"type": "video"}, {"type": "text", "text": question}]
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
