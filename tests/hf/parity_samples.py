@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from parity import Params, check_gradients, forget_longer_texts, in_float64, loaded, same_logits
+from parity import Params, check_gradients, forget_longer_texts, loaded, same_logits
 
 from mmjax.batch import Microbatch
 from mmjax.config import (
@@ -184,10 +184,6 @@ def check_packed(
     logits = np.asarray(jax.jit(ours.logits)(params, batch))
     count = float(text.weight.sum())
 
-    def exact_logits(model: torch.nn.Module, sample: Any) -> torch.Tensor:
-        with in_float64(model) as exact:
-            return theirs(exact, sample)
-
     def loss_there(model: torch.nn.Module, compare: bool = False) -> torch.Tensor:
         total = torch.zeros(())
         for number, sample in enumerate(samples):
@@ -197,7 +193,7 @@ def check_packed(
             wanted = theirs(model, sample)
             if compare:
                 assert len(wanted) == here.stop - here.start, f"{len(wanted)} tokens there, {here} here"
-                same_logits(logits[row, here], wanted, number, lambda sample=sample: exact_logits(model, sample))
+                same_logits(logits[row, here], wanted, number)
             target, weight = (torch.tensor(getattr(text, f)[row, here]) for f in ("target", "weight"))
             total = total + (torch.nn.functional.cross_entropy(wanted, target.long(), reduction="none") * weight).sum()
         return total / count

@@ -220,9 +220,6 @@ WHOLE = {
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):
-    if (family, seed) == ("qwen3_5_moe", 8):
-        # Its first logits are 1e-3 from float64 here and 1e-4 there; a gradient of them is 270.
-        pytest.skip("a first token's key and query are orthogonal but for rounding, which a norm enlarges")
     draw, kind = WHOLE[family]
     model = random_whole(draw(np.random.default_rng(seed), image_token_id=IMAGE, video_token_id=VIDEO), kind)
     model.save_pretrained(tmp_path)
