@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from mmjax.config import (
     Adafactor,
+    AudioConfig,
     DecoderConfig,
     ModelConfig,
     Muon,
@@ -21,7 +22,14 @@ from mmjax.config import (
 )
 from mmjax.config.model import Encoder, adapter_parameters
 from mmjax.planning.flops import frozen_modules, parameters
-from mmjax.planning.work import connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
+from mmjax.planning.work import (
+    CONV_TAPS,
+    connector_mlps,
+    connector_weights,
+    layer_sizes,
+    merged_positions,
+    row_work,
+)
 
 GB = 1e9  # bytes
 LOGSUMEXP = 4  # bytes: blockwise attention saves the log-sum-exp of each query and head, in float32
@@ -156,8 +164,9 @@ def fixed_bytes(
     of all layers whose outputs are cut, once more: XLA reorders them for gathering before it scans. All are sharded.
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
-    one layer's backward pass with its gathered weights, or Muon's update, where it takes more than `copies`. With one
-    microbatch, less what the embedding's gradient has room for: it is made last, and XLA uses its buffer until then.
+    one layer's backward pass with its gathered weights, or that of 2D convolutions before an audio encoder's layers, or
+    Muon's update, where it takes more than `copies`. With one microbatch, less what the embedding's gradient has room
+    for: it is made last, and XLA uses its buffer until then.
     `optimizer`: moments, unless they are in host memory (`update_bytes`).
     """
     counts = parameters(model)
@@ -179,6 +188,11 @@ def fixed_bytes(
         layer_backward_bytes(model, tower, saved, work[tower].positions, sharding, activation)
         for tower, saved in layers.items()
     ]
+    stem_peaks = [
+        stem_backward_bytes(encoder, work[name].positions, activation)
+        for name, encoder in model.encoders.items()
+        if name in layers and isinstance(encoder, AudioConfig)
+    ]
     tokens = sum(token_bytes(model, name, batch, activation) for name in model.encoders if name in batch.shape)
     copies = accumulates * activation * (trainable - in_layers) + (activation + cast) * layer
     for name, config in {"llm": model.llm, **model.encoders}.items():
@@ -190,7 +204,7 @@ def fixed_bytes(
     embedding = 0.0
     if not accumulates and not model.llm.tied and "llm" not in frozen:
         embedding = MASTER * model.llm.vocab * model.llm.width * sharding.part_of("llm")
-    peaks = [max(loss, *layer_peaks) - embedding, update_peak, 0.0]
+    peaks = [max(loss, *layer_peaks, *stem_peaks) - embedding, update_peak, 0.0]
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
@@ -343,6 +357,19 @@ def layer_backward_bytes(
     stream_parts = 1 if sharding.sequence_parallel == "off" else parts
     again = positions * (MLP_ARRAYS * layer.mlp * activation / parts + STREAMS * MASTER * layer.width / stream_parts)
     return ALIVE * (saved + again) + copied + ((activation + MASTER) * largest if sharding.shards > 1 else 0)
+
+
+def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -> float:
+    """Count the peak bytes of the backward pass of 2D convolutions: what they make again, with a gradient of each.
+
+    These are activations and the operands of products, nine times what they are read from. 1D ones take less than a
+    layer.
+    """
+    first, second, third = encoder.stem_bins
+    width = encoder.stem_width
+    activations = width * (4 * first + 2 * second + third)
+    operands = CONV_TAPS**2 * (4 * first * bool(width) + width * (2 * second + third))
+    return 2 * activation * positions * (activations + operands)
 
 
 def dispatch_bytes(llm: DecoderConfig, positions: int, sharding: ModelSharding, activation: int) -> float:

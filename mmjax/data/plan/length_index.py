@@ -18,7 +18,6 @@ import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
 from mmjax.config import AudioConfig
-from mmjax.config.model import CONV_STRIDE
 from mmjax.data.media.patches import Encoders, item_size, positions_per_token
 from mmjax.data.sample import BadSample, SampleLengths, Source
 from mmjax.data.storage.array_store import Damaged, open_arrays, print_recomputation, save_arrays
@@ -92,7 +91,7 @@ def index_of_lengths(lengths: Mapping[str, np.ndarray], encoders: Encoders) -> L
     """
     llm = np.asarray(lengths["llm_tokens"], np.int64)
     per_token = np.array([positions_per_token(encoder) for encoder in encoders.values()], np.int64)
-    stride = np.array([CONV_STRIDE if isinstance(e, AudioConfig) else 1 for e in encoders.values()], np.int64)
+    stride = np.array([e.stride if isinstance(e, AudioConfig) else 1 for e in encoders.values()], np.int64)
     useful = np.stack([np.asarray(lengths[name], np.int64) for name in encoders], axis=1) * stride
     sample, encoder = np.nonzero(useful)
     tokens = -(-useful // per_token)
