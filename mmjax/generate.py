@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from mmjax.config import Config, MediaLimits, MeshConfig
-from mmjax.config.model import head_counts
+from mmjax.config.towers import head_counts
 from mmjax.console import print_lines, print_note
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders

@@ -26,7 +26,7 @@ from mmjax.autotune.memory_plan import plan_memory_on_mesh
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config, NoBalance
 from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
-from mmjax.config.model import Attention
+from mmjax.config.towers import Attention
 from mmjax.console import print_lines, print_note, table
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import pack_microbatch

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, ModelConfig
-from mmjax.config.model import Encoder
+from mmjax.config.towers import Encoder
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.sample import CORNERS

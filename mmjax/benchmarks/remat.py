@@ -14,7 +14,7 @@ from mmjax.balance.phases import cost_per_rank
 from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_of_step, draw, read
 from mmjax.config import AdamW, AudioConfig, ModelConfig, Remat
 from mmjax.config.loading import load
-from mmjax.config.model import CONV_STRIDE
+from mmjax.config.towers import CONV_STRIDE
 from mmjax.errors import UserError
 from mmjax.planning.flops import executed, frozen_modules, recompute_flops
 from mmjax.planning.hardware import Rates

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmjax.config.media import AsIs, ImagePreparation
-from mmjax.config.model import Activation, Attention, ConnectorConfig, Remat, TowerRemat
+from mmjax.config.towers import Activation, Attention, ConnectorConfig, Remat, TowerRemat
 
 
 @dataclass(frozen=True)

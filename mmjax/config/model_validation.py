@@ -47,7 +47,8 @@ from mmjax.config.checks import (
     ordered,
 )
 from mmjax.config.codec import did_you_mean
-from mmjax.config.model import CONV_STRIDE, linear_layers, matching_layers
+from mmjax.config.model import linear_layers, matching_layers
+from mmjax.config.towers import CONV_STRIDE
 
 
 def check_images(where: str, how: ImagePreparation) -> None:

@@ -21,8 +21,6 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.model import (
-    CONV_STRIDE,
-    Encoder,
     Sizes,
     adapted_modules,
     adapter_parameters,
@@ -34,6 +32,7 @@ from mmjax.config.model import (
     merged_width,
     module_of_layer,
 )
+from mmjax.config.towers import CONV_STRIDE, Encoder
 from mmjax.kernels.tiles import padded_width
 from mmjax.planning.work import (
     CONV_TAPS,

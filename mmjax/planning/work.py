@@ -15,7 +15,8 @@ import numpy as np
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ROW, TIME, ItemBatch, TextBatch, chunk_numbers
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.config.model import CONV_STRIDE, Encoder, connector_layers
+from mmjax.config.model import connector_layers
+from mmjax.config.towers import CONV_STRIDE, Encoder
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
 

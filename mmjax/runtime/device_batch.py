@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
-from mmjax.config.model import Encoder
+from mmjax.config.towers import Encoder
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.plan.placement import Shape
 from mmjax.parallel.sharding import ShardingRules, local_ranks, row_ranks, rows_sharding, tokens_sharding

@@ -16,7 +16,7 @@ from tiny_run import MERGE, paths, stderr_of, tiny_config
 
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, MeshConfig, NoBalance, NoGrouping, PostBalance, Samples
-from mmjax.config.model import CONV_STRIDE
+from mmjax.config.towers import CONV_STRIDE
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import Topology

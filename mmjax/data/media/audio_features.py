@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, LogMel, StoredTable, WhisperMel
-from mmjax.config.model import CONV_STRIDE
+from mmjax.config.towers import CONV_STRIDE
 from mmjax.errors import BadMedia
 
 RANGE = 8.0  # decades below the loudest bin at which power is clamped, as in Whisper

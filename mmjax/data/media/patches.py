@@ -10,7 +10,7 @@ import numpy as np
 
 from mmjax.batch import COLUMN, ROW, TIME
 from mmjax.config import AlternatingGrid, AudioConfig, FractionalGrid, LearnedGrid, LogMel, NoVideo, VisionConfig
-from mmjax.config.model import CONV_STRIDE, Encoder
+from mmjax.config.towers import CONV_STRIDE, Encoder
 from mmjax.data.media.audio_features import clip_size, log_mel_frames
 from mmjax.errors import BadMedia
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
 from mmjax.config import AudioConfig
-from mmjax.config.model import CONV_STRIDE
+from mmjax.config.towers import CONV_STRIDE
 from mmjax.data.media.patches import Encoders, item_size, positions_per_token
 from mmjax.data.sample import BadSample, SampleLengths, Source
 from mmjax.data.storage.array_store import Damaged, open_arrays, print_recomputation, save_arrays
