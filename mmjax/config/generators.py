@@ -107,5 +107,15 @@ class UnetConfig:
     weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
     kind: Literal["unet"] = "unet"
 
+    @property
+    def patch(self) -> int:
+        """Return the latents per side of a patch."""
+        return 1
+
+    @property
+    def min_patches(self) -> int:
+        """Return the patches of an image: all have as many."""
+        return self.size[0] * self.size[1]
+
 
 Generator = DiffusionTransformerConfig | UnetConfig
