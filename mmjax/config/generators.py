@@ -85,6 +85,11 @@ class DiffusionTransformerConfig:
     kind: Literal["diffusion_transformer"] = "diffusion_transformer"
 
 
+# Widths in a UNet over that of the first level, and over that of an attention block.
+UNET_TIME_FACTOR = 4  # the embedding of the time
+UNET_MLP_FACTOR = 4  # the MLP's hidden layer
+
+
 @dataclass(frozen=True)
 class UnetConfig:
     """Stable Diffusion 2.1's UNet, for images of one size."""
@@ -106,6 +111,13 @@ class UnetConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
     kind: Literal["unet"] = "unet"
+    # Among an image's latents: all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks.
+    attention: Attention = "dense"
+
+    @property
+    def latents_per_image(self) -> int:
+        """Return the latents of an image."""
+        return self.size[0] * self.size[1]
 
 
 Generator = DiffusionTransformerConfig | UnetConfig
