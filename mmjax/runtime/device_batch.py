@@ -95,7 +95,7 @@ def padding_microbatches(
             x = first.items[e]
             items[e] = jax.tree.map(partial(resize, length=length), x._replace(condition=None))
             if x.condition is not None:
-                columns = length // encoders[e].min_patches * encoders[e].queries
+                columns = encoders[e].most_images(length) * encoders[e].queries
                 items[e] = items[e]._replace(condition=resize(x.condition, columns))
         spread = {}
         for e, x in first.text.spread.items():

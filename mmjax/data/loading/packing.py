@@ -60,9 +60,7 @@ class Arrays:
     def features(self, module: str) -> int:
         """Return the width of one patch or frame."""
         config = self.modules[module]
-        if isinstance(config, Generator):
-            return config.patch**2 * config.latents.channels
-        return config.patch_values if isinstance(config, VisionConfig) else config.mels
+        return config.mels if isinstance(config, AudioConfig) else config.patch_values
 
     def dtype(self, module: str) -> type:
         """Return the dtype of the patches or frames."""
@@ -81,10 +79,6 @@ class Arrays:
     def bit(self, module: str) -> int:
         """Return the kind bit of the tokens of a module's items."""
         return TEXT_KIND << 1 + list(self.modules).index(module)
-
-    def images_per_row(self, generator: str, length: int) -> int:
-        """Return how many images a generator's rows of `length` patches can hold."""
-        return length // self.generators[generator].min_patches
 
 
 class Place(NamedTuple):
@@ -428,7 +422,7 @@ def _conditions(
     peers, in_all = plan.topology.peers, plan.topology.ranks
     width = plan.shape.widths[module - 1]
     count = arrays.generators[name].queries
-    images = arrays.images_per_row(name, plan.shape.lengths[module])
+    images = arrays.generators[name].most_images(plan.shape.lengths[module])
     items = np.flatnonzero(plan.module == module)
     tokens = np.full(len(items), count, np.int64)
     rank = plan.rank()
