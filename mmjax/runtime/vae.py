@@ -24,6 +24,7 @@ from mmjax.runtime.weights import check_fits
 # Pixels that a device takes at a time: 8 images of 512 x 512, whose activations take about 1 GiB each.
 PIXELS = 2**21
 CPU_PIXELS = 2**18
+MAX_IMAGES = 64  # of a device, however small they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,26 +43,26 @@ class Vae:
         """Return how many images of this size, in pixels, are computed at a time, on all devices together."""
         devices = self.mesh.devices.flatten()
         pixels = CPU_PIXELS if devices[0].platform == "cpu" else PIXELS
-        return len(devices) * max(1, pixels // (height * width))
+        return len(devices) * min(max(1, pixels // (height * width)), MAX_IMAGES)
 
     def encode(self, images: np.ndarray) -> tuple[Array, Array]:
-        """Compute the mean and log variance `[B, h, w, c]` of up to a batch of images uint8 `[B, H, W, C]`.
+        """Compute the mean and log variance of up to a batch of images, uint8 `[B, H, W, C]`.
 
-        They are float32, not scaled, and may still be computed. There is one program for each size. Raises ValueError
-        for sides that are no multiples of the factor.
+        They are float32 `[batch, h, w, c]`, with something behind the B images, not scaled, and may still be computed
+        when this returns. There is one program for each size. Raises ValueError for sides that are no multiples of the
+        factor.
         """
         return self._in_batch(self._encode, images, images.shape[1:3])
 
     def decode(self, latents: np.ndarray) -> Array:
-        """Compute images uint8 `[B, H, W, C]` of up to a batch of latents `[B, h, w, c]`, which are not scaled."""
+        """Compute images uint8 `[batch, H, W, C]` of up to a batch of latents `[B, h, w, c]`, which are not scaled."""
         factor = self.config.factor
         return self._in_batch(self._decode, latents, (latents.shape[1] * factor, latents.shape[2] * factor))
 
     def _in_batch(self, compute: Callable, arrays: np.ndarray, size: tuple[int, int]) -> Array:
         missing = self.batch(*size) - len(arrays)
         whole = np.pad(arrays, ((0, missing), (0, 0), (0, 0), (0, 0)))
-        put = jax.device_put(whole, NamedSharding(self.mesh, PartitionSpec("images")))
-        return jax.tree.map(lambda x: x[: len(arrays)], compute(self.params, put))
+        return compute(self.params, jax.device_put(whole, NamedSharding(self.mesh, PartitionSpec("images"))))
 
     @cached_property
     def _encode(self) -> Callable:
@@ -135,7 +136,10 @@ def decode_pictures(latents: np.ndarray, vae: Vae) -> np.ndarray:
     """
     c = vae.config
     plain = np.asarray(latents, np.float32) / c.scale + c.shift
-    batch = vae.batch(plain.shape[1] * c.factor, plain.shape[2] * c.factor)
-    parts = [np.asarray(vae.decode(plain[k : k + batch])) for k in range(0, len(plain), batch)]
     height, width = plain.shape[1] * c.factor, plain.shape[2] * c.factor
-    return np.concatenate([np.empty((0, height, width, c.image_channels), np.uint8), *parts])
+    pictures = np.empty((len(plain), height, width, c.image_channels), np.uint8)
+    batch = vae.batch(height, width)
+    for k in range(0, len(plain), batch):
+        part = plain[k : k + batch]
+        pictures[k : k + batch] = np.asarray(vae.decode(part))[: len(part)]
+    return pictures
