@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmjax.config.media import AsIs, ImagePreparation
-from mmjax.config.towers import Activation, Attention, ConnectorConfig, Remat, TowerRemat
+from mmjax.config.towers import Activation, Attention, Biased, ConnectorConfig, Remat, TowerRemat
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,17 @@ class DiffusionTransformerConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
     kind: Literal["diffusion_transformer"] = "diffusion_transformer"
+    condition_mlp: bool = True  # brings condition tokens to the width; else the layers' keys and values read them
+    biases: tuple[Biased, ...] = ("query", "key", "value", "output", "up", "down")  # of both attentions and the MLP
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many values a patch of latents has."""
+        return self.patch**2 * self.latents.channels
+
+    def most_images(self, length: int) -> int:
+        """Return how many images a row of this length holds at most."""
+        return length // self.min_patches
 
 
 @dataclass(frozen=True)

@@ -602,3 +602,28 @@ def vae(rng: np.random.Generator) -> Fields:
         "use_post_quant_conv": pick(rng, False, True),
         "mid_block_add_attention": pick(rng, False, True, True),
     }
+
+
+def pixart(rng: np.random.Generator) -> Fields:
+    """PixArt's transformer, of images around a square of any size."""
+    heads, quarters = between(rng, 1, 3), between(rng, 1, 3)
+    micro_conditions = pick(rng, False, True)
+    head_width = 4 * quarters * (3 if micro_conditions and heads * quarters % 3 else 1)
+    width, patch, channels = heads * head_width, between(rng, 1, 3), between(rng, 1, 4)
+    captions = pick(rng, None, between(rng, 3, 20))
+    return {
+        "num_attention_heads": heads,
+        "attention_head_dim": head_width,
+        "in_channels": channels,
+        "out_channels": pick(rng, channels, 2 * channels),
+        "num_layers": between(rng, 1, 3),
+        "cross_attention_dim": width if captions else between(rng, 3, 20),
+        "caption_channels": captions,
+        "attention_bias": pick(rng, False, True),
+        "sample_size": patch * between(rng, 2, 9),
+        "patch_size": patch,
+        "activation_fn": pick(rng, "gelu", "gelu-approximate"),
+        "norm_eps": pick(rng, 1e-6, 1e-3),
+        "interpolation_scale": pick(rng, None, 2, 1.5),
+        "use_additional_conditions": micro_conditions,
+    }
