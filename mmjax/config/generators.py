@@ -146,3 +146,26 @@ class UnetConfig:
 
 
 Generator = DiffusionTransformerConfig | UnetConfig
+
+
+@dataclass(frozen=True)
+class VaeConfig:
+    """The variational autoencoder of Stable Diffusion and its successors (diffusers' AutoencoderKL), read from its
+    folder.
+    """
+
+    widths: tuple[int, ...] = (128, 256, 512, 512)  # channels of each level; the resolution halves between levels
+    blocks: int = 2  # residual blocks per level of the encoder; one more in the decoder
+    groups: int = 32  # of GroupNorm
+    image_channels: int = 3  # of an image
+    channels: int = 4  # of a latent
+    attention: bool = True  # at the lowest resolution
+    encoder_product: bool = True  # behind the encoder, over channels
+    decoder_product: bool = True  # before the decoder, over channels
+    scale: float = 0.18215  # latents become (x - shift) * scale
+    shift: float = 0.0  # of latents before they are scaled
+
+    @property
+    def factor(self) -> int:
+        """Return the pixels per side of a latent."""
+        return 2 ** (len(self.widths) - 1)

@@ -582,6 +582,28 @@ def qwen2_5_omni(rng: np.random.Generator, vocab: int = 97, **tokens: int) -> tr
     )
 
 
+def vae(rng: np.random.Generator) -> Fields:
+    """Fields of diffusers' AutoencoderKL: Stable Diffusion's, and those of SD3 and Flux without products."""
+    groups = pick(rng, 1, 2, 4)
+    levels = between(rng, 1, 4)
+    return {
+        "block_out_channels": [groups * between(rng, 1, 6) for _ in range(levels)],
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "layers_per_block": between(rng, 1, 3),
+        "latent_channels": pick(rng, 1, 4, 16),
+        "in_channels": (channels := pick(rng, 1, 3, 3)),
+        "out_channels": channels,
+        "norm_num_groups": groups,
+        "act_fn": pick(rng, "silu", "swish"),
+        "scaling_factor": pick(rng, 0.18215, 1.5305),
+        "shift_factor": pick(rng, None, 0.0609),
+        "use_quant_conv": pick(rng, False, True),
+        "use_post_quant_conv": pick(rng, False, True),
+        "mid_block_add_attention": pick(rng, False, True, True),
+    }
+
+
 def pixart(rng: np.random.Generator) -> Fields:
     """PixArt's transformer, of images around a square of any size."""
     heads, quarters = between(rng, 1, 3), between(rng, 1, 3)
