@@ -22,7 +22,7 @@ from flax import nnx
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, Config, DecoderConfig, ModelConfig, Remat, VisionConfig
-from mmjax.config.model import Encoder
+from mmjax.config.towers import Encoder
 from mmjax.console import print_note
 from mmjax.disk import read_sealed, user_cache, write_sealed
 from mmjax.distributed import coordination

@@ -38,6 +38,15 @@ from mmjax.config.data import (
     ShareGptSource,
     Tokens,
 )
+from mmjax.config.generators import (
+    DiffusionTransformerConfig,
+    FlowMatching,
+    Generator,
+    PixelLatents,
+    UnetConfig,
+    VaeConfig,
+    VaeLatents,
+)
 from mmjax.config.media import (
     AnyRes,
     AsIs,
@@ -58,7 +67,8 @@ from mmjax.config.media import (
     VideoPreparation,
     WhisperMel,
 )
-from mmjax.config.model import (
+from mmjax.config.model import LoraConfig, ModelConfig
+from mmjax.config.towers import (
     Activation,
     AlternatingGrid,
     AudioConfig,
@@ -74,8 +84,6 @@ from mmjax.config.model import (
     LinearRope,
     Llama3Rope,
     LongRope,
-    LoraConfig,
-    ModelConfig,
     PlainRope,
     Remat,
     RopeScaling,

@@ -21,7 +21,7 @@ import numpy as np
 
 from mmjax.disk import read_json
 from mmjax.errors import UserError
-from mmjax.hub import INDEX, SINGLE
+from mmjax.hub import SINGLE
 
 # Not None, which is a value that a caller may give as the default.
 _NEEDED = object()
@@ -99,18 +99,24 @@ class Stored:
 
 @dataclass(frozen=True)
 class HfFolder:
-    """A folder with a `config.json` and safetensors."""
+    """A folder with a `config.json` and safetensors: a single file, or several with an index."""
 
     path: Path
     config: Mapping[str, Any] = field(repr=False)
+    single: str = SINGLE  # name of the file
 
     @classmethod
-    def open(cls, path: str | Path) -> HfFolder:
+    def open(cls, path: str | Path, single: str = SINGLE) -> HfFolder:
         """Raises UserError where it is no such folder."""
         path = Path(path).expanduser()
         if not path.is_dir():
             raise UserError(f"{path} is no folder; give the folder of a Hugging Face checkpoint")
-        return cls(path, read_json(path / "config.json"))
+        return cls(path, read_json(path / "config.json"), single)
+
+    @property
+    def index(self) -> str:
+        """Return the name of the index of several files."""
+        return f"{self.single}.index.json"
 
     @property
     def fields(self) -> Fields:
@@ -120,7 +126,7 @@ class HfFolder:
     @property
     def has_weights(self) -> bool:
         """Return whether there are any: a config alone can be planned with."""
-        return (self.path / INDEX).exists() or (self.path / SINGLE).exists()
+        return (self.path / self.index).exists() or (self.path / self.single).exists()
 
     @cached_property
     def tensors(self) -> dict[str, Stored]:
@@ -128,26 +134,26 @@ class HfFolder:
 
         Raises UserError for files that are missing, torn, or not safetensors.
         """
-        if (self.path / SINGLE).exists():
-            if (self.path / INDEX).exists():
-                note(f"{self.path} has both {SINGLE} and {INDEX}; {SINGLE} is read, as by transformers")
-            return _header(self.path / SINGLE)
-        if (self.path / INDEX).exists():
-            weights = read_json(self.path / INDEX).get("weight_map")
+        if (self.path / self.single).exists():
+            if (self.path / self.index).exists():
+                note(f"{self.path} has both {self.single} and {self.index}; {self.single} is read, as by transformers")
+            return _header(self.path / self.single)
+        if (self.path / self.index).exists():
+            weights = read_json(self.path / self.index).get("weight_map")
             if not isinstance(weights, dict):
-                raise UserError(f"{self.path / INDEX} has no weight_map; save the checkpoint again")
+                raise UserError(f"{self.path / self.index} has no weight_map; save the checkpoint again")
             tensors = {}
             for file in sorted(set(weights.values())):
                 tensors |= _header(self.path / file)
             if missing := sorted(set(weights) - set(tensors)):
                 raise UserError(
-                    f"{self.path / weights[missing[0]]} lacks {missing[0]}, which {INDEX} says is there; "
+                    f"{self.path / weights[missing[0]]} lacks {missing[0]}, which {self.index} says is there; "
                     "copy the checkpoint again"
                 )
             return tensors
         raise UserError(
-            f"{self.path} has neither {SINGLE} nor {INDEX}; pickled weights are never loaded, so save it once with "
-            "save_pretrained(..., safe_serialization=True)"
+            f"{self.path} has neither {self.single} nor {self.index}; pickled weights are never loaded, so save it "
+            "once with save_pretrained(..., safe_serialization=True)"
         )
 
     def stored(self, key: str) -> Stored:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mmjax.config import LoraConfig
 from mmjax.errors import UserError
-from mmjax.hf.folder import CHUNK, DTYPES, INDEX, SINGLE, HfFolder
+from mmjax.hf.folder import CHUNK, DTYPES, HfFolder
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What checkpoints of vision- and audio-language models call their parts, and where these stand in the model now.
@@ -163,7 +163,9 @@ def copy_beside(folder: HfFolder, out: Path) -> list[str]:
         name = path.relative_to(folder.path)
         if path.is_dir() or any(part.startswith(".") for part in name.parts) or path in read:
             continue
-        if any(path.match(pattern) for pattern in WEIGHTS) or (path.name == INDEX and folder.path / SINGLE in read):
+        if any(path.match(pattern) for pattern in WEIGHTS) or (
+            path.name == folder.index and folder.path / folder.single in read
+        ):
             skipped.append(str(name))
             continue
         (out / name).parent.mkdir(parents=True, exist_ok=True)

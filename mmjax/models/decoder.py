@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import TextBatch
 from mmjax.config import DecoderConfig, PlainRope
-from mmjax.config.model import UNLIMITED
+from mmjax.config.towers import UNLIMITED
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up

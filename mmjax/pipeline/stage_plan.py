@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 
 from mmjax.autotune.memory_plan import ActivationTracer
 from mmjax.config import Config, DecoderConfig, Remat
-from mmjax.config.model import Encoder
+from mmjax.config.towers import Encoder
 from mmjax.config.training import unit_devices
 from mmjax.console import size
 from mmjax.data.plan.placement import Shape

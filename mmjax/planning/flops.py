@@ -21,7 +21,6 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.model import (
-    Encoder,
     Sizes,
     adapted_modules,
     adapter_parameters,
@@ -33,6 +32,7 @@ from mmjax.config.model import (
     merged_width,
     module_of_layer,
 )
+from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import padded_width
 from mmjax.planning.work import (
     CONV_TAPS,
@@ -343,6 +343,7 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
             sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen).values()) for n in (half, 3 * half)
         )
         costs.append((high - low) / (2 * half))
+    costs += [72 * g.width**2 * g.layers for g in model.generators.values()]
     return np.array(costs)
 
 

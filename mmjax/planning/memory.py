@@ -20,7 +20,8 @@ from mmjax.config import (
     SequenceParallel,
     VisionConfig,
 )
-from mmjax.config.model import Encoder, adapter_parameters
+from mmjax.config.model import adapter_parameters
+from mmjax.config.towers import Encoder
 from mmjax.planning.flops import frozen_modules, parameters
 from mmjax.planning.work import (
     CONV_TAPS,

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from mmjax.config import DecoderConfig, ModelConfig, OptimizerConfig, Remat
-from mmjax.config.model import Encoder
+from mmjax.config.towers import Encoder
 from mmjax.planning.flops import executed_logits, frozen_modules, layer_policies, recompute_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmjax.config import DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat
-from mmjax.config.model import Encoder
+from mmjax.config.towers import Encoder
 from mmjax.planning.flops import frozen_modules, recomputed_attention, stage_flops
 from mmjax.planning.memory import MASTER, DeviceBatch
 from mmjax.planning.step_time import (

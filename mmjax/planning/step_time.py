@@ -19,7 +19,7 @@ from mmjax.config import (
     SequenceParallel,
     context_form,
 )
-from mmjax.config.model import Encoder
+from mmjax.config.towers import Encoder
 from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
 from mmjax.planning.hardware import Cluster, Rates
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes

@@ -15,7 +15,8 @@ import numpy as np
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ROW, TIME, ItemBatch, TextBatch, chunk_numbers
 from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.config.model import Encoder, connector_layers
+from mmjax.config.model import connector_layers
+from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
 
@@ -255,6 +256,8 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
     pairs = _mean_pairs(model.llm, pairs, lambda window: pairs - int(pairs_beyond_window(text, window).sum()))
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
+        if name in model.generators:
+            continue
         encoder = model.encoders[name]
         # Coordinates below 0 mark inputs that become no token: class tokens, which pass through the layers, and the
         # silence behind a clip, which does not.

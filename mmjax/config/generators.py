@@ -1,0 +1,171 @@
+"""Config of generators: models behind the LLM that make images of its hidden states, by flow matching on latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmjax.config.media import AsIs, ImagePreparation
+from mmjax.config.towers import Activation, Attention, Biased, ConnectorConfig, Remat, TowerRemat
+
+
+@dataclass(frozen=True)
+class PixelLatents:
+    """An image's own pixels in place of latents, for small images."""
+
+    channels: int = 3  # of an image
+    mean: tuple[float, ...] = (0.5,)  # per channel, or one for all; pixels become (x / 255 - mean) / std
+    std: tuple[float, ...] = (0.5,)  # per channel, or one for all
+    kind: Literal["pixels"] = "pixels"
+
+    @property
+    def factor(self) -> int:
+        """Return the pixels per side of a latent."""
+        return 1
+
+
+@dataclass(frozen=True)
+class VaeLatents:
+    """Latents that a frozen variational autoencoder makes of an image."""
+
+    weights: str = ""  # a diffusers folder of an AutoencoderKL; empty: for planning alone
+    channels: int = 4  # of a latent
+    factor: int = 8  # pixels per side of a latent
+    scale: float = 0.18215  # latents become (x - shift) * scale
+    shift: float = 0.0  # of latents before they are scaled
+    kind: Literal["vae"] = "vae"
+
+
+Latents = PixelLatents | VaeLatents
+
+
+@dataclass(frozen=True)
+class FlowMatching:
+    """A generator's loss: the squared error of the velocity from an image's latents to noise (Esser et al. 2024).
+
+    Of an image with latents x and noise e the generator sees (1 - t) x + t e at a time t that is logit-normal, and
+    predicts e - x.
+    """
+
+    weight: float = 1.0  # of this loss beside the LLM's
+    time_mean: float = 0.0  # of the logit of t
+    time_std: float = 1.0  # of the logit of t
+    condition_dropout: float = 0.1  # share of images trained without their condition, for guidance
+
+
+_CONNECTOR = ConnectorConfig(merge=1, mlp_width=0, biases=("down",))
+
+
+@dataclass(frozen=True)
+class DiffusionTransformerConfig:
+    """A diffusion transformer as PixArt's: self-attention within an image, cross-attention to its condition."""
+
+    layers: int  # number of layers
+    width: int  # of the residual stream
+    heads: int  # attention heads
+    mlp_width: int  # of the MLP's hidden layer
+    condition_width: int  # of the tokens that the connector makes of the LLM's hidden states
+    patch: int = 2  # latents per side of a patch
+    latents: PixelLatents | VaeLatents = PixelLatents()
+    images: ImagePreparation = AsIs()  # preprocessing
+    min_patches: int = 16  # of an image; smaller images are refused
+    queries: int = 16  # learned tokens in the LLM that stand for an image; their hidden states are its condition
+    grid: int = 16  # patches per side of an image whose positions are 0, 1, ..; other sizes are stretched to it
+    grid_scale: float = 1.0  # that positions are divided by
+    micro_conditions: bool = False  # the time's embedding knows an image's height, width and aspect ratio
+    learned_variance: bool = False  # the checkpoint's last layer predicts variances too, which are not trained
+    norm_eps: float = 1e-6  # of LayerNorm
+    activation: Activation = "gelu_tanh"  # of the MLP
+    flow: FlowMatching = FlowMatching()
+    connector: ConnectorConfig = _CONNECTOR
+    attention: Attention = "dense"  # all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks
+    remat: TowerRemat | tuple[Remat, ...] = "auto"  # of every layer, or one per layer
+    frozen: bool = False  # not trained, apart from its connector
+    weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
+    kind: Literal["diffusion_transformer"] = "diffusion_transformer"
+    condition_mlp: bool = True  # brings condition tokens to the width; else the layers' keys and values read them
+    biases: tuple[Biased, ...] = ("query", "key", "value", "output", "up", "down")  # of both attentions and the MLP
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many values a patch of latents has."""
+        return self.patch**2 * self.latents.channels
+
+    def most_images(self, length: int) -> int:
+        """Return how many images a row of this length holds at most."""
+        return length // self.min_patches
+
+
+# Widths in a UNet over that of the first level, and over that of an attention block.
+UNET_TIME_FACTOR = 4  # the embedding of the time
+UNET_MLP_FACTOR = 4  # the MLP's hidden layer
+
+
+@dataclass(frozen=True)
+class UnetConfig:
+    """Stable Diffusion 2.1's UNet, for images of one size."""
+
+    condition_width: int  # of the tokens that the connector makes of the LLM's hidden states
+    widths: tuple[int, ...] = (320, 640, 1280, 1280)  # channels of each level; the resolution halves between levels
+    heads: tuple[int, ...] = (5, 10, 20, 20)  # attention heads of each level
+    attending: tuple[bool, ...] = (True, True, True, False)  # levels with attention
+    blocks: int = 2  # residual blocks per level on the way down; one more on the way up
+    groups: int = 32  # of GroupNorm
+    size: tuple[int, ...] = (64, 64)  # height and width of an image in latents
+    linear_projections: bool = True  # around attention; else convolutions (Stable Diffusion 1)
+    latents: PixelLatents | VaeLatents = VaeLatents()
+    images: ImagePreparation = AsIs()  # preprocessing
+    queries: int = 77  # learned tokens in the LLM that stand for an image; their hidden states are its condition
+    flow: FlowMatching = FlowMatching()
+    connector: ConnectorConfig = _CONNECTOR
+    remat: Literal["none", "full"] = "none"  # of every block
+    frozen: bool = False  # not trained, apart from its connector
+    weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
+    kind: Literal["unet"] = "unet"
+    # Among an image's latents: all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks.
+    attention: Attention = "dense"
+
+    @property
+    def patch(self) -> int:
+        """Return the latents per side of a patch."""
+        return 1
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many values a patch of latents has."""
+        return self.latents.channels
+
+    @property
+    def min_patches(self) -> int:
+        """Return the patches of an image: all have as many."""
+        return self.size[0] * self.size[1]
+
+    def most_images(self, length: int) -> int:
+        """Return how many images a row of this length holds."""
+        return length // self.min_patches
+
+
+Generator = DiffusionTransformerConfig | UnetConfig
+
+
+@dataclass(frozen=True)
+class VaeConfig:
+    """The variational autoencoder of Stable Diffusion and its successors (diffusers' AutoencoderKL), read from its
+    folder.
+    """
+
+    widths: tuple[int, ...] = (128, 256, 512, 512)  # channels of each level; the resolution halves between levels
+    blocks: int = 2  # residual blocks per level of the encoder; one more in the decoder
+    groups: int = 32  # of GroupNorm
+    image_channels: int = 3  # of an image
+    channels: int = 4  # of a latent
+    attention: bool = True  # at the lowest resolution
+    encoder_product: bool = True  # behind the encoder, over channels
+    decoder_product: bool = True  # before the decoder, over channels
+    scale: float = 0.18215  # latents become (x - shift) * scale
+    shift: float = 0.0  # of latents before they are scaled
+
+    @property
+    def factor(self) -> int:
+        """Return the pixels per side of a latent."""
+        return 2 ** (len(self.widths) - 1)
