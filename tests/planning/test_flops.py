@@ -259,7 +259,7 @@ def test_padding_needs_nothing() -> None:
     fields = {f: x for f, x in batch.text._asdict().items() if f in TOKEN_FIELDS}
     text = TextBatch(**{f: pad(x, -1 if f == "sample" else 0) for f, x in fields.items()}, slots={}, send={})
     items = {
-        e: ItemBatch(*(pad(x, -1 if f == "item" else 0) for f, x in b._asdict().items()))
+        e: ItemBatch(*(pad(x, -1 if f == "item" else 0) for f, x in b._asdict().items() if x is not None))
         for e, b in batch.items.items()
     }
     assert step_needed(model, text, items, frozenset()) == step_needed(model, batch.text, batch.items, frozenset())
