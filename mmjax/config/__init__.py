@@ -54,6 +54,7 @@ from mmjax.config.media import (
     DynamicTiles,
     Filter,
     FixedSize,
+    Glm4Video,
     ImagePreparation,
     LogMel,
     NoVideo,

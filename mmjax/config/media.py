@@ -157,6 +157,18 @@ class Qwen3Video:
 
 
 @dataclass(frozen=True)
+class Glm4Video:
+    """Frames at a rate, with bounds on the pixels of all together, as for GLM-4.1V; seconds are written behind them."""
+
+    fps: float = 2.0  # frames taken per second of the video
+    seconds: int = 300  # of a video; of a longer one as many frames are taken as of one of this length
+    min_pixels: int = 112 * 112  # of all resized frames
+    max_pixels: int = 28 * 28 * 2 * 30_000  # of all resized frames
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["glm4_video"] = "glm4_video"
+
+
+@dataclass(frozen=True)
 class UniformVideo:
     """The same number of frames of every video, all of one size, as for InternVL and LLaVA-OneVision."""
 
@@ -170,7 +182,7 @@ class UniformVideo:
     shrink: int = 1  # by which each side of a frame's tokens is divided, rounded up: interpolated bilinearly
 
 
-VideoPreparation = NoVideo | Qwen2Video | Qwen3Video | UniformVideo
+VideoPreparation = NoVideo | Qwen2Video | Qwen3Video | Glm4Video | UniformVideo
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mmjax.config import (
     DynamicTiles,
     FixedSize,
     FractionalGrid,
+    Glm4Video,
     ImagePreparation,
     LearnedGrid,
     Llama3Rope,
@@ -101,9 +102,13 @@ def check_videos(where: str, how: VideoPreparation) -> None:
         check(not how.size or is_size(how.size), f"{where}.size={listed(how.size)}: give height and width, or nothing")
         return
     above_zero(where, how, ("fps",))
-    at_least(1, where, how, ("min_frames", "min_pixels"))
-    ordered(where, how, "min_frames", "max_frames")
+    at_least(1, where, how, ("min_pixels",))
     ordered(where, how, "min_pixels", "max_pixels")
+    if isinstance(how, Glm4Video):
+        at_least(1, where, how, ("seconds",))
+        return
+    at_least(1, where, how, ("min_frames",))
+    ordered(where, how, "min_frames", "max_frames")
     more = ("total_pixels", "tokens_per_second") if isinstance(how, Qwen2Video) else ("frame_pixels",)
     at_least(0, where, how, more)
 

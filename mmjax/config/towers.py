@@ -402,7 +402,7 @@ class AudioConfig:
         """Return the positions of a whole chunk: each begins with one of its own, as the frames of its row do."""
         return -(-self.chunk // self.stride)
 
-    def layer_positions(self, frames: Any) -> Any:
+    def count_positions(self, frames: Any) -> Any:
         """Count the positions of the layers that clips of so many frames become, int or int `[n]`."""
         if not self.chunk:
             return -(-frames // self.stride)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, StretchedGrid, VisionConfig
 from mmjax.errors import UserError
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
@@ -9,7 +11,7 @@ from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
 from mmjax.hf.names import ACTIVATIONS, QKV
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_glm4_videos
 from mmjax.hf.qwen_vl import VISION_FIRST, axial_theta, in_sections
 from mmjax.hf.vision import PATCHES, with_images
 
@@ -74,7 +76,10 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         biases=QKV if vision.get("attention_bias", bool) else (),
         connector=connector,
     )
-    return ModelConfig(llm, {"vision": with_images(folder, tower)})
+    tower = with_images(folder, tower)
+    if fields.get("model_type", str) == "glm4v":  # GLM-4.6V takes frames at rates of its own
+        tower = replace(tower, videos=read_glm4_videos(folder.path, tower))
+    return ModelConfig(llm, {"vision": tower})
 
 
 def _llm(fields: Fields) -> DecoderConfig:

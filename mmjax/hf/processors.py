@@ -18,6 +18,7 @@ from mmjax.config import (
     DynamicTiles,
     Filter,
     FixedSize,
+    Glm4Video,
     ImagePreparation,
     PanAndScan,
     PixtralResize,
@@ -88,6 +89,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _HALF
     | {"size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}, "max_video_tokens": 768}
     | {"patch_size": 16},
+    "Glm4vVideoProcessor": _GLM4V
+    | {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30_000}}
+    | {"fps": 2.0, "max_duration": 300},
     "LlavaOnevisionVideoProcessor": _COMMON | {"size": {"height": 384, "width": 384}, "num_frames": None},
     "InternVLVideoProcessor": _COMMON | {"size": {"height": 384, "width": 384}, "default_to_square": True},
     "GotOcr2ImageProcessor": _COMMON
@@ -159,15 +163,9 @@ def read_video_processing(folder: Path, family: str, vision: VisionConfig) -> Qw
     fields = _video_fields(folder, family)
     if fields is None:
         return Qwen2Video(total_pixels=24_576 * 28 * 28) if family == "Qwen2VL" else Qwen3Video()
-    tower = {"patch_size": vision.patch, "merge_size": vision.connector.merge, "temporal_patch_size": vision.frames}
-    for name, expected in tower.items():
-        if fields.count(name) != expected:
-            raise fields.refused(name, f"the tower has {expected}; make them the same")
-    if not fields.flag("do_resize"):
-        raise fields.refused("do_resize", "frames that are not whole merge windows cannot be patched; set it to true")
+    _check_patches(fields, vision)
     if fields.value("num_frames") is not None:
         raise fields.refused("num_frames", "frames are taken by fps; set it to null")
-    _check_normalization(fields, vision)
     min_pixels, max_pixels = _pixel_bounds(fields)
     unit = (fields.count("patch_size") * fields.count("merge_size")) ** 2  # pixels of a token
     capped = fields.flag("cap_pixels_per_frame")
@@ -180,11 +178,28 @@ def read_video_processing(folder: Path, family: str, vision: VisionConfig) -> Qw
         "max_pixels": max_pixels,
         "filter": _filter(fields),
     }
-    if fields.value("num_frames") is not None:
-        raise fields.refused("num_frames", "frames are taken by fps; set it to null")
     if family == "Qwen3VL":
         return Qwen3Video(**sampling, frame_pixels=tokens * unit if capped else 0)
     return Qwen2Video(**sampling, total_pixels=int(tokens * unit * 0.9) if capped else 0)
+
+
+def read_glm4_videos(folder: Path, vision: VisionConfig) -> Glm4Video:
+    """Read how the videos of a GLM-4.1V checkpoint are prepared.
+
+    Raises UserError, naming file and field, for what is unknown or not the tower's.
+    """
+    fields = _video_fields(folder, "Glm4v")
+    if fields is None:
+        return Glm4Video()
+    _check_patches(fields, vision)
+    min_pixels, max_pixels = _pixel_bounds(fields)
+    return Glm4Video(
+        fps=fields.number("fps"),
+        seconds=fields.count("max_duration"),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        filter=_filter(fields),
+    )
 
 
 def read_internvl_videos(folder: Path, vision: VisionConfig, tile: tuple[int, int]) -> UniformVideo:
@@ -243,6 +258,17 @@ def _video_fields(folder: Path, family: str) -> _ProcessorFields | None:
     if fields.value("video_processor_type") not in (None, f"{family}VideoProcessor"):
         raise fields.refused("video_processor_type", f"known is {family}VideoProcessor")
     return fields.over(DEFAULTS[f"{family}VideoProcessor"])
+
+
+def _check_patches(fields: _ProcessorFields, vision: VisionConfig) -> None:
+    """Raise UserError where frames are not resized, patched and normalised as the tower wants them."""
+    tower = {"patch_size": vision.patch, "merge_size": vision.connector.merge, "temporal_patch_size": vision.frames}
+    for name, expected in tower.items():
+        if fields.count(name) != expected:
+            raise fields.refused(name, f"the tower has {expected}; make them the same")
+    if not fields.flag("do_resize"):
+        raise fields.refused("do_resize", "frames that are not whole merge windows cannot be patched; set it to true")
+    _check_normalization(fields, vision)
 
 
 def _check_normalization(fields: _ProcessorFields, vision: VisionConfig) -> None:

@@ -321,7 +321,7 @@ def length_work(
         inputs = useful[encoder == k].astype(np.int64)
         positions = inputs
         if isinstance(config, AudioConfig):
-            positions = config.layer_positions(inputs) if config.chunk else inputs // config.stride
+            positions = config.count_positions(inputs) if config.chunk else inputs // config.stride
         # Full attention inside an item: n queries of n keys each.
         pairs = int((positions**2).sum())
         # A length does not tell which windows an image's edge cuts: all are counted as complete.

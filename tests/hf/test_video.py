@@ -1,4 +1,4 @@
-"""Videos as Qwen2.5-VL and Qwen3-VL have them in transformers: frames, sizes, tokens, positions, logits, gradients."""
+"""Videos as Qwen-VL and GLM-4.1V have them in transformers: frames, sizes, tokens, positions, logits, gradients."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ import torch
 import transformers
 from checkpoints import INTERNVL, INTERNVL_HF, LLAVA_ONEVISION, QWEN2_VL, QWEN_VL, byte_level, save
 from clips_made import frames_of, write_video
-from drawn import decoder, intern_tower, qwen2_5_vl, qwen3_vl, two_norm_tower
+from drawn import decoder, glm4v, intern_tower, qwen2_5_vl, qwen3_vl, two_norm_tower
 from parity import loaded, random_model
 from parity_samples import check_packed, packed_source
-from transformers import InternVLProcessor, Qwen3VLProcessor
+from transformers import Glm4vProcessor, InternVLProcessor, Qwen3VLProcessor
+from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+from transformers.models.glm4v.video_processing_glm4v import smart_resize as glm4_resize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as qwen2_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn, load_video
 
 from mmjax import train
-from mmjax.config import ChatFormat, MessagesSource, ModelConfig, Qwen2Video, Qwen3Video, VisionConfig
+from mmjax.config import ChatFormat, Glm4Video, MessagesSource, ModelConfig, Qwen2Video, Qwen3Video, VisionConfig
 from mmjax.config.loading import find_config, load
 from mmjax.data.media.decode import VideoHeader
 from mmjax.data.media.video import decode_video, read_video_header, sample_video
@@ -38,6 +40,12 @@ from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+GLM4_IMAGE, GLM4_VIDEO = "<|image|>", "<|video|>"
+GLM4_MARKS = tuple(f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end"))
+GLM4_TEMPLATE = QWEN2_VL
+for kind, token in (("image", IMAGE), ("video", VIDEO)):
+    written = f"<|begin_of_{kind}|><|{kind}|><|end_of_{kind}|>"
+    GLM4_TEMPLATE = GLM4_TEMPLATE.replace(f"<|vision_start|>{token}<|vision_end|>", written)
 RATES = (Fraction(30), Fraction(30_000, 1001), Fraction(25), Fraction(450, 367), Fraction(60))
 
 
@@ -52,6 +60,12 @@ def qwen2_indices(frames: int, rate: float, fps: float, least: int = 4, most: in
 def qwen3_indices(frames: int, rate: float, fps: float, least: int = 4, most: int = 768) -> np.ndarray:
     processor = SimpleNamespace(fps=fps, min_frames=least, max_frames=most)
     return Qwen3VLVideoProcessor.sample_frames(processor, VideoMetadata(total_num_frames=frames, fps=rate))
+
+
+def glm4_indices(frames: int, rate: float, fps: float, longest: int = 300) -> np.ndarray:
+    processor = SimpleNamespace(fps=fps, max_duration=longest)
+    metadata = VideoMetadata(total_num_frames=frames, fps=rate, duration=frames / rate)
+    return Glm4vVideoProcessor.sample_frames(processor, metadata)
 
 
 def whole(indices: np.ndarray) -> np.ndarray:
@@ -90,7 +104,14 @@ def test_frames_sizes_and_times_are_those_of_transformers(seed: int) -> None:
         np.testing.assert_array_equal(ours.indices, whole(indices))
         assert ours.size == qwen3_resize(len(indices), *size, 2, 32, how.min_pixels, most)
         there = Qwen3VLProcessor._calculate_timestamps(None, indices.tolist(), rate)
-        assert ours.texts == tuple(f"<{time:.1f} seconds>" for time in there)
+        assert ours.texts == (*(f"<{time:.1f} seconds>" for time in there), "")
+
+        how = Glm4Video(fps=fps, seconds=int(rng.integers(5, 300)), max_pixels=30_000_000)
+        ours = sample_video(VisionConfig(1, 8, 1, 8, 14, frames=2, videos=how), header)
+        indices = glm4_indices(header.frames, rate, fps, how.seconds)
+        np.testing.assert_array_equal(ours.indices, indices)
+        assert ours.size == glm4_resize(len(indices), *size, 2, 28, how.min_pixels, how.max_pixels)
+        assert ours.texts == ("", *(str(int(index / rate)) for index in indices[::2].tolist()))
 
 
 # Of transformers' own processors (5.24 with torchvision 0.28, defaults but for fps): frames, rate, height, width, fps;
@@ -121,7 +142,7 @@ def test_videos_are_sampled_as_transformers_own_processors_did(family: str) -> N
         if family == "Qwen2VL":
             assert made.times == tuple(int(4 * time * k) for k in range(count // 2))
         else:
-            assert (made.texts[0], made.texts[-1]) == time
+            assert (made.texts[0], made.texts[-2]) == time
 
 
 @pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
@@ -158,9 +179,12 @@ def test_decoded_frames_are_those_that_transformers_loads(codec: str, ending: st
 
 def folder_of(kind: str, rng: np.random.Generator, folder: Path) -> torch.nn.Module:
     """A checkpoint of drawn sizes with a real tokenizer, a chat template and processors."""
-    backend = byte_level(QWEN_VL)
-    ids = {f"{name}_token_id": backend.token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
-    config = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}[kind](rng, **ids)
+    backend = byte_level((*QWEN_VL, GLM4_IMAGE, GLM4_VIDEO, *GLM4_MARKS) if kind == "glm4v" else QWEN_VL)
+    tokens = (GLM4_IMAGE, GLM4_VIDEO) if kind == "glm4v" else (IMAGE, VIDEO)
+    names = ("image_token_id", "video_token_id")
+    ids = {name: backend.token_to_id(token) for name, token in zip(names, tokens, strict=True)}
+    draw = {"qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl, "glm4v": partial(glm4v, family="glm4v")}
+    config = draw[kind](rng, **ids)
     config.text_config.vocab_size = backend.get_vocab_size()
     config.text_config.max_position_embeddings = 4096
     for part in (config.text_config, config.vision_config):
@@ -168,22 +192,29 @@ def folder_of(kind: str, rng: np.random.Generator, folder: Path) -> torch.nn.Mod
     classes = {
         "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
         "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
+        "glm4v": transformers.Glm4vForConditionalGeneration,
     }
     model = random_model(config, classes[kind])
     model.save_pretrained(folder)
-    save(folder, backend, QWEN2_VL, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    save(
+        folder,
+        backend,
+        GLM4_TEMPLATE if kind == "glm4v" else QWEN2_VL,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
     vision = config.vision_config
     patches = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
     patches["temporal_patch_size"] = vision.temporal_patch_size
     unit = (vision.patch_size * vision.spatial_merge_size) ** 2
+    family = {"qwen2_5_vl": "Qwen2VL", "qwen3_vl": "Qwen3VL", "glm4v": "Glm4v"}[kind]
     images = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "size": {"shortest_edge": unit, "longest_edge": 6 * unit},
+        "image_processor_type": f"{'Glm4v' if kind == 'glm4v' else 'Qwen2VL'}ImageProcessor",
+        "size": {"shortest_edge": unit, "longest_edge": 6 * unit * (2 if kind == "glm4v" else 1)},
     }
-    third = kind == "qwen3_vl"
     videos = {
-        "video_processor_type": "Qwen3VLVideoProcessor" if third else "Qwen2VLVideoProcessor",
-        "size": {"shortest_edge": 2 * unit, "longest_edge": (40 if third else 7) * unit},
+        "video_processor_type": f"{family}VideoProcessor",
+        "size": {"shortest_edge": 2 * unit, "longest_edge": (7 if kind == "qwen2_5_vl" else 40) * unit},
         "fps": 3,
         "image_mean": [0.5] * 3,
         "image_std": [0.25] * 3,
@@ -242,7 +273,8 @@ class There:
     """The inputs that transformers makes of a sample, from the frames and images that are decoded here."""
 
     def __init__(self, kind: str, folder: Path, source: ChatSource, model: torch.nn.Module) -> None:
-        self.third, self.source, self.vision = kind == "qwen3_vl", source, model.config.vision_config
+        self.kind, self.source, self.vision = kind, source, model.config.vision_config
+        self.tokens = (GLM4_IMAGE, GLM4_VIDEO) if kind == "glm4v" else (IMAGE, VIDEO)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.folder = folder
         self.unit = model.config.vision_config.temporal_patch_size
@@ -260,18 +292,23 @@ class There:
                 images.append(np.stack([item] * self.unit))
                 number += 1
                 tokens = item.shape[0] // merged * (item.shape[1] // merged)
-                text = text.replace(IMAGE, "<image>" * tokens, 1)
+                text = text.replace(self.tokens[0], "<image>" * tokens, 1)
                 continue
-            video, metadata = load_video(str(self.folder / part["video"]), sample_indices_fn=self.sample)
-            patches = [self.source.item(index, number + k) for k in range(math.ceil(len(video) / self.unit))]
+            _, metadata = load_video(str(self.folder / part["video"]), sample_indices_fn=self.sample)
+            count = math.ceil(len(metadata.frames_indices) / self.unit)
+            patches = [self.source.item(index, number + k) for k in range(count)]
             number += len(patches)
             videos.append(np.concatenate(patches))
             seconds.append(self.unit / metadata.sampled_fps)
             grid = [len(patches), *(side // self.vision.patch_size for side in patches[0].shape[1:3])]
-            text = text.replace(VIDEO, self.written(grid, metadata), 1)
-        text = text.replace("<image>", IMAGE).replace("<video>", VIDEO)
+            text = text.replace(self.tokens[1], self.written(grid, metadata), 1)
+        # A frame of GLM-4.1V is as many tokens of an image.
+        text = text.replace("<image>", self.tokens[0])
+        text = text.replace("<video>", self.tokens[0 if self.kind == "glm4v" else 1])
         ids = torch.tensor([self.tokenizer(text)["input_ids"]])
-        types = (ids == self.id(IMAGE)).int() + 2 * (ids == self.id(VIDEO)).int()
+        types = (ids == self.id(self.tokens[0])).int() + 2 * (ids == self.id(self.tokens[1])).int()
+        if self.kind == "glm4v":
+            types = types * (2 if videos else 1)
         made: dict[str, torch.Tensor] = {"input_ids": ids, "mm_token_type_ids": types}
         for name, arrays in (("", images), ("_videos", videos)):
             if arrays:
@@ -280,7 +317,7 @@ class There:
                 ]
                 made[f"pixel_values{name}"] = torch.cat([patches_there(a, self.vision) for a in arrays])
                 made["image_grid_thw" if not name else "video_grid_thw"] = torch.tensor(sides)
-        if videos and not self.third:
+        if videos and self.kind == "qwen2_5_vl":
             made["second_per_grid_ts"] = torch.tensor(seconds)
         return made
 
@@ -288,13 +325,15 @@ class There:
         return self.tokenizer.convert_tokens_to_ids(token)
 
     def sample(self, metadata: VideoMetadata) -> np.ndarray:
-        if self.third:
+        if self.kind == "qwen3_vl":
             return qwen3_indices(metadata.total_num_frames, metadata.fps, 3.0)
+        if self.kind == "glm4v":
+            return glm4_indices(metadata.total_num_frames, metadata.fps, 3.0)
         return qwen2_indices(metadata.total_num_frames, metadata.fps, 3.0, unit=self.unit)
 
     def written(self, grid: list[int], metadata: VideoMetadata) -> str:
-        """What takes the place of the template's token, by Qwen3-VL's own processor where it is that."""
-        if not self.third:
+        """What takes the place of the template's token, by the processor there where it writes more than tokens."""
+        if self.kind == "qwen2_5_vl":
             return "<video>" * (math.prod(grid) // self.vision.spatial_merge_size**2)
         processor = SimpleNamespace(
             video_processor=SimpleNamespace(merge_size=self.vision.spatial_merge_size, temporal_patch_size=self.unit),
@@ -304,17 +343,24 @@ class There:
             _calculate_timestamps=partial(Qwen3VLProcessor._calculate_timestamps, None),
         )
         given = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
+        if self.kind == "glm4v":
+            processor.image_token = "<video>"
+            processor.replace_frame_token_id = partial(Glm4vProcessor.replace_frame_token_id, processor)
+            return Glm4vProcessor.replace_video_token(processor, given, 0)
         return Qwen3VLProcessor.replace_video_token(processor, given, 0)
 
 
 @pytest.mark.default_cases("qwen2_5_vl-0", "qwen3_vl-0")
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
 def test_packed_videos_are_what_transformers_makes_of_each(kind: str, seed: int, tmp_path: Path) -> None:
     """Tokens and positions equal, logits and gradients to 1e-4, of real files through our own loader."""
     rng = np.random.default_rng(seed)
     there = folder_of(kind, rng, tmp_path)
     talks = conversations(rng, tmp_path)
+    if kind == "glm4v":  # there it takes no image beside a video
+        image = talks[1][0]["content"].pop(2)
+        talks.append([{"role": "user", "content": [image]}, {"role": "assistant", "content": "Red."}])
     ours, params, model = loaded(tmp_path)
     source = source_of(tmp_path, model, talks)
     batch = packed_source(model, source)
@@ -325,7 +371,7 @@ def test_packed_videos_are_what_transformers_makes_of_each(kind: str, seed: int,
         here = text.owner[0] == number
         media = text.slots["vision"][0, here] >= 0
         ids = given["input_ids"][0].numpy()
-        np.testing.assert_array_equal(np.isin(ids, [inputs.id(IMAGE), inputs.id(VIDEO)]), media)
+        np.testing.assert_array_equal(np.isin(ids, [inputs.id(token) for token in inputs.tokens]), media)
         np.testing.assert_array_equal(text.token[0, here][~media], ids[~media])
         grids = {k: v for k, v in given.items() if k.endswith("thw") or k == "second_per_grid_ts"}
         if text.position.ndim == 3:

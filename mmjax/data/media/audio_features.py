@@ -177,7 +177,7 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
             conv_frames = whole * encoder.chunk + min(-(-rest // stride) * stride, encoder.chunk)
     if max_frames is not None and frames > max_frames:
         raise BadMedia(f"a clip of {frames} frames is longer than the {max_frames} of which the encoder has positions")
-    return ClipSize(frames, conv_frames, encoder.layer_positions(frames))
+    return ClipSize(frames, conv_frames, encoder.count_positions(frames))
 
 
 def frame_columns(encoder: AudioConfig, frames: int) -> np.ndarray:

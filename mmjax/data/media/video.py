@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from mmjax.config import MediaLimits, Qwen2Video, Qwen3Video, SmartResize, VisionConfig
+from mmjax.config import Glm4Video, MediaLimits, Qwen2Video, Qwen3Video, SmartResize, VisionConfig
 from mmjax.data.media.decode import IMAGE_STARTS, VideoHeader, check_media_size, decode_image, read_image_size
 from mmjax.data.media.image_transforms import LazyImage, Size, smart_size, smart_size_of_frames
 from mmjax.data.media.matroska import MATROSKA_START, parse_duration, read_matroska_header
@@ -42,7 +42,7 @@ class SampledVideo(NamedTuple):
     indices: np.ndarray  # int64 [n]: frames of the video, ascending; a multiple of a temporal patch
     size: Size  # of a frame, resized
     times: tuple[int, ...] = ()  # rotary positions of the temporal patches along t
-    texts: tuple[str, ...] = ()  # that is written before each temporal patch
+    texts: tuple[str, ...] = ()  # that is written before the first temporal patch, between two, and behind the last
 
 
 # ---------------------------------------------------------------------------------------------------------- sampling
@@ -68,7 +68,15 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
         seconds = (indices / float(header.rate or how.fps)).reshape(-1, unit)
         # The mean of a temporal patch's first and last frame.
         texts = tuple(f"<{(first + last) / 2:.1f} seconds>" for first, last in seconds[:, [0, -1]].tolist())
-        return SampledVideo(indices, size, texts=texts)
+        return SampledVideo(indices, size, texts=(*texts, ""))
+    if isinstance(how, Glm4Video):
+        indices = _up_to_a_length(how, header)
+        size = smart_size_of_frames(size, merged, (how.min_pixels, how.max_pixels), len(indices), unit)
+        # Those of every other frame taken, however many frames a temporal patch has.
+        seconds = (indices[::2] / float(header.rate or how.fps)).astype(int).tolist()
+        indices = _filled(indices, unit)
+        texts = tuple(str(seconds[min(k, len(seconds) - 1)]) for k in range(len(indices) // unit))
+        return SampledVideo(indices, size, texts=("", *texts))
     if how.taken == "first":
         count = min(how.frames, header.frames)
         indices = np.arange(count) * header.frames // count
@@ -78,7 +86,7 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
         indices = np.minimum(middles.astype(np.float32).astype(np.int64), header.frames - 1)
     indices = _filled(indices, unit)
     labels = [how.label.replace("{}", str(k + 1)) for k in range(len(indices) // unit)] if how.label else []
-    texts = (*(label.lstrip("\n") for label in labels[:1]), *labels[1:])
+    texts = (*(label.lstrip("\n") for label in labels[:1]), *labels[1:], "") if labels else ()
     return SampledVideo(indices, (how.size[0], how.size[1]) if how.size else size, texts=texts)
 
 
@@ -114,6 +122,20 @@ def _first_to_last(how: Qwen3Video, header: VideoHeader) -> np.ndarray:
     count = int(header.frames / float(header.rate or how.fps) * how.fps)
     count = min(max(count, how.min_frames), how.max_frames, header.frames)
     return np.linspace(0, header.frames - 1, count).round().astype(np.int64)
+
+
+def _up_to_a_length(how: Glm4Video, header: VideoHeader) -> np.ndarray:
+    """Choose frames at a rate, an even number; of a video longer than `how.seconds`, at equal distances."""
+    rate = float(header.rate or how.fps)
+    length = header.frames / rate
+    if length <= how.seconds:
+        times = np.arange(max(int(length * how.fps), 1)) * rate / how.fps
+    elif (count := int(how.seconds * how.fps)) < header.frames:
+        times = np.linspace(0, length, count) * rate
+    else:
+        times = np.arange(header.frames)
+    indices = np.unique(np.minimum(np.ceil(times).astype(np.int64), header.frames - 1))
+    return _filled(indices, 2)
 
 
 def _filled(indices: np.ndarray, unit: int) -> np.ndarray:

@@ -30,7 +30,13 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 return {"image": Placeholder(named.get("image_token", "<image>")), "video": video}
             case "llava" | "llavanext" | "idefics3" | "smolvlm" | "paligemma":
                 return {"image": Placeholder(named.get("image_token", "<image>"))}
-            case "glm4v" | "glm46v":
+            case "glm4v":
+                image = Placeholder(named.get("image_token", "<|image|>"))
+                # Each temporal patch is written as an image is.
+                begin, end = "<|begin_of_image|>", "<|end_of_image|>"
+                written = named.get("video_token", "<|video|>")
+                return {"image": image, "video": Placeholder(written, image.written, before=begin, after=end)}
+            case "glm46v":
                 return {"image": Placeholder(named.get("image_token", "<|image|>"))}
             case "qwen2vl" | "qwen25vl":
                 video = Placeholder(named.get("video_token", "<|video_pad|>"))
