@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmjax.config.media import AsIs, ImagePreparation
-from mmjax.config.towers import Activation, Attention, ConnectorConfig, Remat, TowerRemat
+from mmjax.config.towers import Activation, Attention, Biased, ConnectorConfig, Remat, TowerRemat
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,17 @@ class DiffusionTransformerConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
     kind: Literal["diffusion_transformer"] = "diffusion_transformer"
+    condition_mlp: bool = True  # brings condition tokens to the width; else the layers' keys and values read them
+    biases: tuple[Biased, ...] = ("query", "key", "value", "output", "up", "down")  # of both attentions and the MLP
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many values a patch of latents has."""
+        return self.patch**2 * self.latents.channels
+
+    def most_images(self, length: int) -> int:
+        """Return how many images a row of this length holds at most."""
+        return length // self.min_patches
 
 
 # Widths in a UNet over that of the first level, and over that of an attention block.
@@ -121,3 +132,26 @@ class UnetConfig:
 
 
 Generator = DiffusionTransformerConfig | UnetConfig
+
+
+@dataclass(frozen=True)
+class VaeConfig:
+    """The variational autoencoder of Stable Diffusion and its successors (diffusers' AutoencoderKL), read from its
+    folder.
+    """
+
+    widths: tuple[int, ...] = (128, 256, 512, 512)  # channels of each level; the resolution halves between levels
+    blocks: int = 2  # residual blocks per level of the encoder; one more in the decoder
+    groups: int = 32  # of GroupNorm
+    image_channels: int = 3  # of an image
+    channels: int = 4  # of a latent
+    attention: bool = True  # at the lowest resolution
+    encoder_product: bool = True  # behind the encoder, over channels
+    decoder_product: bool = True  # before the decoder, over channels
+    scale: float = 0.18215  # latents become (x - shift) * scale
+    shift: float = 0.0  # of latents before they are scaled
+
+    @property
+    def factor(self) -> int:
+        """Return the pixels per side of a latent."""
+        return 2 ** (len(self.widths) - 1)

@@ -20,10 +20,10 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 PIPELINE = "model_index.json"  # of a whole folder
 
 
-def open_part(path: str | Path, part: str, name: str) -> HfFolder:
+def open_part(path: str | Path, part: str, *names: str) -> HfFolder:
     """Open `path` where it is the folder of one model, else its subfolder `part`.
 
-    name: of the class in diffusers. Raises UserError where there is no such folder, or one of another class.
+    names: of the class in diffusers. Raises UserError where there is no such folder, or one of another class.
     """
     path = Path(path).expanduser()
     if (path / PIPELINE).is_file():
@@ -33,7 +33,7 @@ def open_part(path: str | Path, part: str, name: str) -> HfFolder:
             raise UserError(f"{path} is no diffusers folder: neither config.json nor {part}/config.json is there")
         path /= part
     folder = HfFolder.open(path, WEIGHTS)
-    folder.fields.refuse("_class_name", name)
+    folder.fields.refuse("_class_name", *names)
     return folder
 
 

@@ -37,7 +37,6 @@ SITES = 2
 
 IMPL = "threefry2x32"  # named, since other generators give other bits under vmap
 
-
 Outputs = TypeVar("Outputs", Array, tuple[Array, ...])
 
 _layer_recomputed: ContextVar[bool] = ContextVar("layer_recomputed", default=False)
@@ -63,7 +62,7 @@ def keep_inputs(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
     checkpointed = jax.checkpoint(function, prevent_cse=False, policy=policy)
 
     @wraps(function)
-    def call(*arrays: Array | None) -> Outputs:
+    def call(*arrays: Any) -> Outputs:
         return (function if _layer_recomputed.get() else checkpointed)(*arrays)
 
     return call
@@ -175,6 +174,7 @@ class Context(NamedTuple):
     window_rotation: Rotation | None = None  # of those layers; None: as of the others
     plan: Plan | None = None  # of attention under `mask`
     window_plan: Plan | None = None
+    images: Any = None  # of a generator's layers: `diffusion_transformer.ImageInputs`
 
     def planned(
         self,

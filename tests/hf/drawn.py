@@ -606,3 +606,50 @@ def unet(rng: np.random.Generator) -> Fields:
         "attention_head_dim": heads[0] if one else heads,
         "use_linear_projection": pick(rng, False, True),
     }
+
+
+def vae(rng: np.random.Generator) -> Fields:
+    """Fields of diffusers' AutoencoderKL: Stable Diffusion's, and those of SD3 and Flux without products."""
+    groups = pick(rng, 1, 2, 4)
+    levels = between(rng, 1, 4)
+    return {
+        "block_out_channels": [groups * between(rng, 1, 6) for _ in range(levels)],
+        "down_block_types": ["DownEncoderBlock2D"] * levels,
+        "up_block_types": ["UpDecoderBlock2D"] * levels,
+        "layers_per_block": between(rng, 1, 3),
+        "latent_channels": pick(rng, 1, 4, 16),
+        "in_channels": (channels := pick(rng, 1, 3, 3)),
+        "out_channels": channels,
+        "norm_num_groups": groups,
+        "act_fn": pick(rng, "silu", "swish"),
+        "scaling_factor": pick(rng, 0.18215, 1.5305),
+        "shift_factor": pick(rng, None, 0.0609),
+        "use_quant_conv": pick(rng, False, True),
+        "use_post_quant_conv": pick(rng, False, True),
+        "mid_block_add_attention": pick(rng, False, True, True),
+    }
+
+
+def pixart(rng: np.random.Generator) -> Fields:
+    """PixArt's transformer, of images around a square of any size."""
+    heads, quarters = between(rng, 1, 3), between(rng, 1, 3)
+    micro_conditions = pick(rng, False, True)
+    head_width = 4 * quarters * (3 if micro_conditions and heads * quarters % 3 else 1)
+    width, patch, channels = heads * head_width, between(rng, 1, 3), between(rng, 1, 4)
+    captions = pick(rng, None, between(rng, 3, 20))
+    return {
+        "num_attention_heads": heads,
+        "attention_head_dim": head_width,
+        "in_channels": channels,
+        "out_channels": pick(rng, channels, 2 * channels),
+        "num_layers": between(rng, 1, 3),
+        "cross_attention_dim": width if captions else between(rng, 3, 20),
+        "caption_channels": captions,
+        "attention_bias": pick(rng, False, True),
+        "sample_size": patch * between(rng, 2, 9),
+        "patch_size": patch,
+        "activation_fn": pick(rng, "gelu", "gelu-approximate"),
+        "norm_eps": pick(rng, 1e-6, 1e-3),
+        "interpolation_scale": pick(rng, None, 2, 1.5),
+        "use_additional_conditions": micro_conditions,
+    }
