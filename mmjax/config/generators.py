@@ -126,9 +126,23 @@ class UnetConfig:
     attention: Attention = "dense"
 
     @property
-    def latents_per_image(self) -> int:
-        """Return the latents of an image."""
+    def patch(self) -> int:
+        """Return the latents per side of a patch."""
+        return 1
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many values a patch of latents has."""
+        return self.latents.channels
+
+    @property
+    def min_patches(self) -> int:
+        """Return the patches of an image: all have as many."""
         return self.size[0] * self.size[1]
+
+    def most_images(self, length: int) -> int:
+        """Return how many images a row of this length holds."""
+        return length // self.min_patches
 
 
 Generator = DiffusionTransformerConfig | UnetConfig

@@ -171,18 +171,18 @@ class Unet(nnx.Module):
     ) -> Float[Array, "r l f"]:
         """Predict the velocity of every image's latents; 0 where a row's place for an image holds none.
 
-        condition: tokens of a row's images, image after image. Raises ValueError for rows of no whole images.
+        condition: tokens of a row's images, image after image. What is left of a row behind whole images is not read.
         """
         c = self.config
         rows, length, channels = latents.shape
-        if length % c.latents_per_image:
-            raise ValueError(f"a row of {length} latents does not hold whole images of {c.size[0]} x {c.size[1]}")
-        images = rows * (length // c.latents_per_image)
-        present = items.item.reshape(images, c.latents_per_image)[:, 0] >= 0
+        used = c.most_images(length) * c.min_patches
+        images = rows * c.most_images(length)
+        present = items.item[:, :used].reshape(images, c.min_patches)[:, 0] >= 0
         tokens = condition.astype(self.dtype).reshape(images, c.queries, condition.shape[2])
         time = jax.nn.silu(self.time(time.reshape(images), self.dtype))
-        x = self._velocity(latents.astype(self.dtype).reshape(images, *c.size, channels), time, tokens, present)
-        return jnp.where(present[:, None, None, None], x, 0).reshape(latents.shape)
+        pictures = latents[:, :used].astype(self.dtype).reshape(images, *c.size, channels)
+        x = jnp.where(present[:, None, None, None], self._velocity(pictures, time, tokens, present), 0)
+        return jnp.pad(x.reshape(rows, used, channels), ((0, 0), (0, length - used), (0, 0)))
 
     def _velocity(self, x: Array, time: Array, tokens: Array, present: Array) -> Array:
         x = self.first(_laid_out(x))

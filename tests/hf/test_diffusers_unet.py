@@ -51,7 +51,7 @@ def predict(graph: nnx.GraphDef, params: Params, *inputs: Any) -> jax.Array:
 
 def rows_of(present: np.ndarray, config: UnetConfig) -> ItemBatch:
     """Rows of images, of which some places hold none `[R, I]`."""
-    item = np.where(present, np.arange(present.shape[1]), -1).repeat(config.latents_per_image, axis=1).astype(np.int32)
+    item = np.where(present, np.arange(present.shape[1]), -1).repeat(config.min_patches, axis=1).astype(np.int32)
     zeros = np.zeros_like(item)
     return ItemBatch(zeros[..., None], item, np.zeros((*item.shape, 3), item.dtype), zeros, zeros)
 
@@ -69,7 +69,7 @@ def test_a_unet_is_what_diffusers_makes_of_it_with_several_images_in_a_row(seed,
     present = np.array([[True, True], [True, False]])
     channels = config.latents.channels
     queries = config.queries
-    latents = rng.normal(size=(2, 2 * config.latents_per_image, channels)).astype(np.float32)
+    latents = rng.normal(size=(2, 2 * config.min_patches, channels)).astype(np.float32)
     time = rng.uniform(size=(2, 2)).astype(np.float32)
     condition = rng.normal(size=(2, 2 * queries, config.condition_width)).astype(np.float32)
     factors = rng.normal(size=latents.shape).astype(np.float32)
