@@ -113,9 +113,9 @@ def _attending(fields: Fields) -> tuple[bool, ...]:
     """Read which levels have attention, the same on the way down and up."""
     down, up = fields.get("down_block_types", list), fields.get("up_block_types", list)
     for name, kinds, known in (("down_block_types", down, ATTENDING), ("up_block_types", up, ATTENDING_UP)):
-        if other := [kind for kind in kinds if kind not in known]:
+        if unknown := [kind for kind in kinds if kind not in known]:
             raise UserError(
-                f"{fields.where}: {name} has {other[0]!r}, which is not supported; known: {', '.join(known)}"
+                f"{fields.where}: {name} has {unknown[0]!r}, which is not supported; known: {', '.join(known)}"
             )
     attending = tuple(ATTENDING[kind] for kind in down)
     if attending != tuple(ATTENDING_UP[kind] for kind in reversed(up)):
