@@ -15,11 +15,13 @@ from mmjax.config import (
     DecoderConfig,
     DiffusionTransformerConfig,
     FractionalGrid,
+    Generator,
     LearnedGrid,
     ModelConfig,
     Remat,
     StoredTable,
     StretchedGrid,
+    UnetConfig,
     VisionConfig,
 )
 from mmjax.config.generators import Tower
@@ -41,10 +43,10 @@ from mmjax.kernels.tiles import padded_width
 from mmjax.planning.diffusion_work import (
     diffusion_parameters,
     diffusion_products,
-    diffusion_transformers,
     executed_cross,
     recomputed_products,
 )
+from mmjax.planning.unet import unet_executed, unet_flops, unet_parameters, unets
 from mmjax.planning.work import (
     CONV_TAPS,
     Products,
@@ -87,10 +89,13 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
         counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_sizes(encoder).parameters + head
         counts[f"{name}.connector"] = _connector_parameters(model, name, encoder.connector, width, llm.width)
-    for name, generator in diffusion_transformers(model).items():
-        counts[name] = diffusion_parameters(generator)
+    for name, generator in model.generators.items():
+        unet = isinstance(generator, UnetConfig)
+        counts[name] = unet_parameters(generator) if unet else diffusion_parameters(generator)
         sizes = llm.width, generator.condition_width
-        counts[f"{name}.connector"] = _connector_parameters(model, name, generator.connector, *sizes)
+        # Beside its matrices a table of queries, and one of the tokens of an image whose condition is dropped.
+        tables = generator.queries * sum(sizes)
+        counts[f"{name}.connector"] = _connector_parameters(model, name, generator.connector, *sizes) + tables
     return counts | adapter_parameters(model)
 
 
@@ -148,7 +153,14 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
             backward -= lora.spared_attention + p.spared_attention
         forward = p.data + p.own + p.weights + p.attention + p.cross + p.recurrence + lora.forward
         flops[module] = Flops(2 * forward, 2 * backward)
+    for name, unet in _running_unets(model, work).items():
+        trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
+        flops[name] = Flops(*unet_flops(unet, work[name].tokens // unet.queries, trainable, upstream))
     return flops
+
+
+def _running_unets(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, UnetConfig]:
+    return {name: unet for name, unet in unets(model).items() if name in work}
 
 
 def step_needed(
@@ -211,13 +223,14 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
 
 
 def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Products]:
-    """Count the multiply-adds of every module's forward pass."""
+    """Count the multiply-adds of every module's forward pass, those of UNets aside."""
     products = {}
     for name, w in work.items():
-        config = towers_of(model)[name]
+        config = model.generators.get(name) or towers_of(model)[name]
         if isinstance(config, DiffusionTransformerConfig):
             trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
             products[name] = diffusion_products(config, w, trainable, upstream)
+        if name in model.generators:
             matrices = connector_weights(model, name)
             rows, columns = next(iter(layers_of_connector(model, name).values()))
             _, upstream, _ = _gradients(f"{name}.connector", model, _running(work), frozen)
@@ -276,13 +289,15 @@ def executed(
         trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
         has_backward = trainable or upstream or has_adapters
         tower = module.removesuffix(".connector")
-        config = towers_of(model)[tower]
+        config = {**towers_of(model), **model.generators}[tower]
         flash = config.attention in ("flash", "auto")
-        p = p._replace(attention=p.attention * _padding(config))
+        policies: tuple[Remat, ...] = ()  # of a connector, which has no layers
+        if module == tower:
+            policies = layer_policies(config)
+            p = p._replace(attention=p.attention * _padding(config))
         attention = _ATTENTION_PRODUCTS[config.attention] * p.attention // 2
-        policies = layer_policies(config)
         # If the first two layers have one policy they are one scan, whose body computes every gradient for all of them.
-        unscanned = module != tower or len(policies) < 2 or policies[0] != policies[1]  # the first layer
+        unscanned = len(policies) < 2 or policies[0] != policies[1]  # the first layer
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
         # The blockwise kernel computes the gradients of queries, keys and values together, needed or not.
         attention -= lora.spared_attention if config.attention == "dense" else 0
@@ -310,6 +325,9 @@ def executed(
         forward = 2 * (p.data + p.own + p.weights + p.attention + cross + p.chunked + lora.forward) + forward_ops
         kernel = flash * (2 * p.attention + has_backward * (2 * attention + again))
         flops[module] = Flops(forward, backward, kernel)
+    for name, unet in _running_unets(model, work).items():
+        trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
+        flops[name] = Flops(*unet_executed(unet, work[name].tokens // unet.queries, trainable, upstream))
     return flops
 
 
@@ -357,7 +375,7 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
     float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
     """
     steps = {name: CONV_STRIDE * layer_positions(encoder) for name, encoder in model.encoders.items()}
-    steps |= {name: generator.min_patches for name, generator in diffusion_transformers(model).items()}
+    steps |= {name: generator.min_patches for name, generator in model.generators.items()}
     # The other modules run on the shortest row that they can have.
     short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
     costs = []
@@ -370,7 +388,6 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
             sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen).values()) for n in (half, 3 * half)
         )
         costs.append((high - low) / (2 * half))
-    costs += [72 * g.width**2 * g.layers for g in model.generators.values()]
     return np.array(costs)
 
 
@@ -506,9 +523,9 @@ def tower_elementwise(config: Tower, work: Work) -> tuple[int, int]:
     return config.layers * forward + once[0], config.layers * backward + once[1]
 
 
-def connector_elementwise(encoder: Encoder | DiffusionTransformerConfig, llm_width: int, work: Work) -> tuple[int, int]:
+def connector_elementwise(encoder: Encoder | Generator, llm_width: int, work: Work) -> tuple[int, int]:
     """Count the elementwise operations of a connector: norm, GELU, and placing its tokens in the text."""
-    if isinstance(encoder, DiffusionTransformerConfig):
+    if isinstance(encoder, Generator):
         return _sum(
             (_one_norm(ENCODER), (llm_width + encoder.condition_width) * work.tokens),
             (ENCODER.mlp, encoder.connector.mlp_width * work.tokens),

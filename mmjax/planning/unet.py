@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mmjax.config import UnetConfig
+from mmjax.config import ModelConfig, UnetConfig
 from mmjax.config.generators import UNET_MLP_FACTOR, UNET_TIME_FACTOR
 
 TAPS = 3  # along each side of a convolution
@@ -25,13 +25,18 @@ class UnetBlock(NamedTuple):
     downstream: int = 0  # of `weights`: behind cross-attention
     recomputed: int = 0  # of all, made again where blocks are recomputed: no gradient needs the last product
     last_input: int = 0  # of these, what the gradient of the last weights alone needs
-    saved: int = 0  # numbers that it keeps for backward, its output included
+    saved: int = 0  # numbers that it keeps for backward
     output: int = 0  # numbers that it puts out
     normed: int = 0  # elements that a norm reads before a convolution
     residual: int = 0  # elements of convolutions' outputs and of sums
     wide: int = 0  # elements of the residual stream of attention
     scores: int = 0  # of all heads, among an image's positions
     cross_scores: int = 0  # of all heads, of positions to the condition's tokens
+
+
+def unets(model: ModelConfig) -> dict[str, UnetConfig]:
+    """Return a model's UNets by name."""
+    return {name: c for name, c in model.generators.items() if isinstance(c, UnetConfig)}
 
 
 def unet_blocks(config: UnetConfig) -> list[UnetBlock]:
@@ -156,8 +161,8 @@ def _attention_block(name: str, width: int, sides: tuple[int, int], config: Unet
         cross=cross,
         downstream=downstream * positions,
         recomputed=weights - square * positions + 2 * tokens * config.queries + attention + cross,
-        # Of each product its input, of attention queries, keys, values and scores.
-        saved=(14 * width + 2 * hidden) * positions + 2 * width * config.queries + scores + cross_scores,
+        # Beside `wide`, which depends on what is trained: the MLP's hidden channels, and keys and values of tokens.
+        saved=2 * hidden * positions + 2 * width * config.queries,
         output=width * positions,
         last_input=hidden * width * positions,
         wide=width * positions,
@@ -252,12 +257,24 @@ def _elementwise(block: UnetBlock, way: int) -> int:
     return sum(rate[way] * count for rate, count in terms)
 
 
+# Arrays as wide as attention's residual stream that an attention block keeps for backward, its output included: of a
+# trained one also the inputs of products.
+WIDE_ARRAYS = {False: 9, True: 15}
+SCORE_BYTES = 2 * 4  # of dense attention: scores and weights, in float32
+
+
 def unet_saved_bytes(config: UnetConfig, images: int, activation: int, trained: bool) -> tuple[float, float]:
     """Count the bytes that so many images keep for backward, and those of the block that needs most in its own pass.
 
     activation: bytes of a number.
     """
+    scores = SCORE_BYTES * (config.attention == "dense")
     blocks = _reached(unet_blocks(config), trained)
-    largest = max(b.saved for b in blocks)
-    kept = sum(b.output if config.remat == "full" and b.recomputed else b.saved for b in blocks)
-    return float(images * activation * kept), float(images * activation * largest)
+    if not trained:
+        blocks[0] = blocks[0]._replace(scores=0)  # it needs no gradient of its self-attention
+    own = [activation * (b.saved + WIDE_ARRAYS[trained] * b.wide) + scores * b.scores for b in blocks]
+    outside = [
+        activation * b.output if config.remat == "full" and b.recomputed else n
+        for b, n in zip(blocks, own, strict=True)
+    ]
+    return float(images * sum(outside)), float(images * max(own))

@@ -14,9 +14,17 @@ import numpy as np
 
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ROW, TIME, ItemBatch, TextBatch, chunk_numbers
-from mmjax.config import AudioConfig, DecoderConfig, DiffusionTransformerConfig, ModelConfig, VisionConfig
+from mmjax.config import (
+    AudioConfig,
+    DecoderConfig,
+    DiffusionTransformerConfig,
+    Generator,
+    ModelConfig,
+    UnetConfig,
+    VisionConfig,
+)
 from mmjax.config.generators import Tower
-from mmjax.config.model import Sizes, connector_layers, connector_sizes, towers_of, with_changes
+from mmjax.config.model import Sizes, connector_layers, connector_sizes, with_changes
 from mmjax.config.towers import CONV_STRIDE, Encoder
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
@@ -230,9 +238,9 @@ def norm_parameters(config: Tower) -> int:
     return config.width if not isinstance(config, AudioConfig) and config.norm == "rms" else 2 * config.width
 
 
-def connector_mlps(encoder: Tower) -> int:
-    """Count the MLPs of an encoder's connector: one, plus one per deepstack layer."""
-    return 1 + (len(encoder.deepstack) if isinstance(encoder, VisionConfig) else 0)
+def connector_mlps(module: Encoder | Generator) -> int:
+    """Count the MLPs of a connector: one, plus one per deepstack layer of an encoder."""
+    return 1 + (len(module.deepstack) if isinstance(module, VisionConfig) else 0)
 
 
 def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> ModelConfig:
@@ -242,7 +250,8 @@ def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> Mod
     """
     backend = "blockwise" if rates.attention is None else "flash"
 
-    changes = {name: {"attention": backend} for name, tower in towers_of(model).items() if tower.attention == "auto"}
+    modules = {"llm": model.llm, **model.item_modules}
+    changes = {name: {"attention": backend} for name, config in modules.items() if config.attention == "auto"}
     if context > 1 and model.llm.attention == "dense":
         changes["llm"] = {"attention": "blockwise"}
     return with_changes(model, changes)
@@ -252,7 +261,7 @@ def _mean_pairs(config: Tower, pairs: Any, window_pairs: Callable[[int], Any]) -
     """Average over a tower's layers: `pairs` without a window, `window_pairs` with one, of so many positions."""
     if isinstance(config, AudioConfig):
         return window_pairs(config.chunk // CONV_STRIDE) if config.chunk else pairs
-    if isinstance(config, DiffusionTransformerConfig) or not config.windowed:
+    if isinstance(config, Generator) or not config.windowed:
         return pairs
     window = config.window if isinstance(config, DecoderConfig) else config.window**2
     return pairs + (window_pairs(window) - pairs) * len(config.windowed) / config.layers
@@ -310,7 +319,7 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
     return work
 
 
-def _generator_work(config: DiffusionTransformerConfig, item: np.ndarray) -> Work:
+def _generator_work(config: Generator, item: np.ndarray) -> Work:
     """Measure the work of the images in a generator's rows, `[R, L]`, -1 = padding."""
     positions = int((item >= 0).sum())
     images = sum(len(np.unique(row[row >= 0])) for row in item)
@@ -356,7 +365,7 @@ def length_work(
         model.llm, causal(length), lambda window: causal(length) - causal(np.maximum(length - window, 0))
     )
     work = {"llm": Work(int(length.sum()), pairs)}
-    for k, (name, config) in enumerate(list(towers_of(model).items())[1:]):
+    for k, (name, config) in enumerate(model.item_modules.items()):
         inputs = useful[encoder == k].astype(np.int64)
         positions = inputs // CONV_STRIDE if isinstance(config, AudioConfig) else inputs
         # Full attention inside an item: n queries of n keys each.
@@ -378,7 +387,13 @@ def row_work(
     """
     work = {}
     for name, (rows, length) in shape.items():
-        config = towers_of(model)[name]
+        config = {"llm": model.llm, **model.item_modules}[name]
+        if isinstance(config, UnetConfig):
+            # Every place for an image is computed, and nothing behind the last one.
+            images = rows * config.most_images(length)
+            positions = images * config.min_patches
+            work[name] = Work(positions, positions * config.min_patches, positions, images * config.queries)
+            continue
         # Padding included: the backend computes it like everything else.
         layer_length = length // CONV_STRIDE if isinstance(config, AudioConfig) else length
         positions = rows * layer_length
