@@ -44,6 +44,7 @@ from mmjax.config.generators import (
     Generator,
     PixelLatents,
     UnetConfig,
+    VaeConfig,
     VaeLatents,
 )
 from mmjax.config.media import (

@@ -107,6 +107,11 @@ class DiffusionTransformerConfig:
         return length // self.min_patches
 
 
+# Widths in a UNet over that of the first level, and over that of an attention block.
+UNET_TIME_FACTOR = 4  # the embedding of the time
+UNET_MLP_FACTOR = 4  # the MLP's hidden layer
+
+
 @dataclass(frozen=True)
 class UnetConfig:
     """Stable Diffusion 2.1's UNet, for images of one size."""
@@ -128,7 +133,51 @@ class UnetConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
     kind: Literal["unet"] = "unet"
+    # Among an image's latents: all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks.
+    attention: Attention = "dense"
+
+    @property
+    def patch(self) -> int:
+        """Return the latents per side of a patch."""
+        return 1
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many values a patch of latents has."""
+        return self.latents.channels
+
+    @property
+    def min_patches(self) -> int:
+        """Return the patches of an image: all have as many."""
+        return self.size[0] * self.size[1]
+
+    def most_images(self, length: int) -> int:
+        """Return how many images a row of this length holds."""
+        return length // self.min_patches
 
 
 Generator = DiffusionTransformerConfig | UnetConfig
 Tower = DecoderConfig | Encoder | DiffusionTransformerConfig  # what has a stack of layers
+
+
+@dataclass(frozen=True)
+class VaeConfig:
+    """The variational autoencoder of Stable Diffusion and its successors (diffusers' AutoencoderKL), read from its
+    folder.
+    """
+
+    widths: tuple[int, ...] = (128, 256, 512, 512)  # channels of each level; the resolution halves between levels
+    blocks: int = 2  # residual blocks per level of the encoder; one more in the decoder
+    groups: int = 32  # of GroupNorm
+    image_channels: int = 3  # of an image
+    channels: int = 4  # of a latent
+    attention: bool = True  # at the lowest resolution
+    encoder_product: bool = True  # behind the encoder, over channels
+    decoder_product: bool = True  # before the decoder, over channels
+    scale: float = 0.18215  # latents become (x - shift) * scale
+    shift: float = 0.0  # of latents before they are scaled
+
+    @property
+    def factor(self) -> int:
+        """Return the pixels per side of a latent."""
+        return 2 ** (len(self.widths) - 1)

@@ -288,7 +288,8 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
         if name in model.generators:
-            work[name] = _generator_work(model.generators[name], batch.item)
+            if isinstance(generator := model.generators[name], DiffusionTransformerConfig):
+                work[name] = _generator_work(generator, batch.item)
             continue
         encoder = model.encoders[name]
         # Coordinates below 0 mark inputs that become no token: class tokens, which pass through the layers, and the

@@ -1,0 +1,162 @@
+"""Variational autoencoders (AutoencoderKL) from diffusers folders and back: config, and where each parameter lies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmjax.config import VaeConfig, VaeLatents
+from mmjax.disk import atomic_write
+from mmjax.errors import UserError
+from mmjax.hf.diffusers_folder import WEIGHTS, open_part
+from mmjax.hf.folder import Fields, HfFolder
+from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, convolution, linear, norm
+from mmjax.hf.writing import NewTensor, write_tensors
+
+CLASS = "AutoencoderKL"
+PART = "vae"
+DEFAULTS = {  # of the class, where a config leaves a field out
+    "block_out_channels": [64],
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 32,
+    "scaling_factor": 0.18215,
+}
+KERNEL = (2, 3, 1, 0)  # from [out, in, row, column]; ours: row, column, in, out
+PRODUCT = (1, 0, 2, 3)  # of a convolution over single pixels, which is a product over channels
+NAMES = ({"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out.0"},
+         {"query": "query", "key": "key", "value": "value", "output": "proj_attn"})  # fmt: skip
+
+
+def open_vae(path: str | Path) -> HfFolder:
+    """Open the VAE of a diffusers folder, or its own folder. Raises UserError where there is none."""
+    return open_part(path, PART, CLASS)
+
+
+def read_vae(folder: HfFolder) -> VaeConfig:
+    """Read the VAE that a config says. Raises UserError, by name, for what is not supported."""
+    fields = folder.fields.over(DEFAULTS)
+    widths = _widths(fields)
+    for name, block in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
+        fields.refuse(name, [block] * len(widths))
+    fields.refuse("act_fn", "silu", "swish")
+    for name in ("latents_mean", "latents_std"):
+        fields.refuse(name)
+    channels = fields.get("in_channels", int, 3)
+    fields.refuse("out_channels", channels)
+    groups = fields.get("norm_num_groups", int)
+    if any(width % groups for width in widths):
+        raise UserError(f"{fields.where}: norm_num_groups={groups} does not divide block_out_channels={widths}")
+    return VaeConfig(
+        widths=tuple(widths),
+        blocks=fields.get("layers_per_block", int),
+        groups=groups,
+        image_channels=channels,
+        channels=fields.get("latent_channels", int),
+        attention=fields.get("mid_block_add_attention", bool, True),
+        encoder_product=fields.get("use_quant_conv", bool, True),
+        decoder_product=fields.get("use_post_quant_conv", bool, True),
+        scale=fields.get("scaling_factor", float),
+        shift=fields.get("shift_factor", float, 0.0),
+    )
+
+
+def _widths(fields: Fields) -> list[int]:
+    widths = fields.get("block_out_channels", list)
+    if not widths or any(not isinstance(width, int) or width < 1 for width in widths):
+        raise UserError(f"{fields.where}: block_out_channels={widths} are no widths of levels")
+    return widths
+
+
+def vae_latents(path: str | Path) -> VaeLatents:
+    """Describe the latents that a folder's VAE makes, for a generator's config."""
+    vae = read_vae(open_vae(path))
+    return VaeLatents(str(path), channels=vae.channels, factor=vae.factor, scale=vae.scale, shift=vae.shift)
+
+
+def vae_tensors(config: VaeConfig, folder: HfFolder | None = None) -> TensorNames:
+    """Locate the parameters of a VAE, attention by the names that a folder has: old ones, or else today's."""
+    parts: dict[str, LeafTensors] = {}
+    levels = len(config.widths)
+    for tower, blocks in (("encoder", config.blocks), ("decoder", config.blocks + 1)):
+        sampler, down = ("downsamplers", "down") if tower == "encoder" else ("upsamplers", "up")
+        parts[f"{tower}.enter"] = convolution(f"{tower}.conv_in", KERNEL)
+        parts[f"{tower}.norm"] = norm(f"{tower}.conv_norm_out")
+        parts[f"{tower}.leave"] = convolution(f"{tower}.conv_out", KERNEL)
+        parts |= _block(f"{tower}.middle.before", f"{tower}.mid_block.resnets.0")
+        parts |= _block(f"{tower}.middle.behind", f"{tower}.mid_block.resnets.1")
+        parts |= _attention(f"{tower}.middle.attention", f"{tower}.mid_block.attentions.0", folder)
+        for i in range(levels):
+            level, key = f"{tower}.levels.level{i}", f"{tower}.{down}_blocks.{i}"
+            for j in range(blocks):
+                parts |= _block(f"{level}.blocks.block{j}", f"{key}.resnets.{j}")
+            parts[f"{level}.resample"] = convolution(f"{key}.{sampler}.0.conv", KERNEL)
+    parts["encoder.product"] = convolution("quant_conv", PRODUCT)
+    parts["decoder.product"] = convolution("post_quant_conv", PRODUCT)
+    return TensorNames(parts)
+
+
+def _block(path: str, key: str) -> dict[str, LeafTensors]:
+    return {
+        f"{path}.norm1": norm(f"{key}.norm1"),
+        f"{path}.conv1": convolution(f"{key}.conv1", KERNEL),
+        f"{path}.norm2": norm(f"{key}.norm2"),
+        f"{path}.conv2": convolution(f"{key}.conv2", KERNEL),
+        f"{path}.shortcut": convolution(f"{key}.conv_shortcut", PRODUCT),
+    }
+
+
+def _attention(path: str, key: str, folder: HfFolder | None) -> dict[str, LeafTensors]:
+    old = folder is not None and f"{key}.{NAMES[1]['query']}.weight" in folder.tensors
+    parts = {f"{path}.{ours}": linear(f"{key}.{name}") for ours, name in NAMES[old].items()}
+    return {f"{path}.norm": norm(f"{key}.group_norm"), **parts}
+
+
+def config_fields(config: VaeConfig) -> dict[str, Any]:
+    """Return the fields of a VAE's `config.json`."""
+    c = config
+    return {
+        "_class_name": CLASS,
+        "in_channels": c.image_channels,
+        "out_channels": c.image_channels,
+        "down_block_types": ["DownEncoderBlock2D"] * len(c.widths),
+        "up_block_types": ["UpDecoderBlock2D"] * len(c.widths),
+        "block_out_channels": list(c.widths),
+        "layers_per_block": c.blocks,
+        "latent_channels": c.channels,
+        "norm_num_groups": c.groups,
+        "mid_block_add_attention": c.attention,
+        "use_quant_conv": c.encoder_product,
+        "use_post_quant_conv": c.decoder_product,
+        "scaling_factor": c.scale,
+        "shift_factor": c.shift or None,
+    }
+
+
+def write_vae(folder: Path, config: VaeConfig, parameters: Mapping[tuple[str, ...], np.ndarray]) -> None:
+    """Write a VAE as a folder that diffusers reads, from its parameters by path."""
+    names = vae_tensors(config)
+    tensors = {}
+    for path, value in parameters.items():
+        place = names.find(path)
+        assert place is not None, path
+        shape = _stored_shape(place, value.shape)
+        tensors[place.key] = NewTensor("F32", shape, lambda p=place, v=value, s=shape: p.to_hf(v, s))
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / WEIGHTS) as partial:
+        write_tensors(partial, tensors)
+    with atomic_write(folder / "config.json") as partial:
+        partial.write_text(json.dumps(config_fields(config), indent=2) + "\n")
+
+
+def _stored_shape(place: TensorSlice, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a whole tensor that holds a parameter of this shape."""
+    if place.order is None:
+        return shape
+    axes = (*shape, *(1,) * (len(place.order) - len(shape)))
+    # Axis k of the parameter is axis order[k] of the tensor.
+    return tuple(axes[place.order.index(axis)] for axis in range(len(axes)))
