@@ -8,14 +8,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Array
 
-from mmjax.data.sample import BadSample
+from mmjax.config import Generator
+from mmjax.data.sample import BadSample, Source
 from mmjax.data.storage.files import Unreadable
-from mmjax.data.storage.latent_store import VALUES, BadImages, LatentStore, Moments
+from mmjax.data.storage.latent_store import VALUES, BadImages, LatentStore, MadeOf, Moments, StoredLatents
 from mmjax.errors import BadMedia
+from mmjax.hf.vae import vae_fingerprint
 from mmjax.runtime.vae import Vae
 
 SHARD_BYTES = 2**28
@@ -24,8 +27,39 @@ AHEAD = 16  # samples that each thread reads before they are needed
 MAX_THREADS = 32
 IN_FLIGHT = 2  # batches that devices compute while the next is gathered
 
-# Returns the images to be drawn of a sample, uint8 [H, W, C], by their numbers. Raises BadSample and BadMedia.
-ReadImages = Callable[[int], list[tuple[int, np.ndarray]]]
+# Returns a sample's images that the generator is to make, uint8 [H, W, C]. Raises BadSample and BadMedia.
+ReadImages = Callable[[int], list[np.ndarray]]
+
+
+def read_images(source: Source, generator: str, sample: int) -> list[np.ndarray]:
+    """Decode a sample's images that a generator is to make, as the config prepares them."""
+    modules = [module for module, _ in source.facts(sample).items]
+    return [source.item(sample, number) for number, module in enumerate(modules) if module == generator]
+
+
+def describe(source: Source, name: str, generator: str, config: Generator) -> MadeOf:
+    """Describe what the latents of a source for a generator are made of.
+
+    name: of the source and its split. Hashes the VAE's weights.
+    """
+    # Of a source of conversations only its records and media count, not how the LLM and encoders take them.
+    fingerprint = getattr(source, "media_fingerprint", source.fingerprint)
+    return MadeOf(
+        source=name,
+        generator=generator,
+        records=fingerprint(),
+        images=repr(config.images),
+        vae=vae_fingerprint(config.latents.weights),
+    )
+
+
+def open_latents(source: Source, name: str, generator: str, config: Generator, cache: Path) -> StoredLatents:
+    """Open the stored latents of a source for a generator; arguments as of `describe`.
+
+    Raises UserError where they are not all there, which says how to make them.
+    """
+    folder = describe(source, name, generator, config).folder(cache)
+    return StoredLatents(folder, len(source), f"model.generators.{generator}: the latents of {name}")
 
 
 def make_latents(
@@ -70,7 +104,7 @@ def _read_ahead(pool: ThreadPoolExecutor, read: ReadImages, samples: range, ahea
     yield from futures
 
 
-Key = tuple[int, int]  # sample, and number of the image in it
+Key = tuple[int, int]  # sample, and image
 
 
 @dataclass
@@ -90,30 +124,34 @@ class _Shard:
         """Return whether it is large or old enough to be written."""
         return self._bytes >= SHARD_BYTES or time.monotonic() - self._start > SHARD_SECONDS
 
-    def add(self, sample: int, images: Future[list[tuple[int, np.ndarray]]]) -> None:
+    def add(self, sample: int, images: Future[list[np.ndarray]]) -> None:
         """Add a sample's images, and compute every batch that has come together."""
-        factor = self.vae.config.factor
         try:
-            decoded = images.result()
-            for number, image in decoded:
-                height, width, channels = image.shape
-                if height % factor or width % factor:
-                    raise BadMedia(
-                        f"item {number} was prepared as {height} x {width} pixels, which are no multiples of the VAE's "
-                        f"{factor}"
-                    )
-                if channels != self.vae.config.image_channels:
-                    expected = self.vae.config.image_channels
-                    raise BadMedia(f"item {number} has {channels} channels, and the VAE's images have {expected}")
+            read = images.result()
+            for image in read:
+                self._check(image)
         except (BadSample, BadMedia) as error:
             self.bad[sample] = BadImages(sample, str(error), retry=isinstance(error, Unreadable))
             return
-        for number, image in decoded:
+        config = self.vae.config
+        for number, image in enumerate(read):
             size = image.shape[:2]
             self._waiting[size].append(((sample, number), image))
-            self._bytes += 2 * VALUES.itemsize * self.vae.config.channels * image[::factor, ::factor, 0].size
+            latents = size[0] * size[1] // config.factor**2
+            self._bytes += 2 * VALUES.itemsize * config.channels * latents
             if len(self._waiting[size]) == self.vae.batch(*size):
                 self._compute(size)
+
+    def _check(self, image: np.ndarray) -> None:
+        """Raise BadMedia where the VAE cannot take an image."""
+        height, width, channels = image.shape
+        config = self.vae.config
+        if height % config.factor or width % config.factor:
+            raise BadMedia(
+                f"an image is prepared as {height} x {width} pixels, and the VAE takes multiples of {config.factor}"
+            )
+        if channels != config.image_channels:
+            raise BadMedia(f"an image has {channels} channels, and the VAE takes {config.image_channels}")
 
     def _compute(self, size: tuple[int, int]) -> None:
         waiting = self._waiting.pop(size)
@@ -135,7 +173,7 @@ class _Shard:
             self._compute(size)
         while self._computing:
             self._collect()
-        for (sample, number), moments in self._latents.items():
+        for (sample, image), moments in self._latents.items():
             if not np.isfinite(moments).all():
-                self.bad[sample] = BadImages(sample, f"the VAE's latents of item {number} are not finite")
+                self.bad[sample] = BadImages(sample, f"the VAE's latents of its image {image} are not finite")
         return {key: moments for key, moments in self._latents.items() if key[0] not in self.bad}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -117,16 +116,6 @@ def load_parameters(folder: HfFolder, model: VaeModel, sharding: jax.sharding.Sh
             "does not describe its weights"
         )
     return params
-
-
-def vae_fingerprint(weights: str) -> str:
-    """Hash everything that a VAE's latents depend on: its config and its weights."""
-    folder = open_vae(weights)
-    digest = hashlib.sha256(repr(read_vae(folder)).encode())
-    for file in sorted({stored.file for stored in folder.tensors.values()}):
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()[:16]
 
 
 def decode_pictures(latents: np.ndarray, vae: Vae) -> np.ndarray:

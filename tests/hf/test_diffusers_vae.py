@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 from mmjax.config import VaeLatents
 from mmjax.errors import UserError
 from mmjax.hf.diffusers_folder import WEIGHTS
-from mmjax.hf.vae import open_vae, read_vae, vae_latents, write_vae
+from mmjax.hf.vae import open_vae, read_vae, vae_fingerprint, vae_latents, write_vae
 from mmjax.models.vae import VaeModel
-from mmjax.runtime.vae import load_parameters, load_vae, vae_fingerprint
+from mmjax.runtime.vae import load_parameters, load_vae
 
 
 def random_vae(fields: drawn.Fields, seed: int = 0) -> AutoencoderKL:
@@ -152,7 +152,7 @@ def test_a_folder_that_does_not_hold_its_vae_is_refused(folder, tmp_path):
 
 def test_the_fingerprint_is_of_the_config_and_the_weights(folder, tmp_path):
     shutil.copytree(folder / "vae", tmp_path / "vae")
-    assert vae_fingerprint(str(tmp_path)) == vae_fingerprint(str(folder))
+    assert vae_fingerprint(tmp_path) == vae_fingerprint(folder)
     tensors = load_file(tmp_path / "vae" / WEIGHTS)
     save_file(tensors | {"encoder.conv_in.bias": tensors["encoder.conv_in.bias"] + 1}, tmp_path / "vae" / WEIGHTS)
-    assert vae_fingerprint(str(tmp_path)) != vae_fingerprint(str(folder))
+    assert vae_fingerprint(tmp_path) != vae_fingerprint(folder)
