@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Array
 
-from mmjax.config import Generator
+from mmjax.config import Config, Generator, VaeLatents
+from mmjax.console import ProgressLine, print_lines, print_note, size
 from mmjax.data.sample import BadSample, Source
+from mmjax.data.sources.chat_source import BadSampleEntry
+from mmjax.data.sources.opening import SPLITS, cache_folder, open_sources, part_name
 from mmjax.data.storage.files import Unreadable
-from mmjax.data.storage.latent_store import VALUES, BadImages, LatentStore, MadeOf, Moments, StoredLatents
-from mmjax.errors import BadMedia
+from mmjax.data.storage.latent_store import VALUES, BadImages, Contents, LatentStore, MadeOf, Moments, StoredLatents
+from mmjax.errors import BadMedia, UserError
 from mmjax.hf.vae import vae_fingerprint
-from mmjax.runtime.vae import Vae
+from mmjax.runtime.vae import Vae, load_vae
 
 SHARD_BYTES = 2**28
 SHARD_SECONDS = 60.0  # the work that a killed command loses, about
@@ -64,14 +69,13 @@ def open_latents(source: Source, name: str, generator: str, config: Generator, c
 
 def make_latents(
     store: LatentStore, read: ReadImages, vae: Vae, progress: Callable[[int], None] = lambda done: None
-) -> list[BadImages]:
-    """Make the latents that a store lacks; return the samples that have none, and why.
+) -> None:
+    """Make the latents that a store lacks. A sample with an image that cannot be used is noted there as bad.
 
     progress: called with the number of samples done. Raises UserError where a shard can't be written.
     """
     remaining = store.remaining()
     done = store.samples - sum(map(len, remaining))
-    bad = []
     progress(done)
     threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
     pool = ThreadPoolExecutor(threads)
@@ -85,13 +89,11 @@ def make_latents(
                 if shard.full or sample + 1 == gap.stop:
                     latents = shard.finish()
                     store.write(range(start, sample + 1), latents, list(shard.bad.values()))
-                    bad += shard.bad.values()
                     shard = _Shard(vae)
                     start = sample + 1
                 progress(done)
     finally:
         pool.shutdown(cancel_futures=True)
-    return bad
 
 
 def _read_ahead(pool: ThreadPoolExecutor, read: ReadImages, samples: range, ahead: int) -> Iterator[Future]:
@@ -135,12 +137,11 @@ class _Shard:
             return
         config = self.vae.config
         for number, image in enumerate(read):
-            size = image.shape[:2]
-            self._waiting[size].append(((sample, number), image))
-            latents = size[0] * size[1] // config.factor**2
-            self._bytes += 2 * VALUES.itemsize * config.channels * latents
-            if len(self._waiting[size]) == self.vae.batch(*size):
-                self._compute(size)
+            pixels = image.shape[:2]
+            self._waiting[pixels].append(((sample, number), image))
+            self._bytes += 2 * VALUES.itemsize * config.channels * math.prod(pixels) // config.factor**2
+            if len(self._waiting[pixels]) == self.vae.batch(*pixels):
+                self._compute(pixels)
 
     def _check(self, image: np.ndarray) -> None:
         """Raise BadMedia where the VAE cannot take an image."""
@@ -153,8 +154,8 @@ class _Shard:
         if channels != config.image_channels:
             raise BadMedia(f"an image has {channels} channels, and the VAE takes {config.image_channels}")
 
-    def _compute(self, size: tuple[int, int]) -> None:
-        waiting = self._waiting.pop(size)
+    def _compute(self, pixels: tuple[int, int]) -> None:
+        waiting = self._waiting.pop(pixels)
         images = np.stack([image for _, image in waiting])
         self._computing.append(([key for key, _ in waiting], self.vae.encode(images)))
         if len(self._computing) > IN_FLIGHT:
@@ -169,11 +170,50 @@ class _Shard:
 
     def finish(self) -> dict[Key, Moments]:
         """Compute what is waiting; return the latents of all samples that are not bad: with any that are not finite."""
-        for size in list(self._waiting):
-            self._compute(size)
+        for pixels in list(self._waiting):
+            self._compute(pixels)
         while self._computing:
             self._collect()
         for (sample, image), moments in self._latents.items():
             if not np.isfinite(moments).all():
                 self.bad[sample] = BadImages(sample, f"the VAE's latents of its image {image} are not finite")
         return {key: moments for key, moments in self._latents.items() if key[0] not in self.bad}
+
+
+# ---------------------------------------------------------------------------------------------------------- of a config
+
+
+def make_all_latents(config: Config) -> Iterator[BadSampleEntry]:
+    """Make the latents of every source for every generator with a VAE; yield the samples that have none.
+
+    Raises UserError where there is no such generator.
+    """
+    generators = {n: g for n, g in config.model.generators.items() if isinstance(g.latents, VaeLatents)}
+    if not generators:
+        raise UserError("the model has no generator with a VAE, so there are no latents to make: set one's latents=vae")
+    for generator, of_generator in generators.items():
+        vae = load_vae(of_generator.latents, f"model.generators.{generator}.latents")
+        for split in SPLITS:
+            for name, source in open_sources(config, split, Path()).items():
+                part = part_name(name, split)
+                made_of = describe(source, part, generator, of_generator)
+                contents = _make_part(source, made_of, vae, cache_folder(config.data))
+                yield from (BadSampleEntry(f"{part}[{entry.sample}]", entry.reason) for entry in contents.bad)
+
+
+def _make_part(source: Source, made_of: MadeOf, vae: Vae, cache: Path) -> Contents:
+    """Make the latents of one split of a source, with a progress line; print what there is then."""
+    store = LatentStore(made_of.folder(cache), len(source))
+    if not store.folder.exists():
+        for what, old in made_of.others(cache):
+            print_note(
+                f"note   {made_of.source}: latents are made again, since {what} changed after those in {old}, which "
+                "can be removed where no run needs them"
+            )
+    description = f"{made_of.source}, latents for {made_of.generator}"
+    with store.being_made(made_of), ProgressLine(0, len(source), "record") as line:
+        read = partial(read_images, source, made_of.generator)
+        make_latents(store, read, vae, lambda done: line.show(done, lambda: description))
+    contents = store.contents()
+    print_lines(f"latents {description}: {contents.images:,} images, {size(contents.size)} in {store.folder}")
+    return contents

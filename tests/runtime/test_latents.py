@@ -58,10 +58,13 @@ def test_latents_are_those_of_each_image_alone_whatever_the_batches(devices, pix
     monkeypatch.setattr("mmjax.runtime.vae.CPU_PIXELS", pixels)
     vae = tiny_vae(devices)
     counts = []
-    assert make_latents(LatentStore(tmp_path, SAMPLES), read, vae, counts.append) == []
+    store = LatentStore(tmp_path, SAMPLES)
+    make_latents(store, read, vae, counts.append)
     assert counts == list(range(SAMPLES + 1))
     check(tmp_path, vae)
-    assert make_latents(LatentStore(tmp_path, SAMPLES), None, vae) == []  # nothing is read again
+    make_latents(store, None, vae)  # nothing is read again
+    assert store.contents().images == sum(len(read(sample)) for sample in range(SAMPLES))
+    assert store.contents().bad == []
 
 
 def test_a_bad_image_is_a_bad_sample_and_one_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch):
@@ -81,8 +84,10 @@ def test_a_bad_image_is_a_bad_sample_and_one_that_could_not_be_read_is_tried_aga
         2: "an image has 1 channels, and the VAE takes 3",
         **{sample: str(error) for sample, error in FAULTS.items()},
     }
-    bad = make_latents(store, broken, vae)
-    assert bad == [BadImages(sample, reason, retry=sample == 9) for sample, reason in sorted(reasons.items())]
+    make_latents(store, broken, vae)
+    assert store.contents().bad == [
+        BadImages(sample, reason, retry=sample == 9) for sample, reason in sorted(reasons.items())
+    ]
     assert len(shards(tmp_path)) > 2
     for sample, reason in reasons.items():
         with pytest.raises(BadMedia, match=reason):
@@ -93,7 +98,8 @@ def test_a_bad_image_is_a_bad_sample_and_one_that_could_not_be_read_is_tried_aga
         seen.append(sample)
         return read(sample)
 
-    assert make_latents(store, watched, vae) == []
+    make_latents(store, watched, vae)
+    assert {entry.sample for entry in store.contents().bad} == {1, 2, 4, 7} - set(seen)
     assert 9 in seen
     assert len(seen) < 6
     for sample in {1, 2, 4, 7} - set(seen):
@@ -105,8 +111,11 @@ def test_latents_that_are_not_finite_make_a_bad_sample(tmp_path):
     vae = tiny_vae()
     product = vae.params["encoder"]["product"]
     product["bias"] = product["bias"].at[0].set(1e5)  # float16 ends at 65,504
-    bad = make_latents(LatentStore(tmp_path, 3), read, vae)
-    assert bad == [BadImages(k, f"the VAE's latents of its image {k - 1} are not finite") for k in (1, 2)]
+    store = LatentStore(tmp_path, 3)
+    make_latents(store, read, vae)
+    assert store.contents().bad == [
+        BadImages(k, f"the VAE's latents of its image {k - 1} are not finite") for k in (1, 2)
+    ]
 
 
 def test_a_killed_process_goes_on_where_it_was(tmp_path):
@@ -119,7 +128,7 @@ def test_a_killed_process_goes_on_where_it_was(tmp_path):
     assert list(folder.glob("*.partial"))
     assert shards(folder) == [range(k, k + 1) for k in range(5)]
     counts = []
-    assert make_latents(LatentStore(folder, SAMPLES), read, vae, counts.append) == []
+    make_latents(LatentStore(folder, SAMPLES), read, vae, counts.append)
     assert counts == list(range(5, SAMPLES + 1))
     assert not list(folder.glob("*.partial"))
     check(folder, vae)

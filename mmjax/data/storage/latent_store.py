@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.config import VaeLatents
-from mmjax.data.storage.array_store import open_arrays_if_sound, save_arrays
+from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import hash_strings
 from mmjax.disk import read_sealed, remove_path, write_sealed
 from mmjax.errors import BadMedia, UserError
@@ -89,6 +89,14 @@ class MadeOf:
         return stores
 
 
+class Contents(NamedTuple):
+    """Everything that a store holds."""
+
+    images: int
+    size: int  # bytes
+    bad: list[BadImages]
+
+
 @dataclass(frozen=True)
 class LatentStore:
     """A folder of the latents of one source's images, to which shards are added."""
@@ -154,6 +162,19 @@ class LatentStore:
             "values": np.concatenate(values),
         }
         save_arrays(shard_folder(self.folder, samples), arrays)
+
+    def contents(self) -> Contents:
+        """Count what has been written, and list the samples without latents."""
+        images = 0
+        size = 0
+        bad = []
+        for samples in shards(self.folder):
+            arrays = open_arrays(shard_folder(self.folder, samples), NAMES)
+            images += len(arrays["items"])
+            size += sum(array.nbytes for array in arrays.values())
+            reasons = zip(arrays["bad"].tolist(), arrays["reasons"].tolist(), strict=True)
+            bad += [BadImages(sample, reason, retry) for (sample, retry), reason in reasons]
+        return Contents(images, size, bad)
 
 
 class StoredLatents:
