@@ -8,6 +8,9 @@ Encoder tokens reach the text in two steps. Every rank sends its peers the posit
 `[its rows * L']` that `send` names. Then `slots` indexes, for each text position, the received tokens
 `[peers * width]` followed by the rank's own output. Interpolated images need a weighted sum of tokens: `WeightedSlots`.
 
+Images that a generator makes are items as well, and its exchange goes the other way: `send` names positions of the LLM,
+whose hidden states `ItemBatch.condition` indexes.
+
 Under context parallelism a rank is `context` devices, each with as many blocks of tokens of every row, of which row and
 slots hold one device's after the other's. Each device encodes items and exchanges as above; then `spread` says which of
 the tokens here go to each device of the rank, and slots index these `[context * width]` before the others.
@@ -46,9 +49,11 @@ class TextBatch(NamedTuple):
     source: Array  # number of the sample's data source, -1 = padding
     owner: Array  # the sample's id in the length index, -1 = padding
     offset: Array  # index in the sample
-    # Per encoder: index into the received tokens and the rank's own, -1 = none; or several with weights.
+    # Per encoder: index into the received tokens and the rank's own, -1 = none; or several with weights. Per generator:
+    # which of an image's learned queries stands here, -1 = none.
     slots: dict[str, Array | WeightedSlots]
-    # Per encoder `[ranks * context, peers, width]`: own tokens that go to each peer, -1 = nothing.
+    # Per encoder `[ranks * context, peers, width]`: own tokens that go to each peer, -1 = nothing. Per generator: own
+    # positions of the LLM whose hidden states do.
     send: dict[str, Array]
     # Under context parallelism, per encoder `[ranks * context, context, width]`: tokens for each device of the rank.
     spread: dict[str, Array] = {}  # noqa: RUF012
@@ -67,19 +72,22 @@ def chunk_numbers(item: Array, time: Array, column: Array, chunk: int) -> Array:
 
 
 class ItemBatch(NamedTuple):
-    """Inputs of an encoder: patches in merge order, or frames in time order."""
+    """Inputs of an encoder, or what a generator learns to make: patches in merge order, or frames in time order."""
 
-    values: Array  # [R, L, F]: pixels of a patch, uint8, or log-mel bins, float32
+    values: Array  # [R, L, F]: pixels of a patch, uint8, or log-mel bins or latents, float32
     item: Array  # int32 [R, L]: which of the row's items, -1 = padding
     # int32 [R, L, 3]: (t, y, x) of a patch, (t, 0, 0) of a frame. Whisper's extractor pads clips with silence: frames
     # there are (t, -1, 0), which the convolutions read and the layers do not.
     coordinates: Array
     owner: Array  # int32 [R, L]: id of the item's sample in the length index, -1 = padding
     offset: Array  # int32 [R, L]: index among the positions of all items of that sample and encoder
+    # int32 [R, I * queries] of a generator: index of the hidden state of each query of the row's up to I images among
+    # those received and the rank's own positions of the LLM, -1 = none.
+    condition: Array | None = None
 
 
 class Microbatch(NamedTuple):
     """The rows of every module for one forward and backward pass."""
 
     text: TextBatch
-    items: dict[str, ItemBatch]  # by encoder
+    items: dict[str, ItemBatch]  # by encoder and generator

@@ -1,4 +1,7 @@
-"""Ask a model: ``python -m mmjax.generate RUN|HF_FOLDER [--image x.jpg|--audio y.wav|--video z.mp4] "question"``."""
+"""Ask a model: ``python -m mmjax.generate RUN|HF_FOLDER [--image x.jpg|--audio y.wav|--video z.mp4] "question"``.
+
+``--out image.png`` has a model with a generator answer with an image.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
+from PIL import Image
 
-from mmjax.config import Config, MediaLimits, MeshConfig
+from mmjax.config import Config, DiffusionTransformerConfig, MediaLimits, MeshConfig
 from mmjax.config.towers import head_counts
 from mmjax.console import print_lines, print_note
 from mmjax.data.media.decode import check_media_size
@@ -24,6 +29,8 @@ from mmjax.data.sources.processors import PROBES, MediaProcessors
 from mmjax.errors import BadMedia, UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Answer, Generator, Sampling
+from mmjax.inference.image_sampler import ImageSampler, ImageSampling, contact_sheet
+from mmjax.inference.picture_prompts import UserPictureSource, picture_size
 from mmjax.inference.prompts import PromptRows, UserPrompt, UserPromptSource, make_prompt
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh, mesh_sizes
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache
@@ -70,6 +77,38 @@ def generate(
     return answer, time.perf_counter() - start
 
 
+def generate_images(
+    served: CheckpointModel, prompt: UserPrompt, size: tuple[int, int], sampling: ImageSampling, count: int = 1
+) -> list[np.ndarray]:
+    """Make `count` images of (height, width) pixels for one prompt, uint8 `[H, W, C]` each.
+
+    Raises UserError where the prompt cannot be used.
+    """
+    config = served.config
+    prompts = UserPictureSource(
+        [prompt] * count, served.prompt_format(), config.model, size, served.functions(), config.data.limits
+    )
+    try:
+        prompts.facts(0)
+    except BadSample as bad:
+        raise UserError(f"the prompt cannot be used: {bad}") from None
+    mesh_config, devices = _choose_mesh(config)
+    mesh = make_mesh(mesh_config, devices)
+    rules = ShardingRules.of(mesh_config)
+    enable_compilation_cache(served.programs())
+    model, params = served.load(mesh, rules)
+    images = ImageSampler(model, mesh, rules, sampling).images(params, prompts)
+    return [image.pixels for image in sorted(images, key=lambda image: image.prompt)]
+
+
+def _write_images(images: Sequence[np.ndarray], path: Path) -> None:
+    picture = contact_sheet(images) if images[1:] else images[0]
+    try:
+        Image.fromarray(picture[..., 0] if picture.shape[2] == 1 else picture).save(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--out {path}: {error}") from None
+
+
 def _stream(answers: Iterable[Answer]) -> Answer:
     """Print an answer as it grows, and return it whole."""
     shown = ""
@@ -106,7 +145,9 @@ def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
         return config.mesh, devices
     # One question is one row, so more devices than share its layers would have nothing to do.
     towers = [config.model.llm, *config.model.encoders.values()]
-    tensor = math.gcd(len(devices), *(count for tower in towers for count in head_counts(tower)))
+    counts = [count for tower in towers for count in head_counts(tower)]
+    counts += [g.heads for g in config.model.generators.values() if isinstance(g, DiffusionTransformerConfig)]
+    tensor = math.gcd(len(devices), *counts)
     return MeshConfig(data=1, tensor=tensor), devices[:tensor]
 
 
@@ -157,6 +198,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K most likely tokens")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest with P in all")
     parser.add_argument("--seed", type=int, default=0, help="the same one draws the same answer")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="answer with an image, and write it there")
+    parser.add_argument("--size", default="", metavar="HxW", help="of the image, in pixels; by default its only one")
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="images on one sheet (1)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="of sampling an image (20)")
+    parser.add_argument("--guidance", type=float, default=4.0, help="towards the prompt; 1 is none (4)")
     parser.add_argument("--json", action="store_true", help="print one JSON object: answer, tokens, seconds")
     args = parser.parse_intermixed_args(argv)
     if args.max_tokens < 1:
@@ -166,6 +212,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     files: dict[Medium, list[Path]] = {"image": args.image, "audio": args.audio, "video": args.video}
     media = read_media(files, served.config.model.encoders, served.config.data.limits)
     prompt = make_prompt(args.question, media, args.system)
+    if args.out is not None:
+        if args.count < 1:
+            raise UserError(f"--count={args.count}: choose 1 or more")
+        size = picture_size(served.config.model, args.size)
+        image_sampling = ImageSampling(args.steps, args.guidance, args.seed)
+        _write_images(generate_images(served, prompt, size, image_sampling, args.count), args.out)
+        print_lines(json.dumps({"out": str(args.out)}) if args.json else f"wrote {args.out}")
+        return
     show = sys.stdout.isatty() and not args.json
     answer, seconds = generate(served, prompt, sampling, args.max_tokens, show)
     if args.json:

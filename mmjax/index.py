@@ -140,7 +140,7 @@ def _scan(config: Config, name: str, split: Split, cache: Path) -> Part:
     source = open_sources(config, split, Path())[name]
     facts = _with_progress(len(source), f"{name} {split}, headers", source.read_headers)
     _with_progress(len(source), f"{name} {split}, tokens", source.count_tokens)
-    encoders = config.model.encoders
+    encoders = config.model.item_modules
     return Part(
         source=name,
         split=split,

@@ -136,7 +136,7 @@ def _check_readable(replayed: Replayed, launch: Launch, number: int) -> None:
         _ = replayed.loaded
     except Exception as error:
         loader = replayed.loader
-        if index_key(loader.sources, loader.config.model.encoders) == launch.index:
+        if index_key(loader.sources, loader.config.model.item_modules) == launch.index:
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
@@ -234,7 +234,7 @@ def write(replayed: Replayed, rows: Sequence[PackedRow], out: Path) -> Path:
         for sample in row.samples:
             for item in sample.items:
                 stem = f"{name}-{sample.name}-item{item.number}"
-                encoder = replayed.loader.config.model.encoders[item.encoder]
+                encoder = replayed.loader.config.model.item_modules[item.encoder]
                 value = replayed.item(sample.id, item.number)
                 if isinstance(encoder, AudioConfig):
                     _write_clip(out / f"{stem}.wav", value, encoder.clips.sample_rate)

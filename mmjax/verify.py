@@ -46,7 +46,7 @@ from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_
 from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import Optimizer, all_parameters
-from mmjax.runtime.step import Accumulated, Executor
+from mmjax.runtime.step import Accumulated, Executor, loss_weights
 from mmjax.startup import activity
 from mmjax.training.run_checkpoints import RunCheckpoints
 from mmjax.training.run_data import open_data
@@ -353,11 +353,13 @@ class Programs:
     def gradients(self, batches: Sequence[Microbatch]) -> Accumulated:
         """Return the gradients of all microbatches together, on the host."""
         executor, state = self.executor, self.run.state
-        weight = np.float32(sum(batch.text.weight.sum() for batch in batches))
+        model = executor.model.config
+        patches = {name: np.float32(sum((b.items[name].item >= 0).sum() for b in batches)) for name in model.generators}
+        weights = loss_weights(model, np.float32(sum(batch.text.weight.sum() for batch in batches)), patches)
         accumulated = executor.zeros()
         for batch in batches:
             put = put_rows(batch, executor.mesh, executor.rules)
-            accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, put, weight)
+            accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, put, weights)
         return jax.device_get(accumulated)
 
     def packed_is_alone(self, packed: Sequence[Microbatch], apart: Sequence[Sequence[Microbatch]]) -> Differences:

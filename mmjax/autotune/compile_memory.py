@@ -40,7 +40,7 @@ from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport
 from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor
+from mmjax.runtime.step import Accumulated, Executor, loss_weights
 
 WHEELS = "jax_cuda13_plugin"
 INSTALL = 'pip install -e ".[aot]"'
@@ -175,9 +175,9 @@ class StepPrograms:
 
         Moments in host memory take none of the device's.
         """
-        noise = np.zeros(2, np.uint32) if self.executor.model.drops else None
-        weight = jax.ShapeDtypeStruct((), np.float32)
-        arguments = self.state.trainable, self.state.frozen, self.accumulated, self.microbatch, weight, noise
+        noise = np.zeros(2, np.uint32) if self.executor.model.is_random else None
+        weights = loss_weights(self.executor.model.config, jax.ShapeDtypeStruct((), np.float32))
+        arguments = self.state.trainable, self.state.frozen, self.accumulated, self.microbatch, weights, noise
         # The microbatch in the program is one of those that are loaded.
         waiting = (LOADED * self.microbatches - 1) * _on_one_device(self.microbatch)
         moments = 0 if self.executor.optimizer.offloads else _on_one_device(self.state.optimizer)
@@ -203,7 +203,8 @@ class StepPrograms:
             jax.eval_shape(self.executor.merge_unreadable, reports.unreadable),
         )
         weight = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(self.executor.mesh))
-        arguments = self.state, self.gradients, self.hyper, weight, reports, unreadable
+        weights = loss_weights(self.executor.model.config, weight)
+        arguments = self.state, self.gradients, self.hyper, weights, reports, unreadable
         return self._compile(
             self.executor.update, arguments, LOADED * self.microbatches * _on_one_device(self.microbatch)
         )

@@ -143,7 +143,7 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, 
     if runs not in states:
         states[runs] = executor.random_parameters()(jax.random.key(0))
     arrays = executor.put(_microbatch(config, batch))
-    weight = np.float32(batch.shape["llm"][1])
+    weight = {"llm": np.float32(batch.shape["llm"][1])}
 
     def step() -> jax.Array:
         return executor.accumulate(*states[runs], None, arrays, weight).loss

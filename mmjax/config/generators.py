@@ -96,6 +96,11 @@ class DiffusionTransformerConfig:
         return length // self.min_patches
 
 
+# Widths in a UNet over that of the first level, and over that of an attention block.
+UNET_TIME_FACTOR = 4  # the embedding of the time
+UNET_MLP_FACTOR = 4  # the MLP's hidden layer
+
+
 @dataclass(frozen=True)
 class UnetConfig:
     """Stable Diffusion 2.1's UNet, for images of one size."""
@@ -117,6 +122,27 @@ class UnetConfig:
     frozen: bool = False  # not trained, apart from its connector
     weights: str = ""  # a diffusers folder whose weights it starts from; empty: random
     kind: Literal["unet"] = "unet"
+    # Among an image's latents: all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks.
+    attention: Attention = "dense"
+
+    @property
+    def patch(self) -> int:
+        """Return the latents per side of a patch."""
+        return 1
+
+    @property
+    def patch_values(self) -> int:
+        """Return how many values a patch of latents has."""
+        return self.latents.channels
+
+    @property
+    def min_patches(self) -> int:
+        """Return the patches of an image: all have as many."""
+        return self.size[0] * self.size[1]
+
+    def most_images(self, length: int) -> int:
+        """Return how many images a row of this length holds."""
+        return length // self.min_patches
 
 
 Generator = DiffusionTransformerConfig | UnetConfig

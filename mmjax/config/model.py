@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from mmjax.config.generators import DiffusionTransformerConfig, UnetConfig
+from mmjax.config.generators import DiffusionTransformerConfig, Generator, UnetConfig
 from mmjax.config.towers import AudioConfig, DecoderConfig, Encoder, VisionConfig
 
 
@@ -32,9 +32,13 @@ class ModelConfig:
     llm: DecoderConfig
     encoders: dict[str, VisionConfig | AudioConfig] = field(default_factory=dict)  # by a name of your own
     lora: dict[str, LoraConfig] = field(default_factory=dict)  # by a name of your own
-    generators: dict[str, DiffusionTransformerConfig | UnetConfig] = field(
-        default_factory=dict
-    )  # by a name of your own
+    # by a name of your own
+    generators: dict[str, DiffusionTransformerConfig | UnetConfig] = field(default_factory=dict)
+
+    @property
+    def item_modules(self) -> dict[str, Encoder | Generator]:
+        """Return the modules whose rows hold items: the encoders, then the generators."""
+        return {**self.encoders, **self.generators}
 
 
 Sizes = dict[str, tuple[int, int]]  # (inputs, outputs) by name
@@ -115,8 +119,8 @@ def matching_layers(lora: LoraConfig, names: Sizes) -> list[str]:
 
 
 def module_names(model: ModelConfig) -> list[str]:
-    """List the modules: "llm", and every encoder with its connector."""
-    return ["llm", *(module for name in model.encoders for module in (name, f"{name}.connector"))]
+    """List the modules: "llm", and every encoder and generator with its connector."""
+    return ["llm", *(module for name in model.item_modules for module in (name, f"{name}.connector"))]
 
 
 def adapters_by_layer(model: ModelConfig) -> dict[str, LoraConfig]:

@@ -47,6 +47,7 @@ from mmjax.config.checks import (
     ordered,
 )
 from mmjax.config.codec import did_you_mean
+from mmjax.config.generator_validation import check_generators
 from mmjax.config.model import linear_layers, matching_layers
 from mmjax.config.towers import CONV_STRIDE
 
@@ -160,7 +161,9 @@ def check_model(model: ModelConfig) -> None:
             _check_sound(where, encoder, model)
         else:
             _check_audio(where, encoder)
-    parts = [model.llm, *model.encoders.values(), *(e.connector for e in model.encoders.values())]
+    check_generators(model)
+    modules = model.item_modules.values()
+    parts = [model.llm, *modules, *(module.connector for module in modules)]
     check(
         bool(model.lora) or not all(p.frozen for p in parts),
         "model: every module is frozen; set frozen=false on one, such as model.llm",

@@ -128,6 +128,12 @@ def _check_sequence_parallel(mesh: MeshConfig, alignment: int) -> None:
 
 def _check_units(config: Config) -> None:
     """Check that every module has devices, and that layers, heads and microbatches divide as the units ask."""
+    generators = next(iter(config.model.generators), "")
+    check(
+        not generators,
+        f"model.generators.{generators}: units do not run generators; leave units empty, so that all modules share one "
+        "mesh",
+    )
     towers = {"llm": config.model.llm, **config.model.encoders}
     kept = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
     mesh = replace(MeshConfig(), **kept)
@@ -249,7 +255,7 @@ def _check_batch(batch: BatchConfig, model: ModelConfig) -> None:
     for name in ("pool_steps", "iterations"):
         if hasattr(batch.grouping, name):
             at_least(1, "batch.grouping", batch.grouping, (name,))
-    modules = ["llm", *model.encoders]
+    modules = ["llm", *model.item_modules]
     modules_of_model("batch.rows", batch.rows, modules)
     for name in modules:
         check(name in batch.rows, f"batch.rows has no {name!r}; say how many packed rows it gets: batch.rows.{name}=2")

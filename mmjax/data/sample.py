@@ -10,7 +10,9 @@ from typing import Literal, NamedTuple, Protocol, cast
 import numpy as np
 
 Medium = Literal["image", "audio", "video"]
-SOUND = "sound"  # of a video: a kind of medium beside those, which no record names
+# Kinds of media beside those, which no record names:
+SOUND = "sound"  # of a video
+PICTURE = "picture"  # an image of the assistant's, which a generator makes
 Split = Literal["train", "validation", "test"]
 
 MARKER = re.compile(r"<(image|audio|video)>")  # a medium's place in a text

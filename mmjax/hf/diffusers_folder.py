@@ -1,11 +1,20 @@
-"""Open a part of a diffusers folder, such as its `vae`, by the part's own folder or by the whole's."""
+"""A part of a diffusers folder, such as its `vae`: opened by its own folder or by the whole's, and written."""
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from mmjax.disk import atomic_write
 from mmjax.errors import UserError
 from mmjax.hf.folder import HfFolder
+from mmjax.hf.layout import TensorNames, TensorSlice
+from mmjax.hf.writing import NewTensor, write_tensors
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PIPELINE = "model_index.json"  # of a whole folder
@@ -26,3 +35,44 @@ def open_part(path: str | Path, part: str, *names: str) -> HfFolder:
     folder = HfFolder.open(path, WEIGHTS)
     folder.fields.refuse("_class_name", *names)
     return folder
+
+
+def write_part(
+    path: Path, fields: Mapping[str, Any], names: TensorNames, parameters: Mapping[tuple[str, ...], np.ndarray]
+) -> None:
+    """Write the folder of one model, which diffusers reads, from its parameters by their paths inside it.
+
+    fields: of its `config.json`. Raises UserError for a parameter that has no place there.
+    """
+    pieces = defaultdict(list)
+    for name, value in parameters.items():
+        if (part := names.find(name)) is None:
+            raise UserError(f"{path}: nothing there is {'.'.join(name)}")
+        pieces[part.key].append((part, value))
+    tensors = {}
+    for key, parts in pieces.items():
+        # Where several parameters are one tensor, each is some of its rows.
+        parts.sort(key=lambda piece: piece[0].rows or (0, 0))
+        shapes = [_stored_shape(part, value.shape) for part, value in parts]
+        shape = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+
+        def make(
+            parts: list[tuple[TensorSlice, np.ndarray]] = parts, shapes: list[tuple[int, ...]] = shapes
+        ) -> np.ndarray:
+            return np.concatenate([part.to_hf(value, s) for (part, value), s in zip(parts, shapes, strict=True)])
+
+        tensors[key] = NewTensor("F32", shape, make)
+    path.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path / WEIGHTS) as partial:
+        write_tensors(partial, tensors)
+    with atomic_write(path / "config.json") as partial:
+        partial.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _stored_shape(part: TensorSlice, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the tensor, or of the rows of one, that holds a parameter of this shape."""
+    if part.order is None:
+        return shape
+    axes = (*shape, *(1,) * (len(part.order) - len(shape)))
+    # Axis k of the parameter is axis order[k] of the tensor.
+    return tuple(axes[part.order.index(axis)] for axis in range(len(axes)))

@@ -255,7 +255,7 @@ class Evaluator:
 
         def losses(params: Params, batch: Microbatch) -> tuple[jax.Array, jax.Array]:
             with activations_on(mesh, rules):
-                hidden, table, _ = model.hidden_and_table(params, batch)
+                hidden, table, *_ = model.outputs(params, batch)
                 cap = model.config.llm.logit_cap
                 per_token = losses_in_chunks(hidden, table, batch.text, loss_chunks or 1, cap)
             return per_token.sum(1), batch.text.weight.sum(1)

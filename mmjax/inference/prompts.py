@@ -15,13 +15,13 @@ from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
 from mmjax.config import (
     AnyRes,
+    AudioConfig,
     DynamicTiles,
     FixedSize,
     MediaLimits,
     ModelConfig,
     PanAndScan,
     SplitTiles,
-    VisionConfig,
 )
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
@@ -294,7 +294,7 @@ class PromptRows:
         batch_limits: BatchLimits | None = None,
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._index = build_index({"prompt": prompts}, model.encoders)
+        self._index = build_index({"prompt": prompts}, model.item_modules)
         self._arrays = Arrays.of(model)
         self._max_answer = max_answer
         self._batch_limits = batch_limits or BatchLimits()
@@ -340,7 +340,7 @@ class PromptRows:
             packed = spread_over_context(packed, plan, self._arrays, balanced=False)
             present = {
                 name
-                for k, name in enumerate(self._arrays.encoders, start=1)
+                for k, name in enumerate(self._arrays.modules, start=1)
                 if np.any(plan.module == k) or (self.one_shape and self.one_shape[1][k])
             }
             prompt = np.full(len(packed.text.token), -1)
@@ -376,7 +376,7 @@ class PromptRows:
         # Seven prompts on two ranks: ceil(7 / 2) = 4 rows each.
         lengths = [columns]
         rows = [_power_of_two(-(-len(prompts) // ranks))]
-        for k, name in enumerate(self._arrays.encoders, start=1):
+        for k, name in enumerate(self._arrays.modules, start=1):
             items = np.flatnonzero(parts.module == k)
             length = self.one_shape[0][k] if self.one_shape else self._row_length(name, k, parts.length[items])
             row[items], offset[items] = _first_fit(parts.length[items], rank[items], length)
@@ -390,7 +390,7 @@ class PromptRows:
         """Return the row lengths and rows of every module that hold any batch of these groups."""
         parts = self._index.parts()
         lengths = [round_up_to_step(self.longest, self._unit)]
-        for k, name in enumerate(self._arrays.encoders, start=1):
+        for k, name in enumerate(self._arrays.modules, start=1):
             lengths.append(self._row_length(name, k, parts.length[parts.module == k]))
         self.one_shape = tuple(lengths), (0,) * len(lengths)
         needed = np.array([chunk.rows for group in groups for chunk in self._chunks(group)])
@@ -418,10 +418,10 @@ class PromptRows:
     def _row_length(self, encoder: str, module: int, positions: np.ndarray) -> int:
         """Return a row length that holds the longest of these items; in steps, where items differ in length."""
         unit = math.lcm(8, int(self._index.positions_per_token[module - 1]))
-        config = self._arrays.encoders[encoder]
+        config = self._arrays.modules[encoder]
         longest = max(1, int(positions.max(initial=0)))
         one_size = FixedSize | DynamicTiles | AnyRes | SplitTiles | PanAndScan
-        alike = isinstance(config, VisionConfig) and isinstance(config.images, one_size)
+        alike = not isinstance(config, AudioConfig) and isinstance(config.images, one_size)
         # 29 positions in units of 8: ceil(29 / 8) * 8 = 32.
         return -(-longest // unit) * unit if alike else round_up_to_step(longest, unit)
 

@@ -76,22 +76,38 @@ class ResidualBlock(nnx.Module):
         self.conv2 = Convolution(outputs, outputs, ("mlp", "embed"), rngs)
         self.shortcut = None if inputs == outputs else Linear(inputs, outputs, ("embed", None), rngs, bias=True)
 
-    def __call__(self, x: Float[Array, "b h w i"], time: Float[Array, "b t"] | None = None) -> Float[Array, "b h w o"]:
-        """time: the embedding, activated."""
+    def __call__(
+        self,
+        x: Float[Array, "b h w _"],
+        time: Float[Array, "b t"] | None = None,
+        skip: Float[Array, "b h w _"] | None = None,
+    ) -> Float[Array, "b h w o"]:
+        """Apply the block to `x`, or to `x` with the channels of `skip` behind its own.
 
-        # Each with its convolution, whose operand is made again from what comes before the norm.
+        time: the embedding, activated.
+        """
+
+        # Products' operands are made again in backward from what comes before norms and concatenations.
         @keep_inputs
-        def first(x: Array) -> Array:
-            return self.conv1(jax.nn.silu(self.norm1(x)))
+        def first(x: Array, skip: Array | None) -> Array:
+            return self.conv1(jax.nn.silu(self.norm1(_joined(x, skip))))
 
         @keep_inputs
         def second(hidden: Array) -> Array:
             return self.conv2(jax.nn.silu(self.norm2(hidden)))
 
-        hidden = first(x)
+        @keep_inputs
+        def beside(x: Array, skip: Array | None) -> Array:
+            return x if self.shortcut is None else self.shortcut(_joined(x, skip))
+
+        hidden = first(x, skip)
         if self.time is not None:
             hidden = hidden + self.time(time)[:, None, None]
-        return (x if self.shortcut is None else self.shortcut(x)) + second(hidden)
+        return beside(x, skip) + second(hidden)
+
+
+def _joined(x: Float[Array, "b h w _"], skip: Float[Array, "b h w _"] | None) -> Float[Array, "b h w _"]:
+    return x if skip is None else jnp.concatenate([x, skip], axis=-1)
 
 
 def doubled(x: Float[Array, "b h w c"]) -> Float[Array, "b 2*h 2*w c"]:

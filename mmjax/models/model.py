@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import LoraConfig, ModelConfig, VisionConfig
+from mmjax.config import LoraConfig, ModelConfig, UnetConfig, VisionConfig
 from mmjax.config.model import adapters_by_layer, frozen_by_adapters, lora_scale
 from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing
@@ -29,6 +29,15 @@ from mmjax.parallel.sharding import encoding
 Activations = dict[str, Float[Array, "_ _ _"]]
 
 ADAPTER_ATTRIBUTE = "lora"  # attribute of `Linear`
+
+
+class Outputs(NamedTuple):
+    """What a forward pass makes for the losses."""
+
+    hidden: Float[Array, "b t d"]  # activations after the LLM's final norm: with the table, the operands of the logits
+    table: Float[Array, "*p v d"]
+    routing: Routing | None  # of all layers with experts
+    errors: dict[str, Float[Array, "r l"]]  # of every patch of every generator
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +65,17 @@ class Model:
         functions: the callbacks that encoders name (`config.loading.resolve_callbacks`), needed to compute anything.
         Raises ValueError for an encoder called "llm", impossible cuts or remat policies, and widths that do not divide.
         """
-        if "llm" in config.encoders:
+        if "llm" in config.item_modules:
             raise ValueError("no encoder may be called 'llm': that is the decoder's name; rename it in model.encoders")
-        towers = {"llm": config.llm, **config.encoders}
+        towers = {"llm": config.llm, **config.item_modules}
         if unknown := set(cuts or {}) - set(towers):
             raise ValueError(f"cuts for {min(unknown)!r}, which is no tower; there are {', '.join(towers)}")
         deepstacks = {name: c.deepstack for name, c in config.encoders.items() if isinstance(c, VisionConfig)}
         runs = {}
         for name, c in towers.items():
+            if isinstance(c, UnetConfig):  # whose blocks differ in shape
+                runs[name] = ()
+                continue
             # Stacks end where a layer's output is needed: for a deepstack in an encoder, for an addition in the LLM.
             # A deepstack of n layers is added behind the LLM's layers 0 .. n - 1.
             layers = range(max(map(len, deepstacks.values()), default=0)) if name == "llm" else deepstacks.get(name, ())
@@ -87,15 +99,17 @@ class Model:
     def frozen(self) -> set[str]:
         """Name the modules that the config freezes, as `module_of` does; adapters in them are trained all the same."""
         names = {"llm"} if self.config.llm.frozen else set()
-        for name, encoder in self.config.encoders.items():
+        for name, encoder in self.config.item_modules.items():
             names |= {name} if encoder.frozen else set()
             names |= {f"{name}.connector"} if encoder.connector.frozen else set()
         return names | frozen_by_adapters(self.config)
 
     @property
-    def drops(self) -> bool:
-        """Return whether training uses dropout, and so needs noise."""
-        return any(tower.dropout for tower in (self.config.llm, *self.config.encoders.values()))
+    def is_random(self) -> bool:
+        """Return whether training draws random numbers: for dropout, or for what generators make images of."""
+        return bool(self.config.generators) or any(
+            tower.dropout for tower in (self.config.llm, *self.config.encoders.values())
+        )
 
     def init(self, key: Array) -> Params:
         """Initialise random float32 parameters; jit with `out_shardings` to create them sharded."""
@@ -106,18 +120,19 @@ class Model:
         module = self.module(params)
         return module.decode(microbatch.text, module.encode(microbatch.items, noise), noise)
 
-    def hidden_and_table(
+    def outputs(
         self, params: Params, microbatch: Microbatch, noise: Noise | None = None, accumulators: Params | None = None
-    ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"], Routing | None]:
-        """Return the operands of the logits, activations after the final norm and the output table; and the routing.
+    ) -> Outputs:
+        """Compute what losses are made of.
 
-        The routing is that of all layers with experts. accumulators: float32 sums of gradients of scanned stacks'
-        parameters. The gradient with respect to them is the new sums, and these parameters get none.
+        accumulators: float32 sums of gradients of scanned stacks' parameters. The gradient with respect to them is the
+        new sums, and these parameters get none.
         """
         module = self.module(params)
         seed = _accumulate_in_scans(module, accumulators)
         hidden, table = module.hidden_and_table(microbatch.text, module.encode(microbatch.items, noise), noise)
-        return seed(hidden), table, module.llm.layers.routing
+        errors = module.generator_errors(hidden, microbatch.text, microbatch.items, noise)
+        return Outputs(seed(hidden), table, module.llm.layers.routing, errors)
 
     def encode(
         self, params: Params, items: dict[str, ItemBatch], noise: Noise | None = None
@@ -135,6 +150,12 @@ class Model:
         """Run prompts, one per row; return float32 logits of the next token and a cache for `room` more tokens."""
         module = self.module(params)
         return prefill(module, microbatch.text, module.encode(microbatch.items), room)
+
+    def sample_images(
+        self, params: Params, microbatch: Microbatch, noise: Noise, steps: int, guidance: float | Array
+    ) -> dict[str, Float[Array, "r l f"]]:
+        """Sample the latents of every generator's images, in patches as their values in `microbatch`."""
+        return self.module(params).sample_images(microbatch.text, microbatch.items, noise, steps, guidance)
 
     def step(self, params: Params, token: Int[Array, " b"], cache: Cache) -> tuple[Float[Array, "b v"], Cache]:
         """Decode one token per row; return float32 logits of the next. `params` may lack the encoders'."""
@@ -244,7 +265,7 @@ class Stage:
         noise: Noise | None = None,
         accumulators: Params | None = None,
     ) -> Activations:
-        """Compute the stage's outputs. `noise` as in `Model.logits`, `accumulators` as in `Model.hidden_and_table`."""
+        """Compute the stage's outputs. `noise` as in `Model.logits`, `accumulators` as in `Model.outputs`."""
         module = self.model.module(params)
         seed = _accumulate_in_scans(module, accumulators)
         if self.tower == "llm":
@@ -274,7 +295,7 @@ class Stage:
         noise: Noise | None = None,
         accumulators: Params | None = None,
     ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
-        """Return what the LLM's last stage makes the logits of, as `Model.hidden_and_table`."""
+        """Return what the LLM's last stage makes the logits of, as `Model.outputs`."""
         module = self.model.module(params)
         seed = _accumulate_in_scans(module, accumulators)
         return module.llm.hidden_and_table(seed(self._llm_layers(module, inputs, text, noise)))
@@ -294,12 +315,13 @@ class Stage:
 
 
 def _accumulate_in_scans(module: MultimodalModel, accumulators: Params | None) -> Callable[[Array], Array]:
-    """Give scanned stacks their accumulators, as `Model.hidden_and_table` takes them.
+    """Give scanned stacks their accumulators, as `Model.outputs` takes them.
 
     The loss must depend on what the returned function makes of the last layer's output, which is the same.
     """
-    sums = {name: tower["layers"]["runs"] for name, tower in _towers(accumulators or {}).items()}
-    layers = {name: module.llm.layers if name == "llm" else module.encoders[name].layers for name in sums}
+    sums = {name: tower["layers"]["runs"] for name, tower in towers_of(accumulators or {}).items()}
+    towers = {"llm": module.llm, **module.encoders, **module.generators}
+    layers = {name: towers[name].layers for name in sums}
     for name, stacks in layers.items():
         stacks.accumulators = nnx.data(dict(sums[name]))
 
@@ -310,19 +332,20 @@ def _accumulate_in_scans(module: MultimodalModel, accumulators: Params | None) -
     return seed
 
 
-def _towers(params: Params) -> Params:
-    """Return the LLM's and the encoders' branches by name."""
-    return {name: params[name] for name in params if name == "llm"} | params.get("encoders", {})
+def towers_of(params: Params) -> Params:
+    """Return the branches of the LLM, the encoders and the generators by name."""
+    llm = {name: params[name] for name in params if name == "llm"}
+    return llm | params.get("encoders", {}) | params.get("generators", {})
 
 
 def module_of(path: tuple[str, ...]) -> str:
-    """Name the module that a parameter belongs to: "llm", an encoder's name, or "<encoder>.connector"."""
+    """Name the module that a parameter belongs to: "llm", an encoder or generator, or "<name>.connector"."""
     kind = path[0]
     if kind == "llm":
         return "llm"
-    if kind not in ("encoders", "connectors") or len(path) < 2:
+    if kind not in ("encoders", "generators", "connectors") or len(path) < 2:
         raise ValueError(f"{'/'.join(map(str, path))} is no parameter of a multimodal model")
-    return path[1] if kind == "encoders" else f"{path[1]}.connector"
+    return f"{path[1]}.connector" if kind == "connectors" else path[1]
 
 
 def parameter_group(path: tuple[str, ...]) -> str:
@@ -333,7 +356,7 @@ def parameter_group(path: tuple[str, ...]) -> str:
 def modules_of(params: Params) -> set[str]:
     """Name the modules in nested dicts of parameters, as `module_of` does."""
     connectors = {f"{name}.connector" for name in params.get("connectors", ())}
-    return ({"llm"} & set(params)) | set(params.get("encoders", ())) | connectors
+    return set(towers_of(params)) | connectors
 
 
 def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:

@@ -1,132 +1,41 @@
-"""A decoder that takes encoders' outputs among its tokens: whole rows, and step by step from a KV cache."""
+"""A decoder that takes encoders' outputs among its tokens, and generators behind it: whole rows, or token by token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, TextBatch, WeightedSlots
-from mmjax.config import ConnectorConfig, ModelConfig, VisionConfig
+from mmjax.config import DiffusionTransformerConfig, ModelConfig, VisionConfig
 from mmjax.kernels.masks import MaskSpec
+from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder, logits_of
+from mmjax.models.diffusion_transformer import DiffusionTransformer
 from mmjax.models.encoders import AudioEncoder, VisionEncoder
+from mmjax.models.generation import Conditioner, condition_of, draw, euler, velocity_errors
 from mmjax.models.layer_stacks import KVCache, LayerStack
 from mmjax.models.layers import (
-    ACTIVATIONS,
-    MLP,
     Context,
     KVCacheView,
-    LayerNorm,
-    Linear,
     Noise,
-    PositionTable,
-    RMSNorm,
     tower_dropout,
 )
+from mmjax.models.unet import Unet
 from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.sharding import active, constrain, encoding
-
-AXES = ("t", "y", "x")  # of `ItemBatch.coordinates`
-TORCH_EPS = 1e-5  # of PyTorch's LayerNorm where a config says none
-
-
-class Connector(nnx.Module):
-    """A norm, concatenation or mean of each group of neighbours, a matrix, an MLP or one matrix, and learned positions.
-
-    A group is `merge ** len(axes)` contiguous positions; `axes` are the coordinates that are merged and that the table
-    names: (1, 2) = (y, x) for images, (0,) = time for audio. Padded members of a group count as zeros.
-
-    deepstack: encoder layers whose outputs are taken beside the last one's. Each has a connector of its own in
-    `deeper`, by its number, with a norm after the merge (Qwen3-VL).
-    """
-
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        inputs: int,
-        outputs: int,
-        axes: tuple[int, ...],
-        eps: float,
-        rngs: nnx.Rngs,
-        deepstack: tuple[int, ...] = (),
-    ):
-        c = config
-        self.merge = c.merge
-        # Neighbours along every axis: 2 x 2 patches of an image, or 2 frames of a clip.
-        self.group = c.merge ** len(axes)
-        self.mean = c.merging == "mean"
-        merged = inputs if self.mean else self.group * inputs
-        eps = c.norm_eps or eps
-        self.norm_merged = c.norm.startswith("merged")
-        width = merged if self.norm_merged else inputs
-        norms = {"layer": partial(LayerNorm, width, eps), "rms": partial(RMSNorm, width, eps, c.norm_offset)}
-        self.norm = None if c.norm == "none" else norms[c.norm.removeprefix("merged_")]()
-        hidden = c.mlp_width
-        bias = c.merger_bias
-        self.merger = Linear(merged, c.merger_width, ("mlp", "embed"), rngs, bias=bias) if c.merger_width else None
-        features = c.merger_width or merged
-        self.projection = Linear(features, features, ("mlp", "embed"), rngs) if c.projection else None
-        self.projection_norm = LayerNorm(features, TORCH_EPS) if c.projection else None
-        make_mlp = partial(MLP, features, hidden, outputs, c.activation, rngs, gated=c.gated, biases=c.biases)
-        self.mlp = make_mlp() if hidden else None
-        bias = "down" in c.biases
-        self.linear = None if hidden else Linear(features, outputs, ("mlp", "embed"), rngs, bias=bias)
-        table_axes = axes if c.position_grid else ()
-        self.positions = nnx.Dict({AXES[axis]: PositionTable(c.position_grid, outputs, rngs) for axis in table_axes})
-        self.newline = PositionTable(1, outputs, rngs) if c.newline else None
-        self.deepstack = deepstack
-        # Positions and the newline belong to the tokens themselves, not to what is added to deeper layers.
-        inner = replace(c, norm="merged_layer", position_grid=0, newline=False)
-        self.deeper = nnx.Dict(
-            {str(n): Connector(inner, inputs, outputs, axes, eps, rngs=rngs) for n in range(len(deepstack))}
-        )
-
-    def __call__(
-        self, x: Float[Array, "r l d"], item: Int[Array, "r l"], coordinates: Int[Array, "r l 3"]
-    ) -> Float[Array, "r m e"]:
-        # Positions are in merge order: the members of a group follow each other.
-        rows, length, width = x.shape
-        if length % self.group:
-            raise ValueError(f"{length} positions do not divide into groups of {self.group} to merge")
-        if self.norm is not None and not self.norm_merged:
-            x = self.norm(x)
-        # After the norm, whose bias would make padding nonzero.
-        x = jnp.where((item >= 0)[..., None], x, 0).reshape(rows, length // self.group, self.group, width)
-        x = x.mean(2) if self.mean else x.reshape(*x.shape[:2], self.group * width)
-        x = self.norm(x) if self.norm_merged else x
-        x = x if self.merger is None else self.merger(x)
-        x = x if self.projection is None else ACTIVATIONS["gelu"](self.projection_norm(self.projection(x)))
-        x = self.linear(x) if self.mlp is None else self.mlp(x)
-        # The first member of a group is its top left one, which an image that reaches into the group always has.
-        corner = coordinates[:, :: self.group] // self.merge
-        for name, table in self.positions.items():
-            x = x + table(corner[..., AXES.index(name)], x.dtype)
-        return constrain(x, "rows", "length", "width")
-
-    def with_newline(self, tokens: Float[Array, "r m e"], deeper_only: bool) -> Float[Array, "r n e"]:
-        """Append the newline token to every row, where the connector has one; zeros to tokens of `deeper` alone."""
-        if self.newline is None:
-            return tokens
-        index = jnp.zeros((len(tokens), 1), jnp.int32)
-        line = tokens[:, :1, :0] if deeper_only else self.newline(index, tokens.dtype)
-        # Zeros along the deepstack's part of the width: it adds nothing to the LLM's first layers.
-        line = jnp.pad(line, ((0, 0), (0, 0), (0, tokens.shape[-1] - line.shape[-1])))
-        return jnp.concatenate([tokens, line], axis=1)
-
 
 Functions = Mapping[str, Callable[..., Any]]  # callbacks by the names that configs give them
 
 
 class MultimodalModel(nnx.Module):
-    """`llm`, and by name `encoders` and their `connectors`."""
+    """`llm`, and by name `encoders`, `generators` and the `connectors` of both."""
 
     def __init__(
         self,
@@ -151,7 +60,15 @@ class MultimodalModel(nnx.Module):
                 rngs=rngs,
                 deepstack=c.deepstack if vision else (),
             )
+        generators = {}
+        for name, c in config.generators.items():
+            transformer = isinstance(c, DiffusionTransformerConfig)
+            generators[name] = (
+                DiffusionTransformer(c, plans[name], dtype, rngs) if transformer else Unet(c, dtype, rngs)
+            )
+            connectors[name] = Conditioner(c, config.llm.width, rngs)
         self.encoders = nnx.Dict(encoders)
+        self.generators = nnx.Dict(generators)
         self.connectors = nnx.Dict(connectors)
         callbacks = {name: c.callbacks for name, c in config.encoders.items()}
         self.after_encoder = {name: _callback(functions, c.after_encoder) for name, c in callbacks.items()}
@@ -175,6 +92,8 @@ class MultimodalModel(nnx.Module):
         """
         features = {}
         for name, batch in items.items():
+            if name in self.generators:
+                continue
             encoder = self.encoders[name]
             # Encoders may be sharded over other axes than the LLM (`mesh.encoders`).
             with encoding():
@@ -223,6 +142,9 @@ class MultimodalModel(nnx.Module):
     ) -> tuple[Float[Array, "b t d"], list[Float[Array, "b t d"]]]:
         """Embed tokens and place encoder tokens; also return what is added to the outputs of the LLM's first layers."""
         x = self.llm.embedded(text.token)
+        for name in self.generators:
+            query = text.slots[name]
+            x = jnp.where((query >= 0)[..., None], self.connectors[name].queries(jnp.maximum(query, 0), x.dtype), x)
         # [B, T, D * (1 + deepstack)]: the embedding, then one addition per deepstack layer.
         placed = self._placed(text, features)
         for name, (embedding, *_) in placed.items():
@@ -236,6 +158,48 @@ class MultimodalModel(nnx.Module):
     def additions(self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]) -> list[Float[Array, "b t d"]]:
         """Place encoder tokens that are added to the outputs of layers of the LLM, from one on; no embeddings."""
         return _add_up(list(self._placed(text, features).values()))
+
+    def generator_errors(
+        self, hidden: Float[Array, "b t d"], text: TextBatch, items: dict[str, ItemBatch], noise: Noise | None
+    ) -> dict[str, Float[Array, "r l"]]:
+        """Compute the error of every generator's patches from the LLM's final hidden states; noise None: of step 0."""
+        errors = {}
+        for name, generator in self.generators.items():
+            if name not in items:  # prompts without images to make
+                continue
+            config, batch = generator.config, items[name]
+            with encoding():
+                draws = draw(np.zeros(2, np.uint32) if noise is None else noise, name, config, batch)
+            condition = condition_of(self.connectors[name], hidden, text, name, batch, draws.dropped)
+            with encoding():
+                errors[name] = velocity_errors(generator, config, batch, condition, draws)
+        return errors
+
+    def sample_images(
+        self,
+        text: TextBatch,
+        items: dict[str, ItemBatch],
+        noise: Noise,
+        steps: int,
+        guidance: float | Array,
+    ) -> dict[str, Float[Array, "r l f"]]:
+        """Sample latents of every generator's images, whose values in `items` are not read; 0 at padding."""
+        hidden, _ = self.hidden_and_table(text, self.encode(items))
+        latents = {}
+        for name, generator in self.generators.items():
+            if name not in items:
+                continue
+            batch = items[name]
+            with encoding():
+                start = draw(noise, name, generator.config, batch)
+            conditions = tuple(
+                condition_of(self.connectors[name], hidden, text, name, batch, jnp.full_like(start.dropped, dropped))
+                for dropped in (False, True)
+            )
+            with encoding():
+                x = euler(generator, batch, start.noise, conditions, steps, guidance)
+                latents[name] = jnp.where((batch.item >= 0)[..., None], x, 0)
+        return latents
 
     def _placed(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]

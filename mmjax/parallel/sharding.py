@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mmjax.config import ContextAttention, Exchange, MeshConfig, ModelConfig
+from mmjax.config import ContextAttention, DiffusionTransformerConfig, Exchange, MeshConfig, ModelConfig
 from mmjax.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -87,11 +87,19 @@ def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig
             raise UserError(
                 f"mesh.expert={expert} does not divide model.llm.experts.count={count}; use a divisor of it"
             )
-    for name, encoder in model.encoders.items():
-        if encoder.heads % tensor and config.encoders == "tensor":
+    if context > 1 and model.generators:
+        raise UserError(
+            f"mesh.context={context}: model.generators read hidden states of whole rows; use mesh.context=1"
+        )
+    heads = {f"encoders.{name}.heads": encoder.heads for name, encoder in model.encoders.items()}
+    for name, generator in model.generators.items():
+        if isinstance(generator, DiffusionTransformerConfig):
+            heads[f"generators.{name}.heads"] = generator.heads
+    for key, count in heads.items():
+        if count % tensor and config.encoders == "tensor":
             raise UserError(
-                f"mesh.tensor={tensor} does not divide model.encoders.{name}.heads={encoder.heads}; use a divisor of "
-                "it, or mesh.encoders=data, which cuts no encoder"
+                f"mesh.tensor={tensor} does not divide model.{key}={count}; use a divisor of it, or "
+                "mesh.encoders=data, which cuts no encoder"
             )
 
 

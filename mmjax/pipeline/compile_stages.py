@@ -238,4 +238,4 @@ def put_shapes(tree: Any, shardings: Any) -> Any:
 
 
 def _noise(pipeline: PipelineExecutor) -> np.ndarray | None:
-    return np.zeros(2, np.uint32) if pipeline.model.drops else None
+    return np.zeros(2, np.uint32) if pipeline.model.is_random else None

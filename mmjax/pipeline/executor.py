@@ -313,7 +313,7 @@ class PipelineExecutor:
         """Update once, as `runtime.step.Executor.step`. `sums` are `zeros()` before and after."""
         reports = self.put_report(process_report or ProcessReport())
         weight, batches, unreadable = self.weigh_batches(batches, reports)
-        gradients = self.gradients(state, sums, batches, weight, noise if self.model.drops else None)
+        gradients = self.gradients(state, sums, batches, weight, noise if self.model.is_random else None)
         return self.update(state, gradients, hyper, reports, unreadable)
 
     def put_report(self, report: ProcessReport) -> ProcessReport:
@@ -494,7 +494,7 @@ class PipelineExecutor:
             self._isolate((part,), owners, rows)[0] if local else part
             for local, part in zip(self.local, batch, strict=True)
         )
-        gradients = self.gradients(state, self.zeros(), [isolated], weight, noise if self.model.drops else None)
+        gradients = self.gradients(state, self.zeros(), [isolated], weight, noise if self.model.is_random else None)
         report, _ = self._settle_gradients(gradients, self.put_report(ProcessReport()), self._none_unreadable())
         return bool(report.finite)
 
@@ -505,7 +505,7 @@ class PipelineExecutor:
         self, state: PipelineState, sums: list[Params], batches: Sequence[Microbatch], hyper: Hyperparameters
     ) -> None:
         """Compile all programs ahead, by running the passes of two microbatches of each shape, and the update."""
-        noise = np.zeros(2, np.uint32) if self.model.drops else None
+        noise = np.zeros(2, np.uint32) if self.model.is_random else None
         reports = self.put_report(ProcessReport())
         for batch in batches:
             put = self.put(batch)

@@ -166,7 +166,7 @@ class Shower:
     def _item(self, sample: int, number: int, encoder: str, caption: str) -> ShownItem:
         if self.image_budget <= 0:
             return ShownItem(f"{caption} (left out: the page is large enough)")
-        config = self.planned.launch.config.model.encoders[encoder]
+        config = self.planned.launch.config.model.item_modules[encoder]
         try:
             value = self.replayed.item(sample, number)
             if isinstance(config, AudioConfig):
@@ -208,8 +208,8 @@ class Shower:
 
     @property
     def _legend(self) -> dict[str, int]:
-        encoders = self.planned.launch.config.model.encoders
-        return {"text": GREY, "trained on": 0} | {name: k for k, name in enumerate(encoders, start=1)}
+        modules = self.planned.launch.config.model.item_modules
+        return {"text": GREY, "trained on": 0} | {name: k for k, name in enumerate(modules, start=1)}
 
     def _colours(self, text: TextBatch) -> np.ndarray:
         """Choose the colour of each position by its contents, int `[T]`; -1 for padding."""
@@ -219,7 +219,7 @@ class Shower:
         trained = np.zeros(len(colours), bool)
         trained[1:] = (text.weight[:-1] > 0) & (text.sample[1:] == text.sample[:-1])
         colours[trained & used] = self._legend["trained on"]
-        for name in self.planned.launch.config.model.encoders:
+        for name in self.planned.launch.config.model.item_modules:
             colours[(text.kind == self.replayed.loader.arrays.bit(name)) & used] = self._legend[name]
         return colours
 

@@ -185,8 +185,8 @@ class Run:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the LLM and its encoders."""
-        return "llm", *self.config.model.encoders
+        """Names of the LLM, its encoders and its generators."""
+        return "llm", *self.config.model.item_modules
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def length_figures(run: Run, planned: Planned) -> Iterator[Figure]:
         if k == 0:
             what = "samples"
         else:
-            what = "clips" if isinstance(run.config.model.encoders[module], AudioConfig) else "images"
+            what = "clips" if isinstance(run.config.model.item_modules[module], AudioConfig) else "images"
         span = f"{count(used.min())} to {count(used.max())} {'tokens' if k == 0 else 'positions'}"
         title = f"Before: {what} have {span}, half under {count(np.median(used))}"
         caption = f"{len(used):,} {'samples' if k == 0 else f'items of {module}'} in the length index."

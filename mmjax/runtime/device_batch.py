@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
+from mmjax.config import Generator
 from mmjax.config.towers import Encoder
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.plan.placement import Shape
@@ -76,7 +77,7 @@ def _put(
 
 
 def padding_microbatches(
-    shapes: Sequence[Shape], first: Microbatch, encoders: Mapping[str, Encoder]
+    shapes: Sequence[Shape], first: Microbatch, encoders: Mapping[str, Encoder | Generator]
 ) -> list[Microbatch]:
     """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
 
@@ -89,7 +90,13 @@ def padding_microbatches(
         widths = zip(first.text.send.items(), shape.widths, strict=True)
         lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
         send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
-        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
+        items = {}
+        for e, length in ((e, length) for (e, _), length in lengths):
+            x = first.items[e]
+            items[e] = jax.tree.map(partial(resize, length=length), x._replace(condition=None))
+            if x.condition is not None:
+                columns = encoders[e].most_images(length) * encoders[e].queries
+                items[e] = items[e]._replace(condition=resize(x.condition, columns))
         spread = {}
         for e, x in first.text.spread.items():
             length, new_length = first.items[e].item.shape[1], items[e].item.shape[1]
@@ -108,6 +115,15 @@ def weigh(
     excluded = (owner[..., None] == unreadable).any(-1) | (count > MAX_UNREADABLE)
     weight = jnp.where(excluded, 0.0, weight)
     return total + weight.sum(), weight
+
+
+def weigh_images(
+    total: jax.Array, items: ItemBatch, unreadable: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Add a generator's patches to the total; return it and `items.item`, PADDING where a sample is unreadable."""
+    excluded = (items.owner[..., None] == unreadable).any(-1) | (count > MAX_UNREADABLE)
+    item = jnp.where(excluded, PADDING, items.item)
+    return total + (item >= 0).sum(dtype=jnp.float32), item
 
 
 def isolate_rows(

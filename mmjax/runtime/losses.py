@@ -5,6 +5,7 @@ A sample's loss is the mean over its tokens, which stand side by side in one row
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from mmjax.batch import TextBatch
-from mmjax.config import ExpertsConfig
+from mmjax.batch import ItemBatch, TextBatch
+from mmjax.config import ExpertsConfig, ModelConfig
 from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing, balance_loss, z_loss
 from mmjax.parallel.sharding import CONTEXT, active, cut_in_shards
@@ -102,7 +103,25 @@ def step_loss(
     one_hot = (text.source[..., None] == jnp.arange(sources)).astype(jnp.float32)
     by_source = jnp.einsum("rt,rts->s", losses, one_hot)
     weight = jnp.einsum("rt,rts->s", text.weight, one_hot)
-    return losses.sum() / total_weight, by_source, weight
+    # A step may have images to make alone.
+    return losses.sum() / jnp.where(total_weight > 0, total_weight, 1), by_source, weight
+
+
+def image_loss(
+    errors: Mapping[str, jax.Array], items: Mapping[str, ItemBatch], totals: Mapping[str, jax.Array], model: ModelConfig
+) -> tuple[jax.Array | float, dict[str, jax.Array]]:
+    """Compute a microbatch's part of what generators add to the loss that is trained on.
+
+    Each generator's is the mean error over the patches of the whole step, times its weight. Also returns the sums of
+    errors and the number of patches by generator, float32 `[2]`. totals: patches of the whole step.
+    """
+    loss: jax.Array | float = 0.0
+    sums = {}
+    for name, error in errors.items():
+        total = error.sum()
+        sums[name] = jnp.stack([total, (items[name].item >= 0).sum(dtype=jnp.float32)])
+        loss += model.generators[name].flow.weight * total / jnp.maximum(totals[name], 1)
+    return loss, sums
 
 
 def worst_samples(losses: jax.Array, text: TextBatch) -> tuple[jax.Array, jax.Array, jax.Array]:

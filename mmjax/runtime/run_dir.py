@@ -320,9 +320,8 @@ def check_keys(permitted: AllowedChanges, config: Config) -> None:
 
 def _may_change(key: str) -> bool:
     parts = key.split(".")  # model.encoders.NAME.remat
-    return key.startswith(MAY_CHANGE) or (
-        parts[:2] == ["model", "encoders"] and parts[3:] in (["remat"], ["attention"])
-    )
+    of_tower = parts[:1] == ["model"] and parts[1:2] in (["encoders"], ["generators"])
+    return key.startswith(MAY_CHANGE) or (of_tower and parts[3:] in (["remat"], ["attention"]))
 
 
 def logged_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -18,12 +18,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import Microbatch
-from mmjax.config import Exchange
+from mmjax.config import Exchange, ModelConfig
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params, split_scanned
 from mmjax.models.model import Model, merge, modules_of, partition
-from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, tokens_sharding
+from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, rows_sharding, tokens_sharding
 from mmjax.runtime.device_batch import (
     ProcessReport,
     isolate_rows,
@@ -31,6 +31,7 @@ from mmjax.runtime.device_batch import (
     put_local_rows,
     put_report,
     weigh,
+    weigh_images,
 )
 from mmjax.runtime.losses import (
     MAX_WORST,
@@ -38,6 +39,7 @@ from mmjax.runtime.losses import (
     expert_loss,
     expert_sums,
     highest_losses,
+    image_loss,
     losses_in_chunks,
     step_loss,
     worst_samples,
@@ -64,6 +66,7 @@ class Accumulated(NamedTuple):
     worst_losses: jax.Array  # float32 [MAX_WORST]: theirs; 0 = no sample, Inf = not finite
     not_finite: jax.Array  # int32 []: number of samples whose loss is not finite
     experts: ExpertSums | None = None  # where the LLM has any, on one mesh
+    images: Mapping[str, jax.Array] = {}  # float32 [2] by generator: sum of errors, patches
 
 
 class StepReport(NamedTuple):
@@ -84,6 +87,7 @@ class StepReport(NamedTuple):
     unreadable: jax.Array  # int32 [MAX_UNREADABLE]: ids of the samples that some process could not read, -1 = none
     unreadable_count: jax.Array  # int32 []: where it is more than MAX_UNREADABLE nothing was updated
     experts: ExpertSums | None  # as in Accumulated
+    images: Mapping[str, jax.Array]  # as in Accumulated
 
 
 def check_updated(step: int, report: StepReport) -> None:
@@ -94,12 +98,17 @@ def check_updated(step: int, report: StepReport) -> None:
             "the same data, config or version of mmjax; make them the same and go on with --resume",
             everywhere=True,
         )
-    if not report.weight.sum() > 0:
+    if not report.weight.sum() > 0 and not any(patches > 0 for _, patches in report.images.values()):
         raise UserError(
             f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers "
             "in its samples a weight above 0 (Text.weights)",
             everywhere=True,
         )
+
+
+def loss_weights(model: ModelConfig, llm: Any, patches: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the divisors of a step's losses: the LLM's weight, and generators' patches (default: as many)."""
+    return {"llm": llm} | {name: llm if patches is None else patches[name] for name in model.generators}
 
 
 class Runner(Protocol):
@@ -144,13 +153,11 @@ class Runner(Protocol):
 
     def weigh_batches(
         self, batches: Sequence[Any], reports: ProcessReport
-    ) -> tuple[jax.Array, list[Any], tuple[jax.Array, jax.Array]]: ...
+    ) -> tuple[Any, list[Any], tuple[jax.Array, jax.Array]]: ...
 
     def owners(self, batch: Any) -> np.ndarray: ...
 
-    def is_finite(
-        self, state: Any, batch: Any, rows: np.ndarray, weight: jax.Array, noise: np.ndarray | None
-    ) -> bool: ...
+    def is_finite(self, state: Any, batch: Any, rows: np.ndarray, weight: Any, noise: np.ndarray | None) -> bool: ...
 
     def parts(self, state: Any) -> tuple[TrainState, ...]: ...
 
@@ -186,11 +193,12 @@ def report_step(
         unreadable=unreadable[0],
         unreadable_count=unreadable[1],
         experts=sums.experts,
+        images=dict(sums.images),
     )
 
 
 def is_valid(report: StepReport, weight: jax.Array) -> jax.Array:
-    """Return whether a step may update the parameters. weight: of its loss."""
+    """Return whether a step may update the parameters. weight: of its losses."""
     return report.agreed & (weight > 0) & report.finite
 
 
@@ -227,7 +235,9 @@ class Executor:
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         on_all = replicated(mesh)
         self.sums_shardings = Accumulated._make(on_all for _ in Accumulated._fields)._replace(
-            gradients=self.shardings.trainable, experts=jax.tree.map(lambda _: on_all, self._zero_expert_sums())
+            gradients=self.shardings.trainable,
+            experts=jax.tree.map(lambda _: on_all, self._zero_expert_sums()),
+            images=dict.fromkeys(model.config.generators, on_all),
         )
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
@@ -246,6 +256,7 @@ class Executor:
         self._are_finite = jax.jit(are_finite, out_shardings=on_all)
         self.merge_unreadable = jax.jit(merge_unreadable, out_shardings=on_all)
         self.weigh = jax.jit(weigh, out_shardings=(on_all, tokens_sharding(mesh, rules)))
+        self.weigh_images = jax.jit(weigh_images, out_shardings=(on_all, rows_sharding(mesh, rules.item_rows)))
         cleared = self.sums_shardings if accumulates else None
         donated = (0, 1) if accumulates else 0  # gradients of one microbatch take the place of no output
         self.update = jit(self._update, out_shardings=(self.shardings, cleared, on_all), donate_argnums=donated)
@@ -293,6 +304,7 @@ class Executor:
             worst_losses=jnp.zeros(MAX_WORST),
             not_finite=jnp.zeros((), jnp.int32),
             experts=self._zero_expert_sums(),
+            images={name: jnp.zeros(2) for name in self.model.config.generators},
         )
 
     def _zero_expert_sums(self) -> ExpertSums | None:
@@ -308,7 +320,7 @@ class Executor:
         frozen: Params,
         accumulated: Accumulated | None,
         batch: Microbatch,
-        total_weight: jax.Array,
+        weights: Mapping[str, jax.Array],
         noise: jax.Array | None = None,
     ) -> Accumulated:
         if accumulated is None:
@@ -320,17 +332,19 @@ class Executor:
 
         def loss(rest: Params, sums: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             params = merge(merge(rest, scanned), frozen)
-            hidden, table, routing = self.model.hidden_and_table(params, batch, noise, sums)
-            llm = self.model.config.llm
-            losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks, llm.logit_cap)
-            total, by_source, weight = step_loss(losses, batch.text, total_weight, self.sources)
-            experts = expert_sums(routing, weight.sum() / total_weight)
+            hidden, table, routing, errors = self.model.outputs(params, batch, noise, sums)
+            config = self.model.config
+            losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks, config.llm.logit_cap)
+            total, by_source, weight = step_loss(losses, batch.text, weights["llm"], self.sources)
+            experts = expert_sums(routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1))
+            of_images, images = image_loss(errors, batch.items, weights, config)
             worst = worst_samples(jax.lax.stop_gradient(losses), batch.text)
-            return total + expert_loss(experts, llm.experts), (by_source, weight, experts, *worst)
+            total += expert_loss(experts, config.llm.experts) + of_images
+            return total, (by_source, weight, experts, images, *worst)
 
         with activations_on(self.mesh, self.rules, self.exchange):
             (gradients, sums), aux = jax.grad(loss, (0, 1), has_aux=True)(rest, sums)
-        by_source, weight, experts, samples, losses, not_finite = aux
+        by_source, weight, experts, images, samples, losses, not_finite = aux
         worst = highest_losses(
             jnp.concatenate([accumulated.worst_samples, samples]), jnp.concatenate([accumulated.worst_losses, losses])
         )
@@ -342,6 +356,7 @@ class Executor:
             worst_losses=worst[1],
             not_finite=accumulated.not_finite + not_finite,
             experts=jax.tree.map(jnp.add, accumulated.experts, experts),
+            images=jax.tree.map(jnp.add, dict(accumulated.images), images),
         )
 
     def _update(
@@ -349,7 +364,7 @@ class Executor:
         state: TrainState,
         accumulated: Accumulated,
         hyper: Hyperparameters,
-        weight: jax.Array,
+        weights: Mapping[str, jax.Array],
         reports: ProcessReport,
         unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[TrainState, Accumulated | None, StepReport]:
@@ -359,7 +374,7 @@ class Executor:
             params, moments, norm = self.optimizer.update(gradients, stored, state.trainable, hyper)
         step_report = report_step(accumulated, norm, reports, unreadable)
         # A selection, not a branch: it is part of the update's own pass over the parameters.
-        valid = is_valid(step_report, weight)
+        valid = is_valid(step_report, sum(weights.values()))
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, stored)
         )
@@ -390,25 +405,29 @@ class Executor:
         weight, batches, unreadable = self.weigh_batches(batches, reports)
         for batch in batches:
             accumulated = self.accumulate(
-                state.trainable, state.frozen, accumulated, batch, weight, noise if self.model.drops else None
+                state.trainable, state.frozen, accumulated, batch, weight, noise if self.model.is_random else None
             )
         return self.update(state, accumulated, hyper, weight, reports, unreadable)
 
     def weigh_batches(
         self, batches: Sequence[Microbatch], reports: ProcessReport
-    ) -> tuple[jax.Array, list[Microbatch], tuple[jax.Array, jax.Array]]:
-        """Return the loss weight of a step, and its microbatches with weight 0 where a sample is unreadable.
+    ) -> tuple[dict[str, jax.Array], list[Microbatch], tuple[jax.Array, jax.Array]]:
+        """Return the weights of a step's losses, and its microbatches with weight 0 where a sample is unreadable.
 
-        Also returns the ids and the number of the samples that any process could not read. reports: of all processes,
-        on the devices.
+        The weights are of the LLM's tokens, and by name of generators' patches. Also returns the ids and the number of
+        the samples that any process could not read. reports: of all processes, on the devices.
         """
         unreadable = self.merge_unreadable(reports.unreadable)
-        total = np.float32(0)
+        totals = loss_weights(self.model.config, np.float32(0))
         weighed = []
         for batch in batches:
-            total, weight = self.weigh(total, batch.text.weight, batch.text.owner, *unreadable)
-            weighed.append(batch._replace(text=batch.text._replace(weight=weight)))
-        return total, weighed, unreadable
+            totals["llm"], weight = self.weigh(totals["llm"], batch.text.weight, batch.text.owner, *unreadable)
+            items = dict(batch.items)
+            for name in self.model.config.generators:
+                totals[name], item = self.weigh_images(totals[name], items[name], *unreadable)
+                items[name] = items[name]._replace(item=item)
+            weighed.append(batch._replace(text=batch.text._replace(weight=weight), items=items))
+        return totals, weighed, unreadable
 
     def put_report(self, report: ProcessReport) -> ProcessReport:
         """Put this process's report on each of its devices: every field becomes an array `[devices, ...]`."""
@@ -451,12 +470,17 @@ class Executor:
         return np.asarray(self._replicate(batch.text.owner))
 
     def is_finite(
-        self, state: TrainState, batch: Microbatch, rows: np.ndarray, weight: jax.Array, noise: np.ndarray | None
+        self,
+        state: TrainState,
+        batch: Microbatch,
+        rows: np.ndarray,
+        weight: Mapping[str, jax.Array],
+        noise: np.ndarray | None,
     ) -> bool:
         """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
         text, *items = self._isolate((batch.text, *batch.items.values()), batch.text.owner, rows)
         isolated = Microbatch(text, dict(zip(batch.items, items, strict=True)))
-        noise = noise if self.model.drops else None
+        noise = noise if self.model.is_random else None
         sums = self.accumulate(state.trainable, state.frozen, self.zeros(), isolated, weight, noise)
         return bool(self._are_finite(sums.gradients))
 
@@ -469,7 +493,7 @@ class Executor:
     ) -> None:
         """Compile the gradient program of each batch's shape and the update, ahead of the first step."""
         # A model that drops nothing takes no noise: there is then one program, whether a step is given any or not.
-        noise = np.zeros(2, np.uint32) if self.model.drops else None
+        noise = np.zeros(2, np.uint32) if self.model.is_random else None
         reports = self.put_report(ProcessReport())
         for batch in batches:
             put = self.put(batch)

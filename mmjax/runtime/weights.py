@@ -33,7 +33,7 @@ CHUNK = 2**24  # bytes of a matrix that are read, and transposed, at a time
 def modules_by_folder(config: ModelConfig) -> dict[Path, list[str]]:
     """Return the modules that are loaded from each folder; randomly initialised modules are in none."""
     named = {"llm": config.llm.weights}
-    for name, encoder in config.encoders.items():
+    for name, encoder in config.item_modules.items():
         named |= {name: encoder.weights, f"{name}.connector": encoder.connector.weights}
     modules: dict[Path, list[str]] = defaultdict(list)
     for module, folder in named.items():

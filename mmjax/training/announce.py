@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from mmjax.balance.parts import LLM
-from mmjax.config import Config
+from mmjax.config import Config, Generator
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.step_plan import RankLayout
@@ -37,7 +37,7 @@ def print_run_summary(
 ) -> None:
     """Print parameters, mesh, compiler options, budgets, shapes, tokens per step, steps per epoch and first batch."""
     layout = loader.layout
-    modules = ("llm", *config.model.encoders)
+    modules = ("llm", *config.model.item_modules)
     sizes: Counter[str] = Counter()  # parameters of each module, and of its adapters as `<module>.lora`
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
         sizes[parameter_group(key_names(path))] += math.prod(leaf.shape)
@@ -87,11 +87,12 @@ def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:
     lines = [f"ranks  {topology.ranks} in nodes of {topology.ranks_per_node}, balance {config.batch.balance.kind}"]
     if topology.encoders_per_rank > 1:
         lines[0] += f"; {topology.encoders_per_rank} encoder ranks each"
-    for k, encoder in enumerate(config.model.encoders):
+    for k, (name, module) in enumerate(config.model.item_modules.items()):
         widths = sorted({shape.widths[k] for shape in layout.shapes})
         if any(widths):
-            lines[0] += f"; {encoder} sends at most {'/'.join(map(str, widths))} tokens from a rank to another"
-    for k, module in enumerate(("llm", *config.model.encoders)):
+            moves = f"at most {'/'.join(map(str, widths))} tokens from a rank to another"
+            lines[0] += f"; {name} {'gets' if isinstance(module, Generator) else 'sends'} {moves}"
+    for k, module in enumerate(("llm", *config.model.item_modules)):
         # Encoders' rows are divided among encoder ranks, the LLM's among ranks.
         ranks = topology.ranks * (1 if k == LLM else topology.encoders_per_rank)
         if config.batch.rows[module] % ranks:

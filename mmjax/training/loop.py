@@ -305,7 +305,7 @@ class Trainer:
         with activity("compiling the programs of a step"):
             accumulated = self.executor.zeros()
             # One microbatch is enough for the programs of all shapes: they differ only in the rows' lengths.
-            shapes = padding_microbatches(self.loader.layout.shapes, example, self.config.model.encoders)
+            shapes = padding_microbatches(self.loader.layout.shapes, example, self.config.model.item_modules)
             hyper = hyperparameters(self.config, self.executor.modules, self.first_step)
             self.executor.compile(state, accumulated, shapes, hyper)
         with activity("compiling those of saving and answering"):

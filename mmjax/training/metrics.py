@@ -154,16 +154,18 @@ class StepMetrics:
         self.total_seconds += seconds
         self.wait_seconds += wait_seconds
         self._recent_seconds.append(seconds - wait_seconds)
-        modules = ("llm", *self._config.model.encoders)
+        modules = ("llm", *self._config.model.item_modules)
         layout = self._loader.layout
         token_bytes = self._config.model.llm.width * self._executor.model.dtype.itemsize
         tokens = dict(zip(("text", *modules[1:]), loaded.tokens.tolist(), strict=True))
         by_source = zip(self._config.data.sources, report.loss, report.weight, strict=True)
         memory = peak_memory_used(self._executor.mesh)
         return {
-            "loss": float(report.loss.sum() / report.weight.sum()),
+            "loss": float(report.loss.sum() / (report.weight.sum() or 1.0)),
             **{f"loss/{source}": float(loss / weight) for source, loss, weight in by_source if weight > 0},
             **expert_scalars(report.experts),
+            # Mean error of the step's patches.
+            **{f"image_loss/{name}": float(sums[0] / max(sums[1], 1)) for name, sums in report.images.items()},
             "gradient_norm": float(report.gradient_norm),
             **{name: float(rate) for name, rate in hyper.items() if name.startswith("learning_rate/")},
             **balance_scalars(loaded, modules, layout, self._loader.planner.placer.flops),

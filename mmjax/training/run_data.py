@@ -167,7 +167,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     sources = open_sources(config, "train", folder.path)
     # Process 0 builds the index once; the call below only opens it, on every process.
     coordination.run_on_leader(lambda: _index_sources(sources, config, folder))
-    index, index_folder = cached_index(sources, config.model.encoders, folder.index)
+    index, index_folder = cached_index(sources, config.model.item_modules, folder.index)
     weights = [source.weight for source in config.data.sources.values()]
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
@@ -250,7 +250,7 @@ def _index_sources(sources: Mapping[str, Source], config: Config, folder: RunFol
     look_again(sources)
     for note in notes_of(sources):
         print_lines(f"note   {note}")
-    return str(cached_index(sources, config.model.encoders, folder.index)[1])
+    return str(cached_index(sources, config.model.item_modules, folder.index)[1])
 
 
 def _grouping_settings(config: Config) -> tuple[object, ...]:

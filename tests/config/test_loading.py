@@ -100,6 +100,7 @@ def test_the_shipped_configs_are_what_their_names_say() -> None:
         "tiny_vlm": ["vision"],
         "tiny_video": ["vision"],
         "tiny_audio": ["audio"],
+        "tiny_draw": ["vision"],
         "tiny_text": [],
     }
     frozen = load("tiny_frozen").model

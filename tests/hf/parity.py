@@ -44,13 +44,18 @@ def random_model(config: transformers.PreTrainedConfig, kind: type | None = None
         part._experts_implementation = "eager"  # its grouped products want widths that are multiples of 4
     model = kind(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
     model = model.to(torch.float32).eval()
+    randomize(model)
+    watch_kinks(model)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Draw every parameter, around 1 where it is a scale."""
     with torch.no_grad():
         for parameter in model.parameters():
             spread = 0.2 if parameter.ndim < 2 else 1.3 / max(parameter[0].numel(), 1) ** 0.5
             centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
             parameter.normal_(centre, spread)
-    watch_kinks(model)
-    return model
 
 
 def watch_kinks(model: torch.nn.Module) -> None:

@@ -249,8 +249,8 @@ def test_a_rate_of_zero_leaves_the_program_as_it_is_without_noise():
 
 
 def test_a_model_knows_whether_it_drops_anything():
-    assert Model.build(dropping(towers=("audio",)), jnp.float32).drops
-    assert not Model.build(tiny(), jnp.float32).drops
+    assert Model.build(dropping(towers=("audio",)), jnp.float32).is_random
+    assert not Model.build(tiny(), jnp.float32).is_random
 
 
 def test_a_frozen_tower_drops_as_any_other():

@@ -117,7 +117,7 @@ def test_every_mix_of_remat_policies_gives_equal_gradients(backend):
 
 def squares(model, batch):
     """A loss by parameters and gradient accumulators."""
-    return lambda params, sums: jnp.square(model.hidden_and_table(params, batch, None, sums)[0]).sum()
+    return lambda params, sums: jnp.square(model.outputs(params, batch, None, sums).hidden).sum()
 
 
 def test_gradients_added_to_sums_inside_the_scan_are_those_of_autodiff():

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import load_steps, make_executor, tiny_config, weight, worst_leaf
+from tiny_run import load_steps, make_executor, tiny_config, weight, weights, worst_leaf
 
 from mmjax.batch import Microbatch
 from mmjax.config import AdamW, Config, ExpertsConfig, LoraConfig, MeshConfig, Muon, Unit
@@ -117,11 +117,11 @@ def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") 
     """The pipeline's gradients and losses are those of one device."""
     (batches,), (plain,) = steps_of(config, folder, 1), load_steps(config, folder, 1)
     one, pipeline = make_executor(config, MeshConfig(1)), make_pipeline(config, schedule)
-    noise = np.array([0, 0], np.uint32) if one.model.drops else None
+    noise = np.array([0, 0], np.uint32) if one.model.is_random else None
     state, accumulated = fill_adapters(one.init(jax.random.key(0))), one.zeros()
     for batch in plain:
         put = put_rows(batch, one.mesh, one.rules)
-        accumulated = one.accumulate(state.trainable, state.frozen, accumulated, put, np.float32(weight(plain)), noise)
+        accumulated = one.accumulate(state.trainable, state.frozen, accumulated, put, weights(plain), noise)
     expected = jax.device_get(accumulated)
 
     staged = fill_adapters(pipeline.init(jax.random.key(0)))

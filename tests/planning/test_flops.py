@@ -198,7 +198,7 @@ def gradient(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1):
     trainable, rest = partition(built.abstract, set(frozen))
 
     def loss(trainable, rest, batch):
-        hidden, table, _ = built.hidden_and_table(merge(rest, trainable), batch)
+        hidden, table, *_ = built.outputs(merge(rest, trainable), batch)
         return losses_in_chunks(hidden, table, batch.text, loss_chunks).sum()
 
     return jax.grad(loss), (trainable, rest)

@@ -80,7 +80,7 @@ def compiled_text(made: Config, mesh: MeshConfig, batch: Microbatch) -> tuple[Ex
         executor.abstract.trainable,
         executor.shardings.trainable,
     )
-    weight = jax.device_put(np.float32(1), replicated(on))
+    weight = {"llm": jax.device_put(np.float32(1), replicated(on))}
     arrays = executor.zeros(), put_rows(batch, on, executor.rules), weight
     with stderr_of() as warnings:
         text = executor.accumulate.lower(trainable, {}, *arrays).compile().as_text()

@@ -143,7 +143,7 @@ def wide_text() -> tuple[Config, Microbatch]:
 def compiled(mesh: MeshConfig, chunks: int) -> tuple[Executor, str]:
     made, batch = wide_text()
     executor = make_executor(replace(made, training=replace(made.training, loss_chunks=chunks)), mesh)
-    args = executor.abstract.trainable, {}, jax.eval_shape(executor.zeros), executor.put(batch), np.float32(1)
+    args = executor.abstract.trainable, {}, jax.eval_shape(executor.zeros), executor.put(batch), {"llm": np.float32(1)}
     return executor, executor.accumulate.lower(*args).compile().as_text()
 
 
@@ -180,6 +180,6 @@ def test_under_fsdp_only_a_part_of_the_output_table_is_gathered():
 def test_the_factors_of_the_logits_have_them_as_their_scores(loaded):
     model = Model.build(config(1).model, np.float32)
     batch, params = loaded(ONE_RANK)[0][0], parameters(True)
-    hidden, table, _ = jax.jit(model.hidden_and_table)(params, batch)
+    hidden, table, *_ = jax.jit(model.outputs)(params, batch)
     logits = jax.jit(model.logits)(params, batch)
     np.testing.assert_allclose(np.einsum("rtd,vd->rtv", hidden, table), logits, atol=1e-5)

@@ -112,7 +112,7 @@ def test_a_vocabulary_that_tensor_parallelism_does_not_divide_is_whole_and_repli
     batch = executor.put(Microbatch(TextBatch(row, row, row.astype(np.float32), *[row] * 9, {}, {}), {}))
     state = executor.init(jax.random.key(0))
     with stderr_of() as written:
-        executor.accumulate.lower(state.trainable, {}, executor.zeros(), batch, np.float32(1)).compile()
+        executor.accumulate.lower(state.trainable, {}, executor.zeros(), batch, {"llm": np.float32(1)}).compile()
     assert "rematerialization" not in written[0]
 
 

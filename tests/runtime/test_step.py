@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_config, train, weight
+from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_config, train, weight, weights
 
 from mmjax.batch import Microbatch
 from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
@@ -198,7 +198,7 @@ def test_one_microbatch_leaves_nothing_between_steps_and_updates_the_same(tmp_pa
     direct.compile(states[1], None, [batch], hyper)
 
     def gradients(executor, sums):
-        return executor.accumulate(states[1].trainable, {}, sums, executor.put(batch), np.float32(weight([batch])))
+        return executor.accumulate(states[1].trainable, {}, sums, executor.put(batch), weights([batch]))
 
     # A bfloat16 product holds all of a matrix's gradient.
     wanted = gradients(summing, summing.zeros()).gradients
@@ -231,7 +231,7 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
     hyper = hyperparameters(config(), executor.modules, 0)
     for batch in run.steps[0]:
         batch = put_rows(batch, executor.mesh, executor.rules)
-        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, np.float32(1))
+        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, {"llm": np.float32(1)})
     reports = executor.put_report(
         ProcessReport(digest=123 << 31 | 5, content=7 << 40 | 3, needed_flops=8.0, batch_seconds=0.5, stop=True)
     )

@@ -94,9 +94,9 @@ def tiny_config(**changes: Any) -> Config:
 
 def load_steps(config: Config, folder: Path, steps: int, topology: Topology = ONE_RANK) -> list[tuple[Microbatch, ...]]:
     """The microbatches of the first steps of the config's data, for these ranks, by its own planner and loader."""
-    index = build_index(open_sources(config, "train", folder), config.model.encoders)
+    index = build_index(open_sources(config, "train", folder), config.model.item_modules)
     index.save(folder / "index")
-    planner, layout = make_planner(index, config, [1.0], topology)
+    planner, layout = make_planner(index, config, [1.0] * len(config.data.sources), topology)
     loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, range(topology.ranks))
     return [loader(step).microbatches for step in range(steps)]
 
@@ -128,10 +128,12 @@ def state_with(executor: Executor, trainable: Any) -> TrainState:
 
 def gradients(executor: Executor, state: TrainState, batches: Sequence[Microbatch]) -> Accumulated:
     """Gradients and report over the microbatches, on the host."""
-    accumulated, total = executor.zeros(), np.float32(weight(batches))
+    accumulated, total, noise = executor.zeros(), weights(batches), None
+    if executor.model.is_random:
+        noise = np.array([0, 0], np.uint32)
     for batch in batches:
         accumulated = executor.accumulate(
-            state.trainable, state.frozen, accumulated, put_rows(batch, executor.mesh, executor.rules), total
+            state.trainable, state.frozen, accumulated, put_rows(batch, executor.mesh, executor.rules), total, noise
         )
     return jax.device_get(accumulated)
 
@@ -162,6 +164,16 @@ def train(config: Config, executor: Executor, state: TrainState, steps: Sequence
 def weight(batches: Sequence[Microbatch]) -> float:
     """Loss weight of all microbatches together."""
     return float(sum(b.text.weight.sum() for b in batches))
+
+
+def weights(batches: Sequence[Microbatch]) -> dict[str, np.float32]:
+    """Weights of the losses of all microbatches together: of the LLM, and of generators by name."""
+    patches = {
+        name: np.float32(sum((b.items[name].item >= 0).sum() for b in batches))
+        for name, items in batches[0].items.items()
+        if items.condition is not None
+    }
+    return {"llm": np.float32(weight(batches))} | patches
 
 
 def merged(batches: Sequence[Microbatch]) -> Microbatch:

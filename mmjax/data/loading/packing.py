@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
@@ -14,58 +14,71 @@ import numpy as np
 from mmjax.balance.parts import LLM
 from mmjax.balance.rearrangement import Places, Rearrangement, pack_places, tables
 from mmjax.batch import PADDING, TEXT_KIND, TIME, TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch, WeightedSlots
-from mmjax.config import AudioConfig, ModelConfig, VisionConfig
+from mmjax.config import AudioConfig, Generator, ModelConfig, PixelLatents, VisionConfig
 from mmjax.data.media.anyres_layout import interpolates_tokens
-from mmjax.data.media.patches import encoder_input, hidden_tokens, positions_per_token, token_grid
+from mmjax.data.media.patches import encoder_input, generator_input, hidden_tokens, positions_per_token, token_grid
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.sample import CORNERS, NEWLINE, NO_TOKEN, ArrangedItems, Item, Sample, SampleLengths, Text
 from mmjax.errors import UserError
 
-# Bits of `kind` and `sees`: text, then the encoders, then the branches of a sample.
+# Bits of `kind` and `sees`: text, then the encoders and generators, then the branches of a sample.
 FIRST_BRANCH_BIT = 12
-MAX_ENCODERS = FIRST_BRANCH_BIT - 1
+MAX_MODULES = FIRST_BRANCH_BIT - 1
 MAX_BRANCHES = 30 - FIRST_BRANCH_BIT
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """The layout of a batch's arrays: the encoders in their order, and how an item's tokens attend in the LLM."""
+    """The layout of a batch's arrays: the modules in their order, and how an item's tokens attend in the LLM."""
 
     encoders: dict[str, VisionConfig | AudioConfig]
     items: str  # DecoderConfig.items
     vocab: int
     in_order: bool = False  # layers read a sample's tokens one after the other, so it can have no branches
     axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
+    generators: dict[str, Generator] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: ModelConfig) -> Arrays:
-        """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its encoders apart."""
-        if (count := len(model.encoders)) > MAX_ENCODERS:
-            raise UserError(f"model.encoders has {count}; the attention mask tells {MAX_ENCODERS} apart")
+        """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its modules apart."""
+        if (count := len(model.item_modules)) > MAX_MODULES:
+            raise UserError(f"model has {count} encoders and generators; the attention mask tells {MAX_MODULES} apart")
         return cls(
             encoders=dict(model.encoders),
             items=model.llm.items,
             vocab=model.llm.vocab,
             in_order=model.llm.delta_net is not None,
             axes=len(model.llm.rope_sections),
+            generators=dict(model.generators),
         )
 
-    def features(self, encoder: str) -> int:
-        """Return the width of one patch or frame."""
-        config = self.encoders[encoder]
-        return config.patch_values if isinstance(config, VisionConfig) else config.mels
+    @property
+    def modules(self) -> dict[str, VisionConfig | AudioConfig | Generator]:
+        """Return the modules whose rows hold items, in the model's order."""
+        return {**self.encoders, **self.generators}
 
-    def dtype(self, encoder: str) -> type:
+    def features(self, module: str) -> int:
+        """Return the width of one patch or frame."""
+        config = self.modules[module]
+        return config.mels if isinstance(config, AudioConfig) else config.patch_values
+
+    def dtype(self, module: str) -> type:
         """Return the dtype of the patches or frames."""
-        return np.uint8 if isinstance(self.encoders[encoder], VisionConfig) else np.float32
+        config = self.modules[module]
+        pixels = (
+            isinstance(config.latents, PixelLatents)
+            if isinstance(config, Generator)
+            else isinstance(config, VisionConfig)
+        )
+        return np.uint8 if pixels else np.float32
 
     def newline(self, encoder: str) -> bool:
         """Tell whether the connector has a newline token, which follows every row of an image."""
         return self.encoders[encoder].connector.newline
 
-    def bit(self, encoder: str) -> int:
-        """Return the kind bit of an encoder's tokens."""
-        return TEXT_KIND << 1 + list(self.encoders).index(encoder)
+    def bit(self, module: str) -> int:
+        """Return the kind bit of the tokens of a module's items."""
+        return TEXT_KIND << 1 + list(self.modules).index(module)
 
 
 class Place(NamedTuple):
@@ -101,8 +114,8 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
         owner=full(PADDING),
         offset=full(0),
         slots={
-            name: mixed() if interpolates_tokens(encoder) else full(PADDING)
-            for name, encoder in arrays.encoders.items()
+            name: mixed() if name in arrays.encoders and interpolates_tokens(module) else full(PADDING)
+            for name, module in arrays.modules.items()
         },
         send=send,
     )
@@ -222,8 +235,9 @@ def _write_tokens(
     else:
         into[span] = slots[:, 0]
     row.kind[span] = arrays.bit(encoder)
-    row.sees[span] = 0 if arrays.items == "isolated" else _everyone(arrays)
-    row.span[span] = group if arrays.items in ("bidirectional", "isolated") else 0
+    made = encoder in arrays.generators  # queries of an image to be made, which attend as text does
+    row.sees[span] = 0 if arrays.items == "isolated" and not made else _everyone(arrays)
+    row.span[span] = group if arrays.items in ("bidirectional", "isolated") and not made else 0
 
 
 def _items(segment: Item | ArrangedItems) -> int:
@@ -243,14 +257,16 @@ def _tokens_of(segment: Item | ArrangedItems, places: Sequence[Place], arrays: A
         )
     if (token == NEWLINE).any() and not arrays.newline(segment.encoder):
         raise ValueError(f"it places newlines, and connector.newline of {segment.encoder!r} is false")
+    if segment.encoder in arrays.generators:
+        raise ValueError(f"it arranges tokens of {segment.encoder!r}, which makes images")
     if not interpolates_tokens(arrays.encoders[segment.encoder]) and (token[:, 1:] != NO_TOKEN).any():
         raise ValueError(f"it mixes tokens of {segment.encoder!r}, whose images say nothing of interpolation")
     return len(segment.tokens)
 
 
 def _everyone(arrays: Arrays) -> int:
-    """Return the kinds of branch 0: text and all encoders."""
-    return (TEXT_KIND << 1 + len(arrays.encoders)) - 1
+    """Return the kinds of branch 0: text, all encoders and all generators."""
+    return (TEXT_KIND << 1 + len(arrays.modules)) - 1
 
 
 def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], promised: int) -> list[int]:
@@ -326,14 +342,19 @@ def pack_microbatch(
     parts = plan.topology.encoders_per_rank
     encoder_ranks = range(ranks.start * parts, ranks.stop * parts) if encoder_ranks is None else encoder_ranks
     if isinstance(encoder_ranks, range):
-        encoder_ranks = dict.fromkeys(arrays.encoders, encoder_ranks)
-    shares = {e: _share(encoder_ranks[e], plan.rows[k] // parts) for k, e in enumerate(arrays.encoders, start=1)}
+        encoder_ranks = dict.fromkeys(arrays.modules, encoder_ranks)
+    shares = {m: _share(encoder_ranks[m], plan.rows[k] // parts) for k, m in enumerate(arrays.modules, start=1)}
     sent = {encoder: _sent(plan, k, arrays, encoder, ranks) for k, encoder in enumerate(arrays.encoders, start=1)}
     items = {
-        encoder: _pack_items(plan, k, arrays, encoder, shares[encoder], reader, spoiled)
-        for k, encoder in enumerate(arrays.encoders, start=1)
+        module: _pack_items(plan, k, arrays, module, shares[module], reader, spoiled)
+        for k, module in enumerate(arrays.modules, start=1)
     }
-    return Microbatch(_pack_text(plan, arrays, _share(ranks, plan.rows[LLM]), reader, sent, spoiled), items)
+    queries = np.zeros(len(plan.module), np.int64)
+    text = _pack_text(plan, arrays, _share(ranks, plan.rows[LLM]), reader, sent, queries, spoiled)
+    for k, name in enumerate(arrays.generators, start=1 + len(arrays.encoders)):
+        text.send[name], condition = _conditions(plan, k, arrays, name, ranks, shares[name], queries)
+        items[name] = items[name]._replace(condition=condition)
+    return Microbatch(text, items)
 
 
 def _share(ranks: range, rows: int) -> range:
@@ -390,6 +411,43 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
     return Sent(send.reshape(len(ranks) * context, peers, width), slot, newline if arrays.newline(encoder) else PADDING)
 
 
+def _conditions(
+    plan: MicrobatchPlan, module: int, arrays: Arrays, name: str, ranks: range, share: range, queries: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Plan the all-to-all of one generator: from where the hidden states of its images' queries are to its rows.
+
+    queries: int64 `[p]`, as in `_pack_text`. share: the generator's rows. Returns `TextBatch.send` and
+    `ItemBatch.condition`.
+    """
+    peers, in_all = plan.topology.peers, plan.topology.ranks
+    width = plan.shape.widths[module - 1]
+    count = arrays.generators[name].queries
+    images = arrays.generators[name].most_images(plan.shape.lengths[module])
+    items = np.flatnonzero(plan.module == module)
+    tokens = np.full(len(items), count, np.int64)
+    rank = plan.rank()
+    home = rank[plan.part_start[:-1]][plan.sample_of()][items]
+    # A row's images have as many columns each, in their order.
+    row = plan.row[items]
+    order = np.lexsort((plan.offset[items], row))
+    number = np.empty(len(items), np.int64)
+    number[order] = np.arange(len(items)) - np.searchsorted(row[order], row[order])
+    column = (row % plan.rows[module] * images + number) * count
+    moved = Rearrangement(tokens, Places(home, queries[items]), Places(rank[items], column), in_all)
+    capacity = plan.rows[module] * images * count
+    send = np.full((len(ranks), peers, width), PADDING, np.int32)
+    condition = np.full((len(ranks), capacity), PADDING, np.int32)
+    for node in range(ranks.start // peers, -(-ranks.stop // peers)):
+        among = range(node * peers, (node + 1) * peers)
+        mine = range(max(ranks.start, among.start), min(ranks.stop, among.stop))
+        exchange = tables(moved, width, capacity, mine, among)
+        local = slice(mine.start - ranks.start, mine.stop - ranks.start)
+        send[local], condition[local] = exchange.send, exchange.gather
+    condition = condition.reshape(len(ranks) * plan.rows[module], images * count)
+    first = ranks.start * plan.rows[module]
+    return send, condition[share.start - first : share.stop - first]
+
+
 @contextmanager
 def _reading(reader: Reader, sample: int, spoiled: dict[int, str] | None, item: str = "") -> Iterator[None]:
     """Note that the sample is spoiled when something is wrong with it, or with its item; or raise that, with names."""
@@ -436,7 +494,11 @@ def _pack_items(
         owner[row, span] = sample
         offset[row, span] = preceding[part] + np.arange(length)
         with _reading(reader, sample, spoiled, f"item {number} ({encoder})"):
-            value, place, valid = encoder_input(arrays.encoders[encoder], reader.item(sample, number))
+            decoded = reader.item(sample, number)
+            if encoder in arrays.generators:
+                value, place, valid = generator_input(arrays.generators[encoder], decoded)
+            else:
+                value, place, valid = encoder_input(arrays.encoders[encoder], decoded)
             if len(value) != length:
                 raise ValueError(f"it has {len(value)} positions where its source's facts() promised {length}")
             if value.dtype != np.uint8 and not np.isfinite(value).all():
@@ -464,8 +526,10 @@ def _pack_text(
     share: range,
     reader: Reader,
     sent: dict[str, Sent],
+    queries: np.ndarray,
     spoiled: dict[int, str] | None,
 ) -> TextBatch:
+    """Pack the text. queries: int64 `[p]`, gets the place of each generator's item's first query among its rank's."""
     batch = empty_text((len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()})
     sources = reader.source_of(plan.samples)
     # Samples and items that each row has so far: they number the next sample and its items' attention spans.
@@ -481,7 +545,11 @@ def _pack_text(
             places = [_place(plan, arrays, item, sent) for item in range(part + 1, end)]
             if arrays.axes:
                 places = _with_grids(places, arrays, reader.facts(sample))
-            write_sample(stretch(batch, row, span), reader.sample(sample), arrays, places, spans[row])
+            read = reader.sample(sample)
+            write_sample(stretch(batch, row, span), read, arrays, places, spans[row])
+            if arrays.generators:
+                begin = row % plan.rows[LLM] * plan.shape.lengths[LLM] + span.start
+                queries[part + 1 : end] = begin + _item_offsets(read, arrays, places)
         batch.sample[row, span] = samples[row]
         batch.source[row, span] = sources[index]
         batch.owner[row, span] = sample
@@ -491,8 +559,21 @@ def _pack_text(
     return batch
 
 
+def _item_offsets(sample: Sample, arrays: Arrays, places: Sequence[Place]) -> np.ndarray:
+    """Find where each item of a sample begins among its tokens, int64 `[items]`; 0 where items are arranged."""
+    offsets = np.zeros(len(places), np.int64)
+    offset = 0
+    for segment in sample.segments:
+        if isinstance(segment, Item):
+            offsets[segment.number] = offset
+        offset += len(segment.tokens) if isinstance(segment, Text) else _tokens_of(segment, places, arrays)
+    return offsets
+
+
 def _place(plan: MicrobatchPlan, arrays: Arrays, part: int, sent: dict[str, Sent]) -> Place:
-    encoder = list(arrays.encoders)[int(plan.module[part]) - 1]
+    encoder = list(arrays.modules)[int(plan.module[part]) - 1]
+    if encoder in arrays.generators:
+        return Place(encoder, 0, arrays.generators[encoder].queries)
     config = arrays.encoders[encoder]
     tokens = int(plan.length[part]) // positions_per_token(config) - hidden_tokens(config)
     return Place(encoder, int(sent[encoder].slot[part]), tokens, sent[encoder].newline)
@@ -504,7 +585,7 @@ def _with_grids(places: Sequence[Place], arrays: Arrays, facts: SampleLengths) -
         raise ValueError(f"its source's facts() have {len(facts.items)} items and promised {len(places)}")
     placed = []
     for number, (place, (_, size)) in enumerate(zip(places, facts.items, strict=True)):
-        encoder = arrays.encoders[place.encoder]
+        encoder = arrays.modules[place.encoder]
         grid = token_grid(encoder, size) if isinstance(encoder, VisionConfig) else None
         if grid is not None and math.prod(grid) != place.tokens:
             raise ValueError(

@@ -107,14 +107,14 @@ class Replayed:
 
     def _placed(self, plan: MicrobatchPlan, k: int) -> PlacedSample:
         first, stop = plan.part_start[k : k + 2].tolist()  # its LLM part, then one part for each item
-        encoders = list(self.loader.config.model.encoders)
+        modules = list(self.loader.config.model.item_modules)
         items = []
         for part in range(first + 1, stop):
             module = int(plan.module[part])
             rank, row = divmod(int(plan.row[part]), plan.rows[module])
             item = PlacedItem(
                 number=part - first - 1,
-                encoder=encoders[module - 1],
+                encoder=modules[module - 1],
                 rank=rank,
                 row=row,
                 begin=int(plan.offset[part]),

@@ -67,7 +67,8 @@ def _arrays(batch: TextBatch | ItemBatch) -> Iterator[np.ndarray]:
     """Iterate over all arrays of a batch, those of encoders in the order of their names, as in a JAX tree."""
     for value in batch:
         for array in (value[k] for k in sorted(value)) if isinstance(value, dict) else (value,):
-            yield from array if isinstance(array, WeightedSlots) else (array,)
+            if array is not None:  # what only a generator's items have
+                yield from array if isinstance(array, WeightedSlots) else (array,)
 
 
 def _rows_content(arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: range, counted: Container[int]) -> int:
@@ -249,14 +250,13 @@ class StepLoader:
         useful = np.zeros((modules, plan.topology.ranks * max(plan.rows)), np.int64)
         np.add.at(useful, (plan.module, plan.row), self.index.useful(plan.samples))
         away = rank != rank[plan.part_start[:-1]][plan.sample_of()]
-        moved = np.bincount(plan.module[away], plan.length[away], modules)[1:].astype(np.int64)
         # An item is moved as tokens, of which each takes several positions of the encoder's row.
-        moved //= self.index.positions_per_token
+        tokens = self.index.tokens(plan.samples)
+        moved = np.bincount(plan.module[away], tokens[away], modules)[1:].astype(np.int64)
         return useful, moved
 
     def _tokens(self, plan: MicrobatchPlan) -> np.ndarray:
-        per_token = np.array([1, *self.index.positions_per_token])
-        tokens = np.bincount(plan.module, plan.length // per_token[plan.module], len(per_token)).astype(np.int64)
+        tokens = np.bincount(plan.module, self.index.tokens(plan.samples), len(plan.rows)).astype(np.int64)
         tokens[0] = self.index.text_tokens[plan.samples].sum()
         return tokens
 

@@ -1,20 +1,33 @@
-"""Cut images into patches and compute log-mel frames of clips; the positions and tokens of both from sizes alone."""
+"""Cut images and latents into patches, compute log-mel frames of clips; positions and tokens of all by size alone."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.batch import COLUMN, ROW, TIME
-from mmjax.config import AlternatingGrid, AudioConfig, FractionalGrid, LearnedGrid, LogMel, NoVideo, VisionConfig
+from mmjax.config import (
+    AlternatingGrid,
+    AudioConfig,
+    FractionalGrid,
+    Generator,
+    LearnedGrid,
+    LogMel,
+    NoVideo,
+    PixelLatents,
+    UnetConfig,
+    VisionConfig,
+)
 from mmjax.config.towers import CONV_STRIDE, Encoder
 from mmjax.data.media.audio_features import clip_size, log_mel_frames
 from mmjax.errors import BadMedia
 
 Encoders = Mapping[str, Encoder]  # by name, in the model's order
+ItemModules = Mapping[str, Encoder | Generator]  # by name, in the model's order: encoders, then generators
 
 
 class ItemSize(NamedTuple):
@@ -26,17 +39,17 @@ class ItemSize(NamedTuple):
 
 
 class EncoderInput(NamedTuple):
-    """One item as encoder input; `n` is `ItemSize.positions`."""
+    """One item as an encoder's input, or as what a generator learns to make; `n` is `ItemSize.positions`."""
 
-    values: np.ndarray  # [n, F]: pixels, uint8, or log-mel bins, float32
+    values: np.ndarray  # [n, F]: pixels, uint8; or log-mel bins or latents, float32
     coordinates: np.ndarray  # int32 [n, 3]: (t, y, x)
     valid: np.ndarray  # bool [n]
 
 
-def positions_per_token(encoder: VisionConfig | AudioConfig) -> int:
-    """Return how many positions of an encoder's row become one token of the LLM."""
-    merge = encoder.connector.merge
-    return merge * merge if isinstance(encoder, VisionConfig) else CONV_STRIDE * encoder.pool * merge
+def positions_per_token(module: Encoder | Generator) -> int:
+    """Return how many positions of an encoder's row become one token of the LLM; 1 for a generator."""
+    merge = module.connector.merge
+    return CONV_STRIDE * module.pool * merge if isinstance(module, AudioConfig) else merge * merge
 
 
 def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
@@ -51,16 +64,19 @@ def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
     return int(encoder.pool > 1 or (not isinstance(how, LogMel) and how.attended == "clip"))
 
 
-def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> ItemSize:
+def item_size(encoder: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
     """Compute the lengths of an item of `size`.
 
     That is (height, width) in pixels, (frames, height, width) of a video's temporal patch, or (samples,) of a clip.
 
-    Raises ValueError for an empty item, and BadMedia (a ValueError) beyond the learned positions and for a clip that is
-    too short or too long.
+    Raises ValueError for an empty item, and BadMedia (a ValueError) beyond the learned positions, for a clip that is
+    too short or too long, and for an image that a generator cannot make.
     """
     if any(extent < 1 for extent in size):
         raise ValueError(f"an item of size {size} is empty")
+    if isinstance(encoder, Generator):
+        patches = math.prod(latent_grid(encoder, size))
+        return ItemSize(patches, encoder.queries, patches)
     merge = encoder.connector.merge
     if isinstance(encoder, VisionConfig):
         if len(size) == 3 and (isinstance(encoder.videos, NoVideo) or size[0] != encoder.frames):
@@ -83,6 +99,40 @@ def item_size(encoder: VisionConfig | AudioConfig, size: tuple[int, ...]) -> Ite
         raise BadMedia(f"a clip of {size[0]} samples is too short: the encoder makes no token of it")
     _check_positions(encoder, size, tokens)
     return ItemSize((tokens + hidden_tokens(encoder)) * positions_per_token(encoder), tokens, clip.input_frames)
+
+
+def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and columns of the patches that a generator makes for an image of (height, width) in pixels."""
+    unit = generator.patch * generator.latents.factor
+    height, width = size
+    pixels = f"an image to be made of {height} x {width} pixels"
+    if height % unit or width % unit:
+        raise BadMedia(f"{pixels} is not in whole patches of {unit} x {unit}; prepare images in whole patches")
+    rows, columns = height // unit, width // unit
+    if isinstance(generator, UnetConfig) and (rows, columns) != generator.size:
+        fixed = " x ".join(map(str, generator.size))
+        raise BadMedia(f"{pixels} is {rows} x {columns} latents, the generator's size {fixed}; prepare images for it")
+    if rows * columns < generator.min_patches:
+        raise BadMedia(f"{pixels} is {rows * columns} patches, fewer than the generator's min_patches")
+    return rows, columns
+
+
+def generator_input(generator: Generator, array: np.ndarray) -> EncoderInput:
+    """Cut an image, uint8 `[H, W, C]`, or its latents, float32 `[h, w, C]`, into patches, row by row.
+
+    Raises ValueError for another shape or type than the generator's latents have.
+    """
+    latents = generator.latents
+    dtype = np.uint8 if isinstance(latents, PixelLatents) else np.float32
+    if array.ndim != 3 or array.shape[2] != latents.channels or array.dtype != dtype:
+        wanted = f"{np.dtype(dtype)} [height, width, {latents.channels}]"
+        raise ValueError(f"an image to be made is {array.dtype} {list(array.shape)}, not {wanted}")
+    rows, columns = latent_grid(generator, tuple(side * latents.factor for side in array.shape[:2]))
+    side = generator.patch
+    # In a patch: row, column, channel.
+    patches = array.reshape(rows, side, columns, side, latents.channels).swapaxes(1, 2)
+    coordinates, valid = _merge_order(rows, columns, 1)
+    return EncoderInput(patches.reshape(rows * columns, -1), coordinates, valid)
 
 
 def token_grid(encoder: VisionConfig, size: tuple[int, ...]) -> tuple[int, int, int]:

@@ -56,7 +56,7 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     UserError where a source that should be drawn from has none left.
     """
     batch = config.batch
-    modules = ("llm", *config.model.encoders)
+    modules = ("llm", *config.model.item_modules)
     by_tokens = isinstance(batch.size, Tokens)
     # With a batch of tokens no sample may be more than a microbatch; with one of samples all are used.
     longest = batch.size.count // batch.microbatches if by_tokens else int(index.llm_tokens.max(initial=0))

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
-from mmjax.config import AudioConfig
+from mmjax.config import AudioConfig, Generator
 from mmjax.config.towers import CONV_STRIDE
-from mmjax.data.media.patches import Encoders, item_size, positions_per_token
+from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
 from mmjax.data.sample import BadSample, SampleLengths, Source
 from mmjax.data.storage.array_store import Damaged, open_arrays, print_recomputation, save_arrays
 from mmjax.errors import BadMedia, UserError
@@ -84,28 +84,30 @@ def omni_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     return {key: value.astype(np.int64) for key, value in lengths.items()}
 
 
-def index_of_lengths(lengths: Mapping[str, np.ndarray], encoders: Encoders) -> LengthIndex:
-    """Make the index of samples of which only lengths are known: `llm_tokens`, and of every encoder by name, int `[n]`.
+def index_of_lengths(lengths: Mapping[str, np.ndarray], modules: ItemModules) -> LengthIndex:
+    """Make the index of samples of which only lengths are known: `llm_tokens`, and of every module by name, int `[n]`.
 
-    An encoder's lengths count positions in its layers; where there are any, they are one item, which is rounded up to
-    whole tokens. The rest of a sample's LLM tokens is text.
+    A module's lengths count positions in its layers; where there are any, they are one item, which an encoder rounds up
+    to whole tokens. The rest of a sample's LLM tokens is text.
     """
     llm = np.asarray(lengths["llm_tokens"], np.int64)
-    per_token = np.array([positions_per_token(encoder) for encoder in encoders.values()], np.int64)
-    stride = np.array([CONV_STRIDE if isinstance(e, AudioConfig) else 1 for e in encoders.values()], np.int64)
-    useful = np.stack([np.asarray(lengths[name], np.int64) for name in encoders], axis=1) * stride
+    per_token = np.array([positions_per_token(module) for module in modules.values()], np.int64)
+    stride = np.array([CONV_STRIDE if isinstance(m, AudioConfig) else 1 for m in modules.values()], np.int64)
+    useful = np.stack([np.asarray(lengths[name], np.int64) for name in modules], axis=1) * stride
     sample, encoder = np.nonzero(useful)
-    tokens = -(-useful // per_token)
+    queries = np.array([m.queries if isinstance(m, Generator) else 0 for m in modules.values()], np.int64)
+    tokens = np.where(queries > 0, (useful > 0) * queries, -(-useful // per_token))
+    positions = np.where(queries > 0, useful, tokens * per_token)
     llm = np.maximum(llm, tokens.sum(1) + 1)  # at least one token of text
     item_tokens = tokens[sample, encoder]
     return LengthIndex(
         source_name=np.array(["lengths"]),
         source_start=np.array([0, len(llm)]),
         text_tokens=(llm - tokens.sum(1)).astype(np.int32),
-        totals=np.concatenate([llm[:, None], tokens * per_token], axis=1).astype(np.int32),
+        totals=np.concatenate([llm[:, None], positions], axis=1).astype(np.int32),
         item_start=np.concatenate([[0], np.cumsum((useful > 0).sum(1))]),
         item_encoder=encoder.astype(np.int32),
-        item_positions=(item_tokens * per_token[encoder]).astype(np.int32),
+        item_positions=positions[sample, encoder].astype(np.int32),
         item_useful=useful[sample, encoder].astype(np.int32),
         item_tokens=item_tokens.astype(np.int32),
         positions_per_token=per_token.astype(np.int32),
@@ -127,11 +129,11 @@ class LengthIndex:
     text_tokens: np.ndarray  # int32 [n]
     totals: np.ndarray  # int32 [n, modules]: positions of each module, the LLM (text and items together) first
     item_start: np.ndarray  # int64 [n + 1]: first item of each sample
-    item_encoder: np.ndarray  # int32 [p]: number of the encoder, in the model's order
+    item_encoder: np.ndarray  # int32 [p]: number of the encoder or generator, in the model's order
     item_positions: np.ndarray  # int32 [p]: of the encoder's row, alignment included
     item_useful: np.ndarray  # int32 [p]: of those, patches or frames that hold something
-    item_tokens: np.ndarray  # int32 [p]: that its encoder makes for the LLM
-    positions_per_token: np.ndarray  # int32 [encoders]: of an encoder's row for each token that it gives the LLM
+    item_tokens: np.ndarray  # int32 [p]: of the LLM, which its encoder makes or its generator reads
+    positions_per_token: np.ndarray  # int32 [encoders]: of an encoder's row for each token that it gives the LLM; or 1
     # Samples that cannot be used, whose lengths are 0, and why.
     bad: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [b], in order
     reason: np.ndarray = field(default_factory=partial(np.empty, 0, "U1"))  # str [b]
@@ -219,7 +221,7 @@ class LengthIndex:
         return cls(**open_arrays(folder, [f.name for f in fields(cls)]))
 
 
-def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthIndex:
+def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthIndex:
     """Index every sample of every source; those that their source cannot use are in `bad`.
 
     Raises UserError where an item has no encoder or a size is impossible.
@@ -280,7 +282,7 @@ def build_index(sources: Mapping[str, Source], encoders: Encoders) -> LengthInde
 
 
 def _measured(
-    encoders: Encoders,
+    encoders: ItemModules,
     encoder: str,
     size: tuple[int, ...],
     known: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]],
@@ -289,12 +291,12 @@ def _measured(
     if (measured := known.get((encoder, size))) is None:
         if encoder not in encoders:
             have = ", ".join(encoders) or "none"
-            raise ValueError(f"it has an item for encoder {encoder!r}; the model's encoders: {have}")
+            raise ValueError(f"it has an item for module {encoder!r}; the model's encoders and generators: {have}")
         measured = known[encoder, size] = item_size(encoders[encoder], size)
     return measured
 
 
-def index_key(sources: Mapping[str, Source], encoders: Encoders) -> str:
+def index_key(sources: Mapping[str, Source], encoders: ItemModules) -> str:
     """Name the folder of these sources' index: another where any of them differs."""
     key = json.dumps(
         [
@@ -306,7 +308,7 @@ def index_key(sources: Mapping[str, Source], encoders: Encoders) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def cached_index(sources: Mapping[str, Source], encoders: Encoders, folder: Path) -> tuple[LengthIndex, Path]:
+def cached_index(sources: Mapping[str, Source], encoders: ItemModules, folder: Path) -> tuple[LengthIndex, Path]:
     """Memory-map the index of these sources under `folder`; build it where missing or damaged. Return its path."""
     path = folder / index_key(sources, encoders)
     try:

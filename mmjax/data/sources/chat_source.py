@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.config import ChatFormat, DataConfig, MediaLimits
-from mmjax.data.media.patches import Encoders
-from mmjax.data.sample import BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
+from mmjax.data.media.patches import ItemModules
+from mmjax.data.sample import PICTURE, SOUND, BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
 from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
 from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
 from mmjax.data.sources.sound import WithSound
@@ -176,6 +176,15 @@ def _path(conversations: Conversations, chat: Chat, cache: Path) -> Path:
     return cache / f"text-{hash_strings(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"
 
 
+def with_pictures(kinds: Sequence[str], conversation: Conversation) -> list[str]:
+    """Tell images that a generator makes, the assistant's, from those that encoders see; the sound of videos stays."""
+    roles = iter(
+        [message.role for message in conversation.messages for p in message.parts if isinstance(p, MediaPlace)]
+    )
+    made = [kind != SOUND and next(roles) == ASSISTANT for kind in kinds]
+    return [PICTURE if kind == "image" and by_model else kind for kind, by_model in zip(kinds, made, strict=True)]
+
+
 class ChatSource:
     """Conversations of a data set as a `Source`, and as questions: each one's last answer."""
 
@@ -183,7 +192,7 @@ class ChatSource:
         self,
         reopen: Reopen,
         chat: Chat,
-        encoders: Encoders,
+        encoders: ItemModules,
         cache: Path,
         functions: Functions | None = None,
         limits: MediaLimits = MediaLimits(),
@@ -270,8 +279,10 @@ class ChatSource:
 
     def _sizes(self, index: int) -> MediaSizes:
         media = slice(*self._facts.start[index : index + 2])
-        kinds = self._facts.kind[media].tolist()
-        return [(KINDS[k], tuple(size)) for k, size in zip(kinds, self._facts.size[media].tolist(), strict=True)]
+        kinds = [KINDS[k] for k in self._facts.kind[media].tolist()]
+        if self._processors.makes_pictures:
+            kinds = with_pictures(kinds, self.conversations.conversation(index))
+        return [(kind, tuple(size)) for kind, size in zip(kinds, self._facts.size[media].tolist(), strict=True)]
 
     def _file(self, index: int, medium: int) -> FileRef:
         return self.conversations.media(index)[medium]

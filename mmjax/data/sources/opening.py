@@ -254,8 +254,8 @@ def _open(
         cache = cache_folder(config.data)
         reopen = partial(open_conversations, source, split, cache, f"data.sources.{name}")
         functions = resolve_callbacks(config.model, config_folder)
-        encoders = config.model.encoders
-        return ChatSource(reopen, chat, encoders, cache, functions=functions, limits=config.data.limits)
+        modules = config.model.item_modules
+        return ChatSource(reopen, chat, modules, cache, functions=functions, limits=config.data.limits)
     make = resolve(source.function, config_folder)
     arguments = {"split": split, **source.arguments}
     try:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, MediaLimits, NoVideo, Qwen2Video, VisionConfig
+from mmjax.config import AudioConfig, Generator, MediaLimits, NoVideo, Qwen2Video, VisionConfig
 from mmjax.data.media.anyres_layout import BeforeLlm, before_llm, shrinks_frames, shrunk_frames
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
@@ -25,10 +25,21 @@ from mmjax.data.media.decode import (
 )
 from mmjax.data.media.image_texts import image_texts, writes_texts
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
-from mmjax.data.media.patches import Encoders, item_size, token_grid
+from mmjax.data.media.patches import ItemModules, item_size, token_grid
 from mmjax.data.media.soundtrack import SILENT, decode_sound, read_sound_header
 from mmjax.data.media.video import decode_video, read_video_header, sample_video
-from mmjax.data.sample import SOUND, ArrangedItems, BadSample, Item, Medium, Sample, SampleLengths, Text, TokenLayout
+from mmjax.data.sample import (
+    PICTURE,
+    SOUND,
+    ArrangedItems,
+    BadSample,
+    Item,
+    Medium,
+    Sample,
+    SampleLengths,
+    Text,
+    TokenLayout,
+)
 from mmjax.data.sources.sound import Sound, interleave_sound
 from mmjax.data.storage.files import FileRef, FrameFiles
 from mmjax.errors import BadMedia, UserError
@@ -76,13 +87,13 @@ class MediaItems(NamedTuple):
             return [self.encoder] * (len(self.texts) - 1)
         return [self.encoder] if self.tokens is not None else [name for name, _ in self.items]
 
-    def count(self, encoders: Encoders) -> int:
+    def count(self, encoders: ItemModules) -> int:
         """Count the LLM tokens."""
         if self.tokens is not None:
             return len(self.tokens)
         return sum(item_size(encoders[name], size).tokens for name, size in self.items)
 
-    def segments(self, encoders: Encoders, first: int) -> list[Item | ArrangedItems]:
+    def segments(self, encoders: ItemModules, first: int) -> list[Item | ArrangedItems]:
         """Return what stands at each of its places; `first` is the number of its first item."""
         if self.tokens is not None:
             return [ArrangedItems(self.encoder, first, len(self.sizes), self.tokens)]
@@ -103,10 +114,10 @@ class MediaItems(NamedTuple):
 
 
 class MediaProcessors:
-    """Prepare images, clips and videos for a model's encoders, and their tokens for its LLM."""
+    """Prepare images, clips and videos for a model's encoders and generators, and their tokens for its LLM."""
 
     def __init__(
-        self, encoders: Encoders, functions: Functions | None = None, limits: MediaLimits = MediaLimits()
+        self, encoders: ItemModules, functions: Functions | None = None, limits: MediaLimits = MediaLimits()
     ) -> None:
         """limits: those of `data.limits`. Media beyond them are bad, also while they are prepared."""
         self.encoders = dict(encoders)
@@ -116,9 +127,14 @@ class MediaProcessors:
         # Many media have one of few sizes, and arranging the tokens of an image takes longer than looking them up.
         self.items = lru_cache(maxsize=CACHED_SIZES)(self._items)
 
-    def encoder(self, kind: Medium) -> str:
-        """Return the name of the encoder that takes media of a kind. Raises UserError where there is none."""
-        config_type = AudioConfig if kind == "audio" else VisionConfig
+    @property
+    def makes_pictures(self) -> bool:
+        """Tell whether images of the assistant's are made by a generator."""
+        return any(isinstance(module, Generator) for module in self.encoders.values())
+
+    def encoder(self, kind: Medium | Literal["picture"]) -> str:
+        """Return the name of the module that takes media of a kind. Raises UserError where there is none."""
+        config_type = {"audio": AudioConfig, PICTURE: Generator}.get(kind, VisionConfig)
         fits = [name for name, encoder in self.encoders.items() if isinstance(encoder, config_type)]
         if kind == "video":
             fits = [name for name in fits if not isinstance(self.encoders[name].videos, NoVideo)]
@@ -147,6 +163,8 @@ class MediaProcessors:
         if kind == "image":
             return self._eyes[name].items(facts, images, self.limits)
         encoder = self.encoders[name]
+        if kind == PICTURE:
+            return MediaItems(name, prepared_sizes(before_encoder(encoder.images), facts, 1, self.limits))
         if kind == "video":
             video = sample_video(encoder, VideoHeader.unpacked(facts[:2]))
             sizes = ((encoder.frames, *video.size),) * (len(video.indices) // encoder.frames)
@@ -185,6 +203,11 @@ class MediaProcessors:
                 self._eyes[name].before_encoder, decode_image(file.read(), self.limits), images, self.limits
             )
             return tuple(map(grey, items)) if encoder.channels == 1 else items
+        if kind == PICTURE:
+            items = prepare_image(
+                before_encoder(encoder.images), decode_image(file.read(), self.limits), 1, self.limits
+            )
+            return tuple(map(grey, items)) if encoder.latents.channels == 1 else items
         wave = decode_clip(file.read(), encoder.sample_rate, self.limits)
         # Cut after resampling, as `_items` does from the header's length.
         return tuple(wave[start:stop] for start, stop in split_clip(encoder, len(wave)))
@@ -307,7 +330,7 @@ def text_tokens(sample: Sample) -> int:
     return sum(len(segment.tokens) for segment in sample.segments if isinstance(segment, Text))
 
 
-def place_media(sample: Sample, media: Sequence[MediaItems], encoders: Encoders) -> Sample:
+def place_media(sample: Sample, media: Sequence[MediaItems], encoders: ItemModules) -> Sample:
     """Replace a sample's places, numbered through the parts of all media, with what stands there."""
     segments: list[Item | ArrangedItems] = []
     items = 0

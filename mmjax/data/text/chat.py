@@ -159,7 +159,7 @@ class Chat:
         """Convert to the template's messages. Raises BadSample where their text would be taken for control tokens."""
         for k, message in enumerate(conversation.messages):
             text = "".join(part for part in message.parts if isinstance(part, str))
-            media = any(not isinstance(part, str) for part in message.parts) and message.role != ASSISTANT
+            media = any(not isinstance(part, str) for part in message.parts)
             if not (text.strip() or media or message.role == "system"):
                 raise BadSample(f"message {k} ({message.role}) is empty")
             # A user's "<|im_end|>" would end the turn, and its "<image>" would stand for a medium.

@@ -132,7 +132,7 @@ GOOD = ((text(np.random.default_rng(0), 3, first=True),), [])
     [
         (
             SampleLengths(3, (("smell", (4, 4)),)),
-            "has an item for encoder 'smell'; the model's encoders: vision, audio",
+            "has an item for module 'smell'; the model's encoders and generators: vision, audio",
         ),
         (SampleLengths(3, (("vision", (4, 0)),)), "(4, 0)"),
         (SampleLengths(3, (("audio", (0,)),)), "(0,)"),

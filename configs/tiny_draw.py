@@ -1,0 +1,46 @@
+"""Draw the digits that a text names, and answer questions about images in the same run, on two cores in minutes.
+
+python -m mmjax.train configs/tiny_draw.py
+python -m mmjax.generate runs/tiny_draw "draw 407" --out digits.png
+python -m mmjax.evaluate runs/tiny_draw --json
+"""
+
+from dataclasses import replace
+
+from mmjax.config import (
+    Config,
+    ConnectorConfig,
+    DiffusionTransformerConfig,
+    FlowMatching,
+    FunctionSource,
+    PixelLatents,
+)
+from mmjax.config.loading import sibling
+
+vlm = sibling(__file__, "tiny_vlm")
+
+
+def config() -> Config:
+    base = vlm.config()
+    picture = DiffusionTransformerConfig(
+        layers=4,
+        width=96,
+        heads=4,
+        mlp_width=288,
+        condition_width=96,
+        patch=2,
+        latents=PixelLatents(channels=1),
+        min_patches=16,
+        queries=3,
+        grid=4,
+        flow=FlowMatching(condition_dropout=0.1),
+        connector=ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",)),
+    )
+    drawing = FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 24_000, "max_digits": 3}, weight=1.0)
+    return replace(
+        base,
+        name="tiny_draw",
+        data=replace(base.data, sources={**base.data.sources, "drawing": drawing}),
+        batch=replace(base.batch, size=replace(base.batch.size, count=48), rows={"llm": 8, "vision": 2, "picture": 2}),
+        model=replace(base.model, generators={"picture": picture}),
+    )

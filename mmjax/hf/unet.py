@@ -1,0 +1,208 @@
+"""Stable Diffusion's UNets (UNet2DConditionModel) from diffusers folders and back: config and parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmjax.config import UnetConfig, VaeLatents
+from mmjax.config.generators import UNET_MLP_FACTOR
+from mmjax.errors import UserError
+from mmjax.hf.diffusers_folder import open_part
+from mmjax.hf.folder import Fields, HfFolder
+from mmjax.hf.layout import LeafTensors, TensorNames, convolution, fused_parts, linear, norm
+
+CLASS = "UNet2DConditionModel"
+PART = "unet"
+ATTENDING = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
+ATTENDING_UP = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
+DEFAULTS = {  # of the class, where a config leaves a field out
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [320, 640, 1280, 1280],
+    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
+    "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "cross_attention_dim": 1280,
+    "attention_head_dim": 8,
+    "use_linear_projection": False,
+}
+# The values for which the computation here is right; all others, and fields without any, are refused.
+KNOWN = {
+    "center_input_sample": (False,),
+    "flip_sin_to_cos": (True,),
+    "freq_shift": (0,),
+    "mid_block_type": ("UNetMidBlock2DCrossAttn",),
+    "only_cross_attention": (False,),
+    "downsample_padding": (1,),
+    "mid_block_scale_factor": (1,),
+    "dropout": (0,),
+    "act_fn": ("silu", "swish"),
+    "norm_eps": (1e-5,),
+    "transformer_layers_per_block": (1,),
+    "reverse_transformer_layers_per_block": (),
+    "encoder_hid_dim": (),
+    "encoder_hid_dim_type": (),
+    "num_attention_heads": (),
+    "dual_cross_attention": (False,),
+    "class_embed_type": (),
+    "addition_embed_type": (),
+    "num_class_embeds": (),
+    "resnet_time_scale_shift": ("default",),
+    "resnet_skip_time_act": (False,),
+    "resnet_out_scale_factor": (1,),
+    "time_embedding_type": ("positional",),
+    "time_embedding_dim": (),
+    "time_embedding_act_fn": (),
+    "timestep_post_act": (),
+    "time_cond_proj_dim": (),
+    "conv_in_kernel": (3,),
+    "conv_out_kernel": (3,),
+    "attention_type": ("default",),
+    "class_embeddings_concat": (False,),
+    "mid_block_only_cross_attention": (False,),
+    "cross_attention_norm": (),
+}
+KERNEL = (2, 3, 1, 0)  # from [out, in, row, column]; ours: row, column, in, out
+PRODUCT = (1, 0, 2, 3)  # of a convolution over single positions, which is a product over channels
+
+
+def open_unet(path: str | Path) -> HfFolder:
+    """Open the UNet of a diffusers folder, or its own folder. Raises UserError where there is none."""
+    return open_part(path, PART, CLASS)
+
+
+def unet_from_hf(path: str | Path) -> UnetConfig:
+    """Read the config of a folder's UNet, which starts from the folder's weights where there are any.
+
+    Raises UserError, by name, for what is not supported.
+    """
+    folder = open_unet(path)
+    fields = folder.fields.over(DEFAULTS)
+    for name, known in KNOWN.items():
+        fields.refuse(name, *known)
+    channels = fields.get("in_channels", int)
+    fields.refuse("out_channels", channels)
+    widths = _numbers(fields, "block_out_channels")
+    attending = _attending(fields)
+    if len(attending) != len(widths):
+        raise UserError(f"{fields.where}: down_block_types are {len(attending)}, block_out_channels {len(widths)}")
+    heads = fields.get("attention_head_dim", (int, list))  # called so by mistake, for good
+    heads = _numbers(fields, "attention_head_dim") if isinstance(heads, list) else (heads,) * len(widths)
+    size = fields.get("sample_size", (int, list))
+    return UnetConfig(
+        condition_width=fields.get("cross_attention_dim", int),
+        widths=widths,
+        heads=heads,
+        attending=attending,
+        blocks=fields.get("layers_per_block", int),
+        groups=fields.get("norm_num_groups", int),
+        size=_numbers(fields, "sample_size") if isinstance(size, list) else (size, size),
+        linear_projections=fields.get("use_linear_projection", bool),
+        latents=VaeLatents(channels=channels),
+        weights=str(path) if folder.has_weights else "",
+        attention="auto",
+    )
+
+
+def _numbers(fields: Fields, name: str) -> tuple[int, ...]:
+    numbers = fields.get(name, list)
+    if not numbers or any(not isinstance(n, int) or n < 1 for n in numbers):
+        raise UserError(f"{fields.where}: {name}={numbers} must be whole numbers from 1")
+    return tuple(numbers)
+
+
+def _attending(fields: Fields) -> tuple[bool, ...]:
+    """Read which levels have attention, the same on the way down and up."""
+    down, up = fields.get("down_block_types", list), fields.get("up_block_types", list)
+    for name, kinds, known in (("down_block_types", down, ATTENDING), ("up_block_types", up, ATTENDING_UP)):
+        if other := [kind for kind in kinds if kind not in known]:
+            raise UserError(
+                f"{fields.where}: {name} has {other[0]!r}, which is not supported; known: {', '.join(known)}"
+            )
+    attending = tuple(ATTENDING[kind] for kind in down)
+    if attending != tuple(ATTENDING_UP[kind] for kind in reversed(up)):
+        raise UserError(f"{fields.where}: up_block_types={up} do not mirror down_block_types, which is not supported")
+    return attending
+
+
+def unet_fields(config: UnetConfig) -> dict[str, Any]:
+    """Return the fields of a UNet's `config.json`."""
+    c = config
+    names = {attending: name for name, attending in ATTENDING.items()}
+    names_up = {attending: name for name, attending in ATTENDING_UP.items()}
+    return {
+        "_class_name": CLASS,
+        "in_channels": c.latents.channels,
+        "out_channels": c.latents.channels,
+        "sample_size": c.size[0] if c.size[0] == c.size[1] else list(c.size),
+        "block_out_channels": list(c.widths),
+        "down_block_types": [names[attending] for attending in c.attending],
+        "up_block_types": [names_up[attending] for attending in reversed(c.attending)],
+        "layers_per_block": c.blocks,
+        "norm_num_groups": c.groups,
+        "cross_attention_dim": c.condition_width,
+        "attention_head_dim": list(c.heads),
+        "use_linear_projection": c.linear_projections,
+    }
+
+
+def unet_tensors(config: UnetConfig) -> TensorNames:
+    """Locate the parameters of a UNet."""
+    parts: dict[str, LeafTensors] = {
+        "time.mlp.up": linear("time_embedding.linear_1"),
+        "time.mlp.down": linear("time_embedding.linear_2"),
+        "first": convolution("conv_in", KERNEL),
+        "norm": norm("conv_norm_out"),
+        "last": convolution("conv_out", KERNEL),
+        **_level("middle", "mid_block", config, config.widths[-1], 2),
+    }
+    for i, width in enumerate(config.widths):
+        j = len(config.widths) - 1 - i
+        parts |= _level(f"down.level{i}", f"down_blocks.{i}", config, width, config.blocks)
+        parts |= _level(f"up.level{j}", f"up_blocks.{j}", config, width, config.blocks + 1)
+        parts[f"down.level{i}.resample"] = convolution(f"down_blocks.{i}.downsamplers.0.conv", KERNEL)
+        parts[f"up.level{j}.resample"] = convolution(f"up_blocks.{j}.upsamplers.0.conv", KERNEL)
+    return TensorNames(parts)
+
+
+def _level(path: str, key: str, config: UnetConfig, width: int, blocks: int) -> dict[str, LeafTensors]:
+    """Locate a level's blocks, all of which may have attention."""
+    parts = {}
+    for i in range(blocks):
+        parts |= _residual_block(f"{path}.residual.block{i}", f"{key}.resnets.{i}")
+        parts |= _attention_block(f"{path}.attention.block{i}", f"{key}.attentions.{i}", config, width)
+    return parts
+
+
+def _residual_block(path: str, key: str) -> dict[str, LeafTensors]:
+    return {
+        f"{path}.norm1": norm(f"{key}.norm1"),
+        f"{path}.conv1": convolution(f"{key}.conv1", KERNEL),
+        f"{path}.time": linear(f"{key}.time_emb_proj"),
+        f"{path}.norm2": norm(f"{key}.norm2"),
+        f"{path}.conv2": convolution(f"{key}.conv2", KERNEL),
+        f"{path}.shortcut": convolution(f"{key}.conv_shortcut", PRODUCT),
+    }
+
+
+def _attention_block(path: str, key: str, config: UnetConfig, width: int) -> dict[str, LeafTensors]:
+    block = f"{key}.transformer_blocks.0"
+    projections = {"enter": f"{key}.proj_in", "leave": f"{key}.proj_out"}
+    parts = {f"{path}.norm": norm(f"{key}.norm")}
+    for ours, name in projections.items():
+        parts[f"{path}.{ours}"] = linear(name) if config.linear_projections else convolution(name, PRODUCT)
+    products = {"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out.0"}
+    for ours, name in (("self_attention", "attn1"), ("cross_attention", "attn2")):
+        parts |= {f"{path}.{ours}.{product}": linear(f"{block}.{name}.{to}") for product, to in products.items()}
+    hidden = UNET_MLP_FACTOR * width
+    # GEGLU: what is gated, and behind it the gate.
+    gated = fused_parts(linear(f"{block}.ff.net.0.proj"), up=hidden, gate=hidden)
+    return parts | {
+        f"{path}.self_norm": norm(f"{block}.norm1"),
+        f"{path}.cross_norm": norm(f"{block}.norm2"),
+        f"{path}.mlp_norm": norm(f"{block}.norm3"),
+        **{f"{path}.mlp.{name}": leaves for name, leaves in gated.items()},
+        f"{path}.mlp.down": linear(f"{block}.ff.net.2"),
+    }

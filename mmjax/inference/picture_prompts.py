@@ -1,0 +1,106 @@
+"""Prompts for images: sources whose samples hold places of images to be made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from mmjax.config import FixedSize, Generator, MediaLimits, ModelConfig, PixelLatents, UnetConfig
+from mmjax.data.media.patches import latent_grid
+from mmjax.data.sample import PICTURE, Conversation, Item, MediaPlace, Message, Sample, SampleLengths, Source, Text
+from mmjax.data.sources.processors import Functions, MediaSizes
+from mmjax.data.text.chat import Chat
+from mmjax.data.text.chat_template import ASSISTANT
+from mmjax.errors import BadMedia, UserError
+from mmjax.inference.prompts import PromptFormat, UserPrompt, UserPromptSource
+
+
+class PicturePrompts:
+    """A `Source` of another one's samples, whose images to be made are not read: only their sizes count."""
+
+    def __init__(self, source: Source, model: ModelConfig) -> None:
+        self._source = source
+        self._generators = model.generators
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def fingerprint(self) -> str:
+        return self._source.fingerprint()
+
+    def facts(self, index: int) -> SampleLengths:
+        return self._source.facts(index)
+
+    def sample(self, index: int) -> Sample:
+        return self._source.sample(index)
+
+    def item(self, index: int, number: int) -> np.ndarray:
+        """Return an item; of an image to be made, zeros."""
+        module, size = self._source.facts(index).items[number]
+        if module not in self._generators:
+            return self._source.item(index, number)
+        latents = self._generators[module].latents
+        dtype = np.uint8 if isinstance(latents, PixelLatents) else np.float32
+        return np.zeros((*(side // latents.factor for side in size), latents.channels), dtype)
+
+
+class UserPictureSource(UserPromptSource):
+    """Prompts of users that a generator answers with one image each, of a size in pixels, as a `Source`."""
+
+    def __init__(
+        self,
+        prompts: Sequence[UserPrompt],
+        chat: PromptFormat,
+        model: ModelConfig,
+        size: tuple[int, int],
+        functions: Functions | None = None,
+        limits: MediaLimits = MediaLimits(),
+    ) -> None:
+        super().__init__(prompts, chat, model.item_modules, functions, limits)
+        self._generator = next(iter(model.generators))
+        self._size = size
+
+    def sample(self, index: int) -> Sample:
+        conversation = self._prompts[index].conversation
+        if isinstance(self._chat, Chat):
+            # As in training, where the assistant answers with an image, up to that image.
+            answered = Conversation((*conversation.messages, Message(ASSISTANT, (MediaPlace("image"),))))
+            segments = self._media.place(index, partial(self._chat.sample, answered)).segments
+            end = next(k for k, s in enumerate(segments) if isinstance(s, Item) and s.encoder == self._generator)
+            return Sample(segments[: end + 1])
+        prompt = self._media.place(index, partial(self._chat.prompt, conversation))
+        # An image to be made stands in branch 0, which sees no other branch.
+        segments = tuple(replace(s, branch=0) if isinstance(s, Text) else s for s in prompt.segments)
+        items = sum(isinstance(s, Item) for s in segments)
+        return Sample((*segments, Item(self._generator, items)))
+
+    def _sizes(self, index: int) -> MediaSizes:
+        return [*super()._sizes(index), (PICTURE, self._size)]
+
+
+def picture_size(model: ModelConfig, size: str) -> tuple[int, int]:
+    """Parse a size `HEIGHTxWIDTH` in pixels; empty: the only one that the model's generator makes.
+
+    Raises UserError where there is no generator, where it makes several sizes, or not this one.
+    """
+    generator: Generator | None = next(iter(model.generators.values()), None)
+    if generator is None:
+        raise UserError("--out: this model makes no images (it has no model.generators); leave it away for an answer")
+    sides = tuple(int(side) for side in size.split("x") if side.isdecimal()) if size else _only_size(generator)
+    if len(sides) != 2 or not all(sides):
+        wanted = "give one as HEIGHTxWIDTH, in pixels"
+        raise UserError(f"--size {size}: {wanted}" if size else f"--size: the generator makes several sizes; {wanted}")
+    try:
+        latent_grid(generator, sides)
+    except BadMedia as bad:
+        raise UserError(f"--size {size}: {bad}") from None
+    return sides[0], sides[1]
+
+
+def _only_size(generator: Generator) -> tuple[int, ...]:
+    if isinstance(generator, UnetConfig):
+        return tuple(side * generator.latents.factor for side in generator.size)
+    return generator.images.crop if isinstance(generator.images, FixedSize) else ()

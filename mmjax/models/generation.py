@@ -1,0 +1,166 @@
+"""What generators learn from: the conditions of their images, noised latents, and the error of predicted velocities.
+
+An image's time, noise and dropped condition depend on the step, its sample and its place in it alone, so they are the
+same wherever the image is packed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from mmjax.batch import PADDING, ItemBatch, TextBatch
+from mmjax.config import Generator, PixelLatents
+from mmjax.models.connector import Connector
+from mmjax.models.layers import IMPL, Noise, PositionTable
+from mmjax.parallel.encoder_exchange import dispatch
+from mmjax.parallel.sharding import active, constrain, encoding
+
+
+class Conditioner(nnx.Module):
+    """The learned queries of a generator's images in the LLM, and the connector of their hidden states.
+
+    `unconditional` are the tokens of an image whose condition is dropped.
+    """
+
+    def __init__(self, config: Generator, llm_width: int, rngs: nnx.Rngs):
+        width = config.condition_width
+        self.queries = PositionTable(config.queries, llm_width, rngs)
+        self.projector = Connector(
+            config=config.connector, inputs=llm_width, outputs=width, axes=(0,), eps=1e-6, rngs=rngs
+        )
+        self.unconditional = PositionTable(config.queries, width, rngs)
+
+    def tokens(
+        self, states: Float[Array, "r c d"], valid: Bool[Array, "r c"], dropped: Bool[Array, "r i"]
+    ) -> Float[Array, "r c e"]:
+        """Project the hidden states of queries; 0 where `valid` is not, `unconditional` where an image's is dropped."""
+        rows, columns, _ = states.shape
+        item = jnp.where(valid, 0, PADDING)
+        projected = self.projector(states, item, jnp.zeros((rows, columns, 3), jnp.int32))
+        count = columns // max(dropped.shape[1], 1)
+        number = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32) % max(count, 1), (rows, columns))
+        without = self.unconditional(number, projected.dtype)
+        tokens = jnp.where(jnp.repeat(dropped, count, axis=1)[..., None], without, projected)
+        return jnp.where(valid[..., None], tokens, 0)
+
+
+class Draws(NamedTuple):
+    """The random numbers of a generator's rows in one step."""
+
+    time: Float[Array, "r i"]  # of each image, 0 to 1
+    dropped: Bool[Array, "r i"]  # whether it is trained without its condition
+    noise: Float[Array, "r l f"]
+
+
+def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
+    """Draw times, dropped conditions and noise of a generator's rows."""
+    seed, step = noise
+    key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), step)
+    # By its name, not its number: another generator beside it changes nothing.
+    key = jax.random.fold_in(key, np.uint32(zlib.crc32(f"{name}.flow".encode())))
+
+    def position_key(owner: Array, offset: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
+
+    length, features = items.values.shape[1:]
+    # Of each image of a row, its first patch: (sample, index among the sample's patches) is its alone.
+    images = jnp.arange(config.most_images(length))
+    first = jnp.argmax(items.item[:, None] == images[:, None], axis=-1)
+    keys = jax.vmap(jax.vmap(position_key))(*(jnp.take_along_axis(x, first, 1) for x in (items.owner, items.offset)))
+    flow = config.flow
+
+    def image(key: Array) -> tuple[Array, Array]:
+        of_time, of_drop = jax.random.split(jax.random.fold_in(key, 0))
+        logit = flow.time_mean + flow.time_std * jax.random.normal(of_time)
+        return jax.nn.sigmoid(logit), jax.random.uniform(of_drop) < flow.condition_dropout
+
+    time, dropped = jax.vmap(jax.vmap(image))(keys)
+    patch_keys = jax.vmap(jax.vmap(position_key))(items.owner, items.offset)
+
+    def patch(key: Array) -> Array:
+        return jax.random.normal(jax.random.fold_in(key, 1), (features,))
+
+    return Draws(time, dropped, constrain(jax.vmap(jax.vmap(patch))(patch_keys), "rows", "length", None))
+
+
+def latents_of(config: Generator, items: ItemBatch) -> Float[Array, "r l f"]:
+    """Return the float32 latents of a generator's rows: pixels normalised, or as they are stored; 0 at padding."""
+    latents = config.latents
+    values = items.values.astype(jnp.float32)
+    if isinstance(latents, PixelLatents):
+        pixels = values.reshape(*values.shape[:2], -1, latents.channels)
+        scale = (1 / (255 * np.array(latents.std))).astype(np.float32)
+        shift = (np.array(latents.mean) / np.array(latents.std)).astype(np.float32)
+        values = (pixels * scale - shift).reshape(values.shape)
+    return jnp.where((items.item >= 0)[..., None], values, 0)
+
+
+def pixels_of(latents: PixelLatents, values: np.ndarray) -> np.ndarray:
+    """Return the uint8 pixels of latents `[..., C]`: the inverse of what `latents_of` makes of them."""
+    pixels = (values * np.array(latents.std) + np.array(latents.mean)) * 255
+    return np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
+
+
+def per_patch(values: Float[Array, "r i *n"], item: Int[Array, "r l"]) -> Float[Array, "r l *n"]:
+    """Give every patch the value of its image."""
+    index = jnp.maximum(item, 0).reshape(*item.shape, *(1,) * (values.ndim - 2))
+    return jnp.take_along_axis(values, index, axis=1)
+
+
+def condition_of(
+    conditioner: Conditioner,
+    hidden: Float[Array, "b t d"],
+    text: TextBatch,
+    name: str,
+    items: ItemBatch,
+    dropped: Bool[Array, "r i"],
+) -> Float[Array, "r c e"]:
+    """Bring the hidden states of queries to the generator's rows, and project them."""
+    rules = active()
+    mesh, exchange = (None, "padded") if rules is None else (rules.mesh, rules.exchange)
+    states = dispatch(hidden, text.send[name], items.condition, mesh, exchange)
+    with encoding():
+        states = constrain(states, "rows", "length", "width")
+        return conditioner.tokens(states, items.condition >= 0, dropped)
+
+
+def euler(
+    generator: nnx.Module,
+    items: ItemBatch,
+    noise: Float[Array, "r l f"],
+    conditions: tuple[Float[Array, "r c e"], Float[Array, "r c e"]],
+    steps: int,
+    guidance: float | Array,
+) -> Float[Array, "r l f"]:
+    """Make latents of noise by Euler's method from time 1 to 0, guided away from the second condition (Ho 2022)."""
+    images = conditions[0].shape[1] // generator.config.queries
+
+    def step(number: Array, x: Array) -> Array:
+        time = jnp.full((len(x), images), 1 - number / steps)
+        with_condition, without = (generator(x, items, time, c).astype(jnp.float32) for c in conditions)
+        return x - (without + guidance * (with_condition - without)) / steps
+
+    return jax.lax.fori_loop(0, steps, step, noise)
+
+
+def velocity_errors(
+    generator: nnx.Module,
+    config: Generator,
+    items: ItemBatch,
+    condition: Float[Array, "r c e"],
+    draws: Draws,
+) -> Float[Array, "r l"]:
+    """Compute the mean squared error of every patch's predicted velocity, float32; 0 at padding (Esser et al. 2024)."""
+    clean = latents_of(config, items)
+    time = per_patch(draws.time, items.item)[..., None] if draws.time.size else jnp.zeros((*items.item.shape, 1))
+    noised = (1 - time) * clean + time * draws.noise
+    predicted = generator(noised, items, draws.time, condition)
+    error = jnp.square(predicted.astype(jnp.float32) - (draws.noise - clean)).mean(-1)
+    return jnp.where(items.item >= 0, error, 0)

@@ -1,0 +1,125 @@
+"""What generators learn is the same however their images are packed and wherever they are made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from tiny_run import MESHES, gradients, load_steps, make_executor, scattered, state_with, tiny_config, worst_leaf
+
+from mmjax.batch import PADDING
+from mmjax.config import (
+    Config,
+    DiffusionTransformerConfig,
+    EmbeddedSource,
+    FunctionSource,
+    NoBalance,
+    PixelLatents,
+    PostBalance,
+)
+from mmjax.data.plan.placement import ONE_RANK, Topology
+
+PICTURE = DiffusionTransformerConfig(
+    layers=2,
+    width=32,
+    heads=2,
+    mlp_width=64,
+    condition_width=24,
+    latents=PixelLatents(channels=1),
+    min_patches=16,
+    queries=4,
+    grid=4,
+    biases=("query", "value", "output", "up", "down"),  # a key's has a gradient of rounding alone
+)
+
+
+APART = PostBalance(locality="off")  # every phase by itself, so that nearly all conditions travel
+
+
+def drawing_config(**changes) -> Config:
+    """Questions about images, texts, and prompts with one to three digits to draw."""
+    base = tiny_config()
+    sources = {
+        "embedded": EmbeddedSource(modalities=("image", "text"), samples=300),
+        "drawing": FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 300}),
+    }
+    model = replace(base.model, encoders={"vision": base.model.encoders["vision"]}, generators={"picture": PICTURE})
+    rows = {"llm": 3, "vision": 1, "picture": 2}
+    return replace(
+        base,
+        data=replace(base.data, sources=sources),
+        batch=replace(base.batch, rows=rows),
+        model=model,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """The first step's microbatches for these ranks."""
+
+    @cache
+    def load(topology: Topology, balance: PostBalance | NoBalance = APART):
+        config = drawing_config()
+        config = replace(config, batch=replace(config.batch, balance=balance))
+        return load_steps(config, tmp_path_factory.mktemp("index"), 1, topology)[0]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    return scattered(make_executor(drawing_config(), MESHES["one device"]))
+
+
+@pytest.fixture(scope="module")
+def one_device(loaded, parameters):
+    executor = make_executor(drawing_config(), MESHES["one device"])
+    return gradients(executor, state_with(executor, parameters), loaded(ONE_RANK))
+
+
+def assert_same(found, wanted) -> None:
+    np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-5)
+    np.testing.assert_allclose(found.images["picture"], wanted.images["picture"], rtol=1e-5)
+    assert worst_leaf(found.gradients, wanted.gradients) < (1e-5, "")
+
+
+ACROSS = {
+    "data=8": Topology(8, 8, 8),
+    "fsdp=4 x tensor=2": Topology(4, 4, 4),
+    "data=2 x fsdp=2 x tensor=2, encoders=data": Topology(4, 2, 4, encoders_per_rank=2),
+}
+
+
+@pytest.mark.default_cases("data=2 x fsdp=2 x tensor=2, encoders=data")
+@pytest.mark.parametrize("mesh", ACROSS)
+def test_losses_and_every_gradient_are_those_of_one_device(mesh, loaded, parameters, one_device):
+    executor = make_executor(drawing_config(), MESHES[mesh])
+    batches = loaded(ACROSS[mesh])
+    assert any((b.text.send["picture"] >= 0).any() for b in batches), "no condition travels"
+    assert_same(gradients(executor, state_with(executor, parameters), batches), one_device)
+
+
+def test_balancing_changes_where_images_are_made_and_nothing_else(loaded, parameters, one_device):
+    executor = make_executor(drawing_config(), MESHES["data=8"])
+    batches = loaded(Topology(8, 8, 8), NoBalance())
+    assert_same(gradients(executor, state_with(executor, parameters), batches), one_device)
+
+
+def test_a_step_without_images_to_make_trains_the_rest_and_gives_generators_no_gradient(loaded, parameters):
+    executor = make_executor(drawing_config(), MESHES["one device"])
+    batches = loaded(ONE_RANK)
+    empty = []
+    for batch in batches:
+        items = batch.items["picture"]
+        items = items._replace(item=np.full_like(items.item, PADDING), condition=np.full_like(items.condition, PADDING))
+        empty.append(batch._replace(items=batch.items | {"picture": items}))
+    sums = gradients(executor, state_with(executor, parameters), empty)
+    generator = (sums.gradients["generators"], sums.gradients["connectors"]["picture"])
+    assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(generator)) == 0
+    assert sums.images["picture"].tolist() == [0, 0]
+    assert np.isfinite(sums.loss).all()
+    assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(sums.gradients["llm"])) > 0
