@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from mmjax.config import VaeConfig, VaeLatents
-from mmjax.disk import atomic_write
 from mmjax.errors import UserError
-from mmjax.hf.diffusers_folder import WEIGHTS, open_part
+from mmjax.hf.diffusers_folder import open_part, write_part
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, convolution, linear, norm
-from mmjax.hf.writing import NewTensor, write_tensors
+from mmjax.hf.layout import LeafTensors, TensorNames, convolution, linear, norm
 
 CLASS = "AutoencoderKL"
 PART = "vae"
@@ -150,24 +147,4 @@ def config_fields(config: VaeConfig) -> dict[str, Any]:
 
 def write_vae(folder: Path, config: VaeConfig, parameters: Mapping[tuple[str, ...], np.ndarray]) -> None:
     """Write a VAE as a folder that diffusers reads, from its parameters by path."""
-    names = vae_tensors(config)
-    tensors = {}
-    for path, value in parameters.items():
-        place = names.find(path)
-        assert place is not None, path
-        shape = _stored_shape(place, value.shape)
-        tensors[place.key] = NewTensor("F32", shape, lambda p=place, v=value, s=shape: p.to_hf(v, s))
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / WEIGHTS) as partial:
-        write_tensors(partial, tensors)
-    with atomic_write(folder / "config.json") as partial:
-        partial.write_text(json.dumps(config_fields(config), indent=2) + "\n")
-
-
-def _stored_shape(place: TensorSlice, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a whole tensor that holds a parameter of this shape."""
-    if place.order is None:
-        return shape
-    axes = (*shape, *(1,) * (len(place.order) - len(shape)))
-    # Axis k of the parameter is axis order[k] of the tensor.
-    return tuple(axes[place.order.index(axis)] for axis in range(len(axes)))
+    write_part(folder, config_fields(config), vae_tensors(config), parameters)

@@ -145,14 +145,12 @@ class _Shard:
 
     def _check(self, image: np.ndarray) -> None:
         """Raise BadMedia where the VAE cannot take an image."""
-        height, width, channels = image.shape
-        config = self.vae.config
-        if height % config.factor or width % config.factor:
+        height, width, _ = image.shape
+        factor = self.vae.config.factor
+        if height % factor or width % factor:
             raise BadMedia(
-                f"an image is prepared as {height} x {width} pixels, and the VAE takes multiples of {config.factor}"
+                f"an image is prepared as {height} x {width} pixels, and the VAE takes multiples of {factor}"
             )
-        if channels != config.image_channels:
-            raise BadMedia(f"an image has {channels} channels, and the VAE takes {config.image_channels}")
 
     def _compute(self, pixels: tuple[int, int]) -> None:
         waiting = self._waiting.pop(pixels)
@@ -210,10 +208,13 @@ def _make_part(source: Source, made_of: MadeOf, vae: Vae, cache: Path) -> Conten
                 f"note   {made_of.source}: latents are made again, since {what} changed after those in {old}, which "
                 "can be removed where no run needs them"
             )
-    description = f"{made_of.source}, latents for {made_of.generator}"
+    description = f"{made_of.source}: latents for {made_of.generator}"
     with store.being_made(made_of), ProgressLine(0, len(source), "record") as line:
         read = partial(read_images, source, made_of.generator)
         make_latents(store, read, vae, lambda done: line.show(done, lambda: description))
     contents = store.contents()
-    print_lines(f"latents {description}: {contents.images:,} images, {size(contents.size)} in {store.folder}")
+    print_lines(
+        f"latents of {made_of.source} for {made_of.generator}: {contents.images:,} images, {size(contents.size)}, in "
+        f"{store.folder}"
+    )
     return contents

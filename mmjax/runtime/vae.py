@@ -92,6 +92,8 @@ def load_vae(latents: VaeLatents, key: str) -> Vae:
     for name in ("channels", "factor", "scale", "shift"):
         if (here := getattr(config, name)) != (said := getattr(latents, name)):
             raise UserError(f"{key}.{name}={said}, but {folder.path} says {here}; use {key}.{name}={here}")
+    if config.image_channels != 3:
+        raise UserError(f"{folder.path}: in_channels={config.image_channels} is not supported: images have 3 channels")
     model = VaeModel.build(config)
     mesh = Mesh(np.asarray(jax.local_devices()), ("images",))
     return Vae(model, load_parameters(folder, model, NamedSharding(mesh, PartitionSpec())), mesh)

@@ -37,7 +37,11 @@ def random_vae(fields: drawn.Fields, seed: int = 0) -> AutoencoderKL:
 def folder(tmp_path_factory):
     """A tiny VAE, `vae` in the folder of a whole pipeline."""
     path = tmp_path_factory.mktemp("pipeline")
-    fields = drawn.vae(np.random.default_rng(1)) | {"mid_block_add_attention": True}
+    fields = drawn.vae(np.random.default_rng(1)) | {
+        "mid_block_add_attention": True,
+        "in_channels": 3,
+        "out_channels": 3,
+    }
     random_vae(fields).save_pretrained(path / "vae")
     (path / "model_index.json").write_text("{}")
     return path
