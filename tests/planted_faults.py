@@ -139,8 +139,8 @@ FAULTS = (
     Fault(
         "limits of media that training does not apply",
         "data/sources/opening.py",
-        "return ChatSource(reopen, chat, encoders, cache, functions=functions, limits=config.data.limits)",
-        "return ChatSource(reopen, chat, encoders, cache, functions=functions)",
+        "return ChatSource(reopen, chat, modules, cache, functions=functions, limits=config.data.limits)",
+        "return ChatSource(reopen, chat, modules, cache, functions=functions)",
         (
             "data/sources/test_media_limits.py::test_training_sees_an_image_beyond_the_limits_as_a_bad_sample_and_never_decodes_it",
         ),

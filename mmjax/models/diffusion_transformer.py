@@ -158,8 +158,7 @@ class CrossAttention(nnx.Module):
         @keep_inputs
         def attend(q: Array, k: Array, v: Array, blocks: ImageBlocks) -> Array:
             q, k, v = (y.reshape(*y.shape[:2], self.heads, y.shape[2] // self.heads) for y in (q, k, v))
-            q = constrain(q, "rows", "length", "heads", None)
-            return blocks.attend(q, *(constrain(y, "rows", None, "heads", None) for y in (k, v))).reshape(x.shape)
+            return blocks.attend(q, k, v).reshape(x.shape)
 
         q = self.query(x)
         out = attend(q, *apply_linears(images.condition, self.key, self.value), images.blocks)

@@ -1,4 +1,4 @@
-"""What generators learn from: the conditions of their images, noised latents, and the error of predicted velocities.
+"""Train and sample generators: the conditions of their images, noised latents, and the error of predicted velocities.
 
 An image's time, noise and dropped condition depend on the step, its sample and its place in it alone, so they are the
 same wherever the image is packed.

@@ -32,7 +32,7 @@ ADAPTER_ATTRIBUTE = "lora"  # attribute of `Linear`
 
 
 class Outputs(NamedTuple):
-    """What a forward pass makes for the losses."""
+    """Hold the operands of the losses."""
 
     hidden: Float[Array, "b t d"]  # activations after the LLM's final norm: with the table, the operands of the logits
     table: Float[Array, "*p v d"]

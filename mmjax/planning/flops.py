@@ -337,6 +337,7 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
             sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen).values()) for n in (half, 3 * half)
         )
         costs.append((high - low) / (2 * half))
+    costs += [72 * g.width**2 * g.layers for g in model.generators.values()]
     return np.array(costs)
 
 

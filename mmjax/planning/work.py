@@ -243,6 +243,8 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
     pairs = _mean_pairs(model.llm, pairs, lambda window: pairs - int(pairs_beyond_window(text, window).sum()))
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
+        if name in model.generators:
+            continue
         encoder = model.encoders[name]
         # Coordinates below 0 mark inputs that become no token: class tokens, which pass through the layers, and the
         # silence behind a clip, which does not.

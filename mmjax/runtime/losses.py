@@ -103,8 +103,8 @@ def step_loss(
     one_hot = (text.source[..., None] == jnp.arange(sources)).astype(jnp.float32)
     by_source = jnp.einsum("rt,rts->s", losses, one_hot)
     weight = jnp.einsum("rt,rts->s", text.weight, one_hot)
-    # A step may have images to make alone.
-    return losses.sum() / jnp.where(total_weight > 0, total_weight, 1), by_source, weight
+    total_weight = jnp.where(total_weight > 0, total_weight, 1)  # a step may have nothing but images to make
+    return losses.sum() / total_weight, by_source, weight
 
 
 def image_loss(

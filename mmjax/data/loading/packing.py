@@ -235,9 +235,9 @@ def _write_tokens(
     else:
         into[span] = slots[:, 0]
     row.kind[span] = arrays.bit(encoder)
-    made = encoder in arrays.generators  # queries of an image to be made, which attend as text does
-    row.sees[span] = 0 if arrays.items == "isolated" and not made else _everyone(arrays)
-    row.span[span] = group if arrays.items in ("bidirectional", "isolated") and not made else 0
+    is_query = encoder in arrays.generators  # queries of an image to be made, which attend as text does
+    row.sees[span] = 0 if arrays.items == "isolated" and not is_query else _everyone(arrays)
+    row.span[span] = group if arrays.items in ("bidirectional", "isolated") and not is_query else 0
 
 
 def _items(segment: Item | ArrangedItems) -> int:
@@ -426,14 +426,14 @@ def _conditions(
     items = np.flatnonzero(plan.module == module)
     tokens = np.full(len(items), count, np.int64)
     rank = plan.rank()
-    home = rank[plan.part_start[:-1]][plan.sample_of()][items]
+    home_rank = rank[plan.part_start[:-1]][plan.sample_of()][items]
     # A row's images have as many columns each, in their order.
     row = plan.row[items]
     order = np.lexsort((plan.offset[items], row))
     number = np.empty(len(items), np.int64)
     number[order] = np.arange(len(items)) - np.searchsorted(row[order], row[order])
     column = (row % plan.rows[module] * images + number) * count
-    moved = Rearrangement(tokens, Places(home, queries[items]), Places(rank[items], column), in_all)
+    moved = Rearrangement(tokens, Places(home_rank, queries[items]), Places(rank[items], column), in_all)
     capacity = plan.rows[module] * images * count
     send = np.full((len(ranks), peers, width), PADDING, np.int32)
     condition = np.full((len(ranks), capacity), PADDING, np.int32)
@@ -545,11 +545,11 @@ def _pack_text(
             places = [_place(plan, arrays, item, sent) for item in range(part + 1, end)]
             if arrays.axes:
                 places = _with_grids(places, arrays, reader.facts(sample))
-            read = reader.sample(sample)
-            write_sample(stretch(batch, row, span), read, arrays, places, spans[row])
+            contents = reader.sample(sample)
+            write_sample(stretch(batch, row, span), contents, arrays, places, spans[row])
             if arrays.generators:
                 begin = row % plan.rows[LLM] * plan.shape.lengths[LLM] + span.start
-                queries[part + 1 : end] = begin + _item_offsets(read, arrays, places)
+                queries[part + 1 : end] = begin + _item_offsets(contents, arrays, places)
         batch.sample[row, span] = samples[row]
         batch.source[row, span] = sources[index]
         batch.owner[row, span] = sample

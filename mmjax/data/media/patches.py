@@ -125,8 +125,8 @@ def generator_input(generator: Generator, array: np.ndarray) -> EncoderInput:
     latents = generator.latents
     dtype = np.uint8 if isinstance(latents, PixelLatents) else np.float32
     if array.ndim != 3 or array.shape[2] != latents.channels or array.dtype != dtype:
-        wanted = f"{np.dtype(dtype)} [height, width, {latents.channels}]"
-        raise ValueError(f"an image to be made is {array.dtype} {list(array.shape)}, not {wanted}")
+        layout = f"{np.dtype(dtype)} [height, width, {latents.channels}]"
+        raise ValueError(f"an image to be made is {array.dtype} {list(array.shape)}, not {layout}")
     rows, columns = latent_grid(generator, tuple(side * latents.factor for side in array.shape[:2]))
     side = generator.patch
     # In a patch: row, column, channel.

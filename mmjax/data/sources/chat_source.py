@@ -181,8 +181,8 @@ def with_pictures(kinds: Sequence[str], conversation: Conversation) -> list[str]
     roles = iter(
         [message.role for message in conversation.messages for p in message.parts if isinstance(p, MediaPlace)]
     )
-    made = [kind != SOUND and next(roles) == ASSISTANT for kind in kinds]
-    return [PICTURE if kind == "image" and by_model else kind for kind, by_model in zip(kinds, made, strict=True)]
+    by_model = [kind != SOUND and next(roles) == ASSISTANT for kind in kinds]
+    return [PICTURE if kind == "image" and answered else kind for kind, answered in zip(kinds, by_model, strict=True)]
 
 
 class ChatSource:
