@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -16,14 +17,18 @@ from vae_folder import save_vae
 sys.path.append(str(Path(__file__).parent / "data"))
 from files_made import asked, lines, picture, write
 
-from mmjax import index
+from mmjax import index, train
 from mmjax.config import Generator
 from mmjax.config.loading import find_config, load
+from mmjax.data.loading.step_loader import StepLoader
+from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.placement import ONE_RANK
+from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Source
-from mmjax.data.sources.opening import cache_folder, open_sources
+from mmjax.data.sources.opening import open_sources
 from mmjax.data.storage.latent_store import StoredLatents
-from mmjax.errors import BadMedia, UserError
-from mmjax.runtime.latents import open_latents, read_images
+from mmjax.errors import BadMedia
+from mmjax.runtime.latents import latent_folders, read_images
 from mmjax.runtime.vae import load_vae
 
 DRAWINGS = 6
@@ -72,11 +77,17 @@ def made(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> tup
     return [Path(f) for f in re.findall(r"^latents of .* in (/.*)$", ended.out, re.M)], ended.out, ended.err
 
 
-def opened(words: list[str], split: str = "train") -> tuple[StoredLatents, Source, Generator]:
+def opened(words: list[str]) -> tuple[StoredLatents, Source, Generator]:
+    """The latents of the drawings, in the folder where training looks for them."""
     config = load(find_config("tiny_text"), words[1:])
-    generator = config.model.generators["picture"]
-    source = open_sources(config, split, Path())["drawings"]
-    return open_latents(source, "drawings", "picture", generator, cache_folder(config.data)), source, generator
+    sources = open_sources(config, "train", Path())
+    folders = latent_folders(config, sources, build_index(sources, config.model.item_modules))
+    source = sources["drawings"]
+    return (
+        StoredLatents(folders["drawings", "picture"], len(source), "they"),
+        source,
+        config.model.generators["picture"],
+    )
 
 
 def test_every_image_to_be_made_has_the_latents_that_the_vae_makes_of_it(words, tmp_path, capsys):
@@ -126,17 +137,49 @@ def test_latents_are_made_again_only_where_the_vae_the_images_or_the_data_has_ch
 
 
 def test_a_run_without_all_latents_says_how_to_make_them(words, tmp_path, capsys):
-    message = r"model.generators.picture: the latents of drawings are missing for 8 of 8 samples .* --latents"
-    with pytest.raises(UserError, match=message):
-        opened(words)
+    words = [*words, f"run={tmp_path}/run", "training.steps=3", "schedule.warmup=0", "data.sources.drawings.test="]
+    message = "model.generators.picture: the latents of data.sources.drawings are missing for 8 of 8 samples"
+    ended = run(capsys, train.main, *words)
+    assert ended.code == 2
+    assert message in ended.err
+    assert "--latents" in ended.err
     first, *_ = made(capsys, tmp_path, *words)
-    opened(words)
     (shard,) = first[0].glob("*-*")
     shard.rename(first[0] / "gone")
-    with pytest.raises(UserError, match=message):
-        opened(words)
+    assert message in run(capsys, train.main, *words).err
+
+
+def test_training_sees_other_latents_of_an_image_in_every_step_and_the_same_again(words, tmp_path, capsys):
     made(capsys, tmp_path, *words)
-    opened(words)
+    config = load(find_config("tiny_text"), [*words[1:], "batch.size.count=4", "data.max_bad_share=0.5"])
+    sources = open_sources(config, "train", Path())
+    index = build_index(sources, config.model.item_modules)
+    index.save(tmp_path / "index")
+    planner, layout = make_planner(index, config, [1.0], ONE_RANK)
+    latents = latent_folders(config, sources, index)
+    loader = StepLoader(config, planner.grouper.budget, layout, tmp_path / "index", tmp_path, latents=latents)
+    stored, *_ = opened(words)
+    drawn: dict[int, list[np.ndarray]] = {}
+    bad: dict[int, str] = {}
+    for step in range(6):
+        loaded = pickle.loads(pickle.dumps(loader))(step)
+        bad |= loaded.unreadable
+        assert loaded.content == loader(step).content
+        for batch in loaded.microbatches:
+            items = batch.items["picture"]
+            for sample in set(items.owner[items.item >= 0].tolist()) - {DRAWINGS}:
+                drawn.setdefault(sample, []).append(items.values[items.owner == sample])
+    assert set(bad) == {DRAWINGS}
+    assert "truncated PNG" in bad[DRAWINGS]
+    assert set(drawn) == set(range(DRAWINGS))
+    for sample, values in drawn.items():
+        assert len({value.tobytes() for value in values}) > 1
+        moments = stored.moments(sample, 0)
+        scale = config.model.generators["picture"].latents.scale
+        # Patches are 2 x 2 latents; their order does not matter for means over all.
+        spread = scale * np.exp(0.5 * moments.log_variance.astype(np.float32)).max()
+        mean = scale * moments.mean.astype(np.float32).mean()
+        assert abs(np.mean(values[0]) - mean) < 4 * spread
 
 
 def test_a_config_without_a_vae_is_refused(words, capsys):
@@ -145,4 +188,4 @@ def test_a_config_without_a_vae_is_refused(words, capsys):
     assert "the model has no generator with a VAE" in ended.err
     ended = run(capsys, index.main, *words, "model.generators.picture.latents.weights=", "--latents")
     assert ended.code == 2
-    assert "model.generators.picture.latents.weights is empty" in ended.err
+    assert "latents.weights is empty; name the diffusers folder" in ended.err

@@ -32,6 +32,8 @@ NAMES = ({"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out.0"}
 
 def open_vae(path: str | Path) -> HfFolder:
     """Open the VAE of a diffusers folder, or its own folder. Raises UserError where there is none."""
+    if not str(path):
+        raise UserError("a generator's latents.weights is empty; name the diffusers folder of the VAE that makes them")
     return open_part(path, PART, CLASS)
 
 

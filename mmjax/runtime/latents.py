@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Array
 
-from mmjax.config import Config, Generator, VaeLatents
+from mmjax.config import Config, Generator, ModelConfig, VaeLatents
 from mmjax.console import ProgressLine, print_lines, print_note, size
+from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.sample import BadSample, Source
 from mmjax.data.sources.chat_source import BadSampleEntry
 from mmjax.data.sources.opening import SPLITS, cache_folder, open_sources, part_name
 from mmjax.data.storage.files import Unreadable
-from mmjax.data.storage.latent_store import VALUES, BadImages, Contents, LatentStore, MadeOf, Moments, StoredLatents
+from mmjax.data.storage.latent_store import VALUES, BadImages, Contents, LatentStore, MadeOf, Moments
 from mmjax.errors import BadMedia, UserError
 from mmjax.hf.vae import vae_fingerprint
 from mmjax.runtime.vae import Vae, load_vae
@@ -34,6 +35,11 @@ IN_FLIGHT = 2  # batches that devices compute while the next is gathered
 
 # Returns a sample's images that the generator is to make, uint8 [H, W, C]. Raises BadSample and BadMedia.
 ReadImages = Callable[[int], list[np.ndarray]]
+
+
+def vae_generators(model: ModelConfig) -> dict[str, Generator]:
+    """Select the generators whose latents a VAE makes."""
+    return {name: g for name, g in model.generators.items() if isinstance(g.latents, VaeLatents)}
 
 
 def read_images(source: Source, generator: str, sample: int) -> list[np.ndarray]:
@@ -58,13 +64,20 @@ def describe(source: Source, name: str, generator: str, config: Generator) -> Ma
     )
 
 
-def open_latents(source: Source, name: str, generator: str, config: Generator, cache: Path) -> StoredLatents:
-    """Open the stored latents of a source for a generator; arguments as of `describe`.
+def latent_folders(config: Config, sources: Mapping[str, Source], index: LengthIndex) -> dict[tuple[str, str], Path]:
+    """Return the folders of the latents that training needs, by source and generator.
 
-    Raises UserError where they are not all there, which says how to make them.
+    sources: of the split train, that the index is of. Latents may be missing there.
     """
-    folder = describe(source, name, generator, config).folder(cache)
-    return StoredLatents(folder, len(source), f"model.generators.{generator}: the latents of {name}")
+    cache = cache_folder(config.data)
+    folders = {}
+    for generator, generator_config in vae_generators(config.model).items():
+        module = list(config.model.item_modules).index(generator)
+        for k, (name, source) in enumerate(sources.items()):
+            first, last = index.item_start[index.source_start[k : k + 2]]
+            if (index.item_encoder[first:last] == module).any():
+                folders[name, generator] = describe(source, name, generator, generator_config).folder(cache)
+    return folders
 
 
 def make_latents(
@@ -186,7 +199,7 @@ def make_all_latents(config: Config) -> Iterator[BadSampleEntry]:
 
     Raises UserError where there is no such generator.
     """
-    generators = {n: g for n, g in config.model.generators.items() if isinstance(g.latents, VaeLatents)}
+    generators = vae_generators(config.model)
     if not generators:
         raise UserError("the model has no generator with a VAE, so there are no latents to make: set one's latents=vae")
     for generator, of_generator in generators.items():

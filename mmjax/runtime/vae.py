@@ -85,8 +85,6 @@ def load_vae(latents: VaeLatents, key: str) -> Vae:
     key: of the latents in the config, for messages. Raises UserError where the folder is no VAE, or makes other
     latents.
     """
-    if not latents.weights:
-        raise UserError(f"{key}.weights is empty: name the diffusers folder of the VAE")
     folder = open_vae(latents.weights)
     config = read_vae(folder)
     for name in ("channels", "factor", "scale", "shift"):

@@ -110,7 +110,7 @@ def test_latents_are_described_by_the_folder_and_a_config_that_says_otherwise_is
     assert load_vae(latents, "model.generators.draw.latents").config == read_vae(open_vae(folder / "vae"))
     with pytest.raises(UserError, match=r"draw.latents.scale=9.0, but .*vae says .*; use .*draw.latents.scale="):
         load_vae(VaeLatents(str(folder), latents.channels, latents.factor, 9.0, latents.shift), "draw.latents")
-    with pytest.raises(UserError, match=r"draw.latents.weights is empty: name the diffusers folder of the VAE"):
+    with pytest.raises(UserError, match=r"latents.weights is empty; name the diffusers folder of the VAE"):
         load_vae(VaeLatents(), "draw.latents")
 
 
