@@ -101,7 +101,7 @@ def unet_from_hf(path: str | Path) -> UnetConfig:
         size=_numbers(fields, "sample_size") if isinstance(size, list) else (size, size),
         linear_projections=fields.get("use_linear_projection", bool),
         latents=VaeLatents(channels=channels),
-        weights=str(path) if folder.has_weights else "",
+        weights=str(folder.path) if folder.has_weights else "",
         attention="auto",
     )
 

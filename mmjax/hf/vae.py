@@ -12,10 +12,11 @@ import numpy as np
 from mmjax.config import VaeConfig, VaeLatents
 from mmjax.disk import atomic_write
 from mmjax.errors import UserError
-from mmjax.hf.diffusers_folder import WEIGHTS, open_part
+from mmjax.hf.diffusers_folder import open_part
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, convolution, linear, norm
 from mmjax.hf.writing import NewTensor, write_tensors
+from mmjax.hub import DIFFUSERS_SINGLE
 
 CLASS = "AutoencoderKL"
 PART = "vae"
@@ -147,7 +148,7 @@ def write_vae(folder: Path, config: VaeConfig, parameters: Mapping[tuple[str, ..
         shape = _stored_shape(place, value.shape)
         tensors[place.key] = NewTensor("F32", shape, lambda p=place, v=value, s=shape: p.to_hf(v, s))
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / WEIGHTS) as partial:
+    with atomic_write(folder / DIFFUSERS_SINGLE) as partial:
         write_tensors(partial, tensors)
     with atomic_write(folder / "config.json") as partial:
         partial.write_text(json.dumps(config_fields(config), indent=2) + "\n")
