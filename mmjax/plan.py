@@ -35,7 +35,14 @@ from mmjax.autotune.memory_plan import describe_shortage, device_speed
 from mmjax.config import Config
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.console import count, duration, print_lines, size, table
-from mmjax.data.plan.length_index import LengthIndex, build_index, index_of_lengths, omni_corpus, read_lengths
+from mmjax.data.plan.length_index import (
+    LengthIndex,
+    build_index,
+    index_of_lengths,
+    interleaved_corpus,
+    omni_corpus,
+    read_lengths,
+)
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.parallel.sharding import mesh_sizes
@@ -241,23 +248,26 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[Le
 
     Returns the index, the weight of each source, and a description of it for the report.
     """
-    encoders = config.model.encoders
+    modules = config.model.item_modules
     if config.data.sources and not files:
         with tempfile.TemporaryDirectory() as folder:
             copy_config(
                 path, Path(folder)
             )  # a FunctionSource looks its function up in a run folder's copy of the config
-            index = build_index(open_sources(config, "train", Path(folder)), encoders)
+            index = build_index(open_sources(config, "train", Path(folder)), modules)
         return index, [s.weight for s in config.data.sources.values()], f"{len(index):,} samples"
-    keys = ("llm_tokens", *encoders)
+    keys = ("llm_tokens", *modules)
     if files:
-        return index_of_lengths(read_lengths(files, keys), encoders), [1.0], f"lengths of {', '.join(map(str, files))}"
-    lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)
+        return index_of_lengths(read_lengths(files, keys), modules), [1.0], f"lengths of {', '.join(map(str, files))}"
+    if config.model.generators:
+        lengths = interleaved_corpus(SYNTHETIC_SAMPLES, config.seed, modules)
+    else:
+        lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)
     if missing := [key for key in keys if key not in lengths]:
         raise UserError(
             f"the config names no data and there are no made lengths for {missing[0]!r}; give your own with --lengths"
         )
-    return index_of_lengths(lengths, encoders), [1.0], "the config names no data: lengths made from a seed"
+    return index_of_lengths(lengths, modules), [1.0], "the config names no data: lengths made from a seed"
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
