@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ NAMES = ({"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out.0"}
 
 def open_vae(path: str | Path) -> HfFolder:
     """Open the VAE of a diffusers folder, or its own folder. Raises UserError where there is none."""
+    if not str(path):
+        raise UserError("a generator's latents.weights is empty; name the diffusers folder of the VAE that makes them")
     return open_part(path, PART, CLASS)
 
 
@@ -73,6 +76,16 @@ def vae_latents(path: str | Path) -> VaeLatents:
     """Describe the latents that a folder's VAE makes, for a generator's config."""
     vae = read_vae(open_vae(path))
     return VaeLatents(str(path), channels=vae.channels, factor=vae.factor, scale=vae.scale, shift=vae.shift)
+
+
+def vae_fingerprint(weights: str | Path) -> str:
+    """Hash everything that a VAE's latents depend on: its config and its weights."""
+    folder = open_vae(weights)
+    digest = hashlib.sha256(repr(read_vae(folder)).encode())
+    for file in sorted({stored.file for stored in folder.tensors.values()}):
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def vae_tensors(config: VaeConfig, folder: HfFolder | None = None) -> TensorNames:
