@@ -32,7 +32,7 @@ from mmjax.autotune.forecast import (
 )
 from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
 from mmjax.autotune.memory_plan import describe_shortage, device_speed
-from mmjax.config import Config
+from mmjax.config import Config, UnetConfig
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.console import count, duration, print_lines, size, table
 from mmjax.data.plan.length_index import (
@@ -57,6 +57,7 @@ from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
 from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.planning.unet import unet_blocks
 from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
 from mmjax.training.announce import describe_memory_plan, replication_warning
@@ -328,9 +329,9 @@ def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
     config = forecast.config
     rows = [("module", "parameters", "rows a rank", "lengths", "fill", "computed again")]
     counts = parameters(config.model)
-    for k, name in enumerate(("llm", *config.model.encoders)):
+    for k, name in enumerate(("llm", *config.model.item_modules)):
         lengths = sorted({shape.lengths[k] for shape in chosen.layout.shapes})
-        policies = chosen.memory_plan.policies[name]
+        policies = chosen.memory_plan.policies.get(name) or _policies_of_blocks(config.model.generators[name])
         recomputed = sum(policy != "none" for policy in policies)
         rows.append(
             (
@@ -343,6 +344,11 @@ def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _policies_of_blocks(unet: UnetConfig) -> list[str]:
+    """List the remat policies of a UNet's blocks, all of which have one."""
+    return [unet.remat] * len(unet_blocks(unet))
 
 
 def _balance_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
