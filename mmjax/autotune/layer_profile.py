@@ -22,7 +22,7 @@ from flax import nnx
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, Config, DecoderConfig, ModelConfig, Remat, VisionConfig
-from mmjax.config.towers import CONV_STRIDE, Encoder
+from mmjax.config.towers import Encoder
 from mmjax.console import print_note
 from mmjax.disk import read_sealed, user_cache, write_sealed
 from mmjax.distributed import coordination
@@ -118,7 +118,7 @@ def saved_bytes_per_layer(
     """
     part = config.llm if tower == "llm" else config.encoders[tower]
     rows, length = shape
-    positions = rows * (length // CONV_STRIDE if isinstance(part, AudioConfig) else length)
+    positions = rows * (length // part.stride if isinstance(part, AudioConfig) else length)
     saved: dict[Remat, SavedBytes] = {
         "none": _traced(config, tower, shape, dtype, gradients) if gradients else SavedBytes(0)
     }

@@ -49,10 +49,11 @@ def towers_of(model: ModelConfig) -> dict[str, Tower]:
 
 
 def with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
-    """Return the model with these changes to the configs of its towers, by name."""
-    changed = {name: replace(tower, **towers.get(name, {})) for name, tower in towers_of(model).items()}
+    """Return the model with these changes to the configs of the LLM, its encoders and generators, by name."""
+    modules = {"llm": model.llm, **model.item_modules}
+    changed = {name: replace(config, **towers.get(name, {})) for name, config in modules.items()}
     encoders = {name: changed[name] for name in model.encoders}
-    generators = {name: changed.get(name, c) for name, c in model.generators.items()}
+    generators = {name: changed[name] for name in model.generators}
     return replace(model, llm=changed["llm"], encoders=encoders, generators=generators)
 
 

@@ -15,11 +15,13 @@ from mmjax.config import (
     DecoderConfig,
     DiffusionTransformerConfig,
     FractionalGrid,
+    Generator,
     LearnedGrid,
     ModelConfig,
     Remat,
     StoredTable,
     StretchedGrid,
+    UnetConfig,
     VisionConfig,
 )
 from mmjax.config.generators import Tower
@@ -36,15 +38,15 @@ from mmjax.config.model import (
     towers_of,
     with_changes,
 )
-from mmjax.config.towers import CONV_STRIDE, Encoder
+from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import padded_width
 from mmjax.planning.diffusion_work import (
     diffusion_parameters,
     diffusion_products,
-    diffusion_transformers,
     executed_cross,
     recomputed_products,
 )
+from mmjax.planning.unet import unet_executed, unet_flops, unet_parameters, unets
 from mmjax.planning.work import (
     CONV_TAPS,
     Products,
@@ -57,6 +59,7 @@ from mmjax.planning.work import (
     layers_of_connector,
     norm_parameters,
     row_work,
+    stem_products,
     useful_work,
 )
 
@@ -87,10 +90,13 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
         counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_sizes(encoder).parameters + head
         counts[f"{name}.connector"] = _connector_parameters(model, name, encoder.connector, width, llm.width)
-    for name, generator in diffusion_transformers(model).items():
-        counts[name] = diffusion_parameters(generator)
+    for name, generator in model.generators.items():
+        unet = isinstance(generator, UnetConfig)
+        counts[name] = unet_parameters(generator) if unet else diffusion_parameters(generator)
         sizes = llm.width, generator.condition_width
-        counts[f"{name}.connector"] = _connector_parameters(model, name, generator.connector, *sizes)
+        # Beside its matrices a table of queries, and one of the tokens of an image whose condition is dropped.
+        tables = generator.queries * sum(sizes)
+        counts[f"{name}.connector"] = _connector_parameters(model, name, generator.connector, *sizes) + tables
     return counts | adapter_parameters(model)
 
 
@@ -116,6 +122,9 @@ def active_parameters(model: ModelConfig) -> int:
 def _embedding_parameters(c: Encoder) -> int:
     """Count an encoder's parameters before its first layer."""
     if isinstance(c, AudioConfig):
+        if c.stem_width:
+            matrices = CONV_TAPS**2 * (1 + 2 * c.stem_width) + c.stem_bins[-1] * c.width
+            return (matrices + 3) * c.stem_width
         # Two convolutions with a bias each, and the table of positions where it is stored.
         table = c.positions.positions if isinstance(c.positions, StoredTable) else 0
         return (CONV_TAPS * (c.mels + c.width) + 2 + table) * c.width
@@ -148,7 +157,14 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
             backward -= lora.spared_attention + p.spared_attention
         forward = p.data + p.own + p.weights + p.attention + p.cross + p.recurrence + lora.forward
         flops[module] = Flops(2 * forward, 2 * backward)
+    for name, unet in _running_unets(model, work).items():
+        trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
+        flops[name] = Flops(*unet_flops(unet, work[name].tokens // unet.queries, trainable, upstream))
     return flops
+
+
+def _running_unets(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, UnetConfig]:
+    return {name: unet for name, unet in unets(model).items() if name in work}
 
 
 def step_needed(
@@ -212,13 +228,14 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
 
 
 def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Products]:
-    """Count the multiply-adds of every module's forward pass."""
+    """Count the multiply-adds of every module's forward pass, those of UNets aside."""
     products = {}
     for name, w in work.items():
-        config = towers_of(model)[name]
+        config = model.generators.get(name) or towers_of(model)[name]
         if isinstance(config, DiffusionTransformerConfig):
             trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
             products[name] = diffusion_products(config, w, trainable, upstream)
+        if name in model.generators:
             matrices = connector_weights(model, name)
             rows, columns = next(iter(layers_of_connector(model, name).values()))
             _, upstream, _ = _gradients(f"{name}.connector", model, _running(work), frozen)
@@ -240,9 +257,8 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
             cells = grid.rows * grid.columns if interpolated else 0
             data = (config.frames * config.patch**2 * config.channels + cells) * config.width * w.inputs
         else:
-            data = CONV_TAPS * config.mels * config.width * w.inputs
-            # The second convolution, whose input is already an activation; its outputs are the layers' positions.
-            weights += CONV_TAPS * config.width**2 * w.positions
+            data, later = stem_products(config, w)
+            weights += later
         products[name] = Products(data, weights, attention)
         # Behind a frozen encoder, and without a norm, a connector's first matrix is the first trainable thing: its
         # input is data.
@@ -277,13 +293,15 @@ def executed(
         trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
         has_backward = trainable or upstream or has_adapters
         tower = module.removesuffix(".connector")
-        config = towers_of(model)[tower]
+        config = {**towers_of(model), **model.generators}[tower]
         flash = config.attention in ("flash", "auto")
-        p = p._replace(attention=p.attention * _padding(config))
+        policies: tuple[Remat, ...] = ()  # of a connector, which has no layers
+        if module == tower:
+            policies = layer_policies(config)
+            p = p._replace(attention=p.attention * _padding(config))
         attention = _ATTENTION_PRODUCTS[config.attention] * p.attention // 2
-        policies = layer_policies(config)
         # If the first two layers have one policy they are one scan, whose body computes every gradient for all of them.
-        unscanned = module != tower or len(policies) < 2 or policies[0] != policies[1]  # the first layer
+        unscanned = len(policies) < 2 or policies[0] != policies[1]  # the first layer
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
         # The blockwise kernel computes the gradients of queries, keys and values together, needed or not.
         attention -= lora.spared_attention if config.attention == "dense" else 0
@@ -305,12 +323,17 @@ def executed(
                     # Of the first layer there is but the gradient of the condition.
                     backward -= has_backward * (p.spared_weights + attention // config.layers)
                     backward_ops -= layer_elementwise(config, work[tower])[1]
+            if isinstance(config, AudioConfig) and config.stem_width:  # which keeps its input alone
+                recompute += trainable * 2 * sum(stem_products(config, work[tower]))
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
         backward = 2 * backward + has_backward * (backward_ops + recompute)
         forward = 2 * (p.data + p.own + p.weights + p.attention + cross + p.chunked + lora.forward) + forward_ops
         kernel = flash * (2 * p.attention + has_backward * (2 * attention + again))
         flops[module] = Flops(forward, backward, kernel)
+    for name, unet in _running_unets(model, work).items():
+        trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
+        flops[name] = Flops(*unet_executed(unet, work[name].tokens // unet.queries, trainable, upstream))
     return flops
 
 
@@ -357,8 +380,9 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
 
     float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
     """
-    steps = {name: CONV_STRIDE * layer_positions(encoder) for name, encoder in model.encoders.items()}
-    steps |= {name: generator.min_patches for name, generator in diffusion_transformers(model).items()}
+    strides = {name: e.stride if isinstance(e, AudioConfig) else 1 for name, e in model.encoders.items()}
+    steps = {name: strides[name] * layer_positions(encoder) for name, encoder in model.encoders.items()}
+    steps |= {name: generator.min_patches for name, generator in model.generators.items()}
     # The other modules run on the shortest row that they can have.
     short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
     costs = []
@@ -499,16 +523,23 @@ def tower_elementwise(config: Tower, work: Work) -> tuple[int, int]:
     if isinstance(config, DecoderConfig):
         outside.append((LOGITS, config.vocab * work.positions))
     elif isinstance(config, AudioConfig):
-        # The GELUs of both convolutions.
-        outside.append((ENCODER.mlp, config.width * (work.inputs + work.positions)))
+        outside.append((ENCODER.mlp, _stem_activations(config, work)))
     once = _sum(*outside)
     # What is outside of the layers happens once.
     return config.layers * forward + once[0], config.layers * backward + once[1]
 
 
-def connector_elementwise(encoder: Encoder | DiffusionTransformerConfig, llm_width: int, work: Work) -> tuple[int, int]:
+def _stem_activations(config: AudioConfig, work: Work) -> int:
+    """Count the values that the activation functions of an audio encoder's convolutions take."""
+    if not config.stem_width:
+        return config.width * (work.inputs + work.positions)
+    first, second, third = config.stem_bins
+    return config.stem_width * (4 * first + 2 * second + third) * work.positions
+
+
+def connector_elementwise(encoder: Encoder | Generator, llm_width: int, work: Work) -> tuple[int, int]:
     """Count the elementwise operations of a connector: norm, GELU, and placing its tokens in the text."""
-    if isinstance(encoder, DiffusionTransformerConfig):
+    if isinstance(encoder, Generator):
         return _sum(
             (_one_norm(ENCODER), (llm_width + encoder.condition_width) * work.tokens),
             (ENCODER.mlp, encoder.connector.mlp_width * work.tokens),
@@ -561,9 +592,9 @@ def adapter_work(
         sum(lora.rank * sum(sizes[name]) * layer_count(model, name) for name, lora in adapters.items()) * positions
     )
     config = towers_of(model)[tower]
-    # The second convolution of an audio encoder needs no gradient of its input: the first one stands before it.
+    # The later convolutions of an audio encoder need no gradient of their input: the first one stands before them.
     # Counted among `weights`, whose activation gradients the caller adds; here they are taken off again.
-    stem = CONV_TAPS * config.width**2 * work.positions if isinstance(config, AudioConfig) and not connector else 0
+    stem = stem_products(config, work)[1] if isinstance(config, AudioConfig) and not connector else 0
     if reached:
         # Backward has the gradients of a and b, as many multiply-adds as forward, and as many again for the adapter's
         # input.

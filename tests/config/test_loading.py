@@ -93,6 +93,7 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path) -> None:
 def test_the_shipped_configs_are_what_their_names_say() -> None:
     assert {name: list(load(name).model.encoders) for name in SHIPPED if name != "tiny_frozen"} == {
         **{f"omni_{size}": ["vision", "audio"] for size in ("10b", "18b", "84b")},
+        **{f"mllm_{size}": ["vision"] for size in ("9b", "15b", "72b")},
         "internvl_26b": ["vision"],
         "omni_10b_units": ["vision", "audio"],
         "internvl_26b_units": ["vision"],

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 
 from mmjax.config import VaeLatents
 from mmjax.errors import UserError
-from mmjax.hf.vae import open_vae, read_vae, vae_latents, write_vae
+from mmjax.hf.vae import open_vae, read_vae, vae_fingerprint, vae_latents, write_vae
 from mmjax.hub import DIFFUSERS_SINGLE
 from mmjax.models.vae import VaeModel
-from mmjax.runtime.vae import load_parameters, load_vae, vae_fingerprint
+from mmjax.runtime.vae import load_parameters, load_vae
 
 
 def random_vae(fields: drawn.Fields, seed: int = 0) -> AutoencoderKL:
@@ -37,7 +37,11 @@ def random_vae(fields: drawn.Fields, seed: int = 0) -> AutoencoderKL:
 def folder(tmp_path_factory):
     """A tiny VAE, `vae` in the folder of a whole pipeline."""
     path = tmp_path_factory.mktemp("pipeline")
-    fields = drawn.vae(np.random.default_rng(1)) | {"mid_block_add_attention": True}
+    fields = drawn.vae(np.random.default_rng(1)) | {
+        "mid_block_add_attention": True,
+        "in_channels": 3,
+        "out_channels": 3,
+    }
     random_vae(fields).save_pretrained(path / "vae")
     (path / "model_index.json").write_text("{}")
     return path
@@ -106,7 +110,7 @@ def test_latents_are_described_by_the_folder_and_a_config_that_says_otherwise_is
     assert load_vae(latents, "model.generators.draw.latents").config == read_vae(open_vae(folder / "vae"))
     with pytest.raises(UserError, match=r"draw.latents.scale=9.0, but .*vae says .*; use .*draw.latents.scale="):
         load_vae(VaeLatents(str(folder), latents.channels, latents.factor, 9.0, latents.shift), "draw.latents")
-    with pytest.raises(UserError, match=r"draw.latents.weights is empty: name the diffusers folder of the VAE"):
+    with pytest.raises(UserError, match=r"latents.weights is empty; name the diffusers folder of the VAE"):
         load_vae(VaeLatents(), "draw.latents")
 
 
@@ -152,9 +156,9 @@ def test_a_folder_that_does_not_hold_its_vae_is_refused(folder, tmp_path):
 
 def test_the_fingerprint_is_of_the_config_and_the_weights(folder, tmp_path):
     shutil.copytree(folder / "vae", tmp_path / "vae")
-    assert vae_fingerprint(str(tmp_path)) == vae_fingerprint(str(folder))
+    assert vae_fingerprint(tmp_path) == vae_fingerprint(folder)
     tensors = load_file(tmp_path / "vae" / DIFFUSERS_SINGLE)
     save_file(
         tensors | {"encoder.conv_in.bias": tensors["encoder.conv_in.bias"] + 1}, tmp_path / "vae" / DIFFUSERS_SINGLE
     )
-    assert vae_fingerprint(str(tmp_path)) != vae_fingerprint(str(folder))
+    assert vae_fingerprint(tmp_path) != vae_fingerprint(folder)

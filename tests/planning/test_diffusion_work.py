@@ -51,7 +51,8 @@ def test_parameters_are_those_of_the_module(changes: dict) -> None:
     counts = parameters(model_with(config))
     assert counts["image"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module_of(config))))
     llm_width = make_model().llm.width
-    assert counts["image.connector"] == 2 * llm_width + (llm_width + 1) * config.condition_width
+    tables = config.queries * (llm_width + config.condition_width)
+    assert counts["image.connector"] == 2 * llm_width + (llm_width + 1) * config.condition_width + tables
 
 
 def count_multiply_adds(

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, Generator, MediaLimits, NoVideo, Qwen2Video, VisionConfig
+from mmjax.config import AudioConfig, Generator, MediaLimits, NoVideo, PixelLatents, Qwen2Video, VisionConfig
 from mmjax.data.media.anyres_layout import BeforeLlm, before_llm, shrinks_frames, shrunk_frames
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
@@ -176,14 +176,17 @@ class MediaProcessors:
             texts = (*video.texts, "") if video.texts else ()
             frames = MediaItems(name, sizes, times=video.times, text_after=text_after, texts=texts)
             sound = ClipHeader(*facts[2:]) if self.sound and facts[2:] else SILENT
-            return frames if sound == SILENT else frames._replace(sound=self._sound(how, sound))
+            return frames if sound == SILENT else frames._replace(sound=self._sound(how, sound, video.times))
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
 
-    def _sound(self, how: Qwen2Video, header: ClipHeader) -> Sound:
+    def _sound(self, how: Qwen2Video, header: ClipHeader, times: Sequence[int]) -> Sound:
         encoder = self.encoders[how.sound]
         samples = resampled_length(header, encoder.sample_rate)
-        return Sound(how.sound, samples, item_size(encoder, (samples,)).tokens, how.sound_chunk)
+        tokens = item_size(encoder, (samples,)).tokens
+        if how.turns == "patches":  # chunks of one patch each, and one that nothing cuts where there is one alone
+            return Sound(how.sound, samples, tokens, times[1] if len(times) > 1 else tokens, marks="apart")
+        return Sound(how.sound, samples, tokens, how.sound_chunk, marks="together")
 
     def decoded(self, kind: Medium, file: FileRef, images: int) -> tuple[np.ndarray, ...]:
         """Decode a medium's file to its items, of the sizes that `items` returns. Raises BadMedia."""
@@ -207,7 +210,8 @@ class MediaProcessors:
             items = prepare_image(
                 before_encoder(encoder.images), decode_image(file.read(), self.limits), 1, self.limits
             )
-            return tuple(map(grey, items)) if encoder.latents.channels == 1 else items
+            pixels = isinstance(encoder.latents, PixelLatents)  # a VAE takes colours, however many channels it makes
+            return tuple(map(grey, items)) if pixels and encoder.latents.channels == 1 else items
         wave = decode_clip(file.read(), encoder.sample_rate, self.limits)
         # Cut after resampling, as `_items` does from the header's length.
         return tuple(wave[start:stop] for start, stop in split_clip(encoder, len(wave)))
