@@ -241,23 +241,23 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[Le
 
     Returns the index, the weight of each source, and a description of it for the report.
     """
-    encoders = config.model.encoders
+    modules = config.model.item_modules
     if config.data.sources and not files:
         with tempfile.TemporaryDirectory() as folder:
             copy_config(
                 path, Path(folder)
             )  # a FunctionSource looks its function up in a run folder's copy of the config
-            index = build_index(open_sources(config, "train", Path(folder)), encoders)
+            index = build_index(open_sources(config, "train", Path(folder)), modules)
         return index, [s.weight for s in config.data.sources.values()], f"{len(index):,} samples"
-    keys = ("llm_tokens", *encoders)
+    keys = ("llm_tokens", *modules)
     if files:
-        return index_of_lengths(read_lengths(files, keys), encoders), [1.0], f"lengths of {', '.join(map(str, files))}"
+        return index_of_lengths(read_lengths(files, keys), modules), [1.0], f"lengths of {', '.join(map(str, files))}"
     lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)
     if missing := [key for key in keys if key not in lengths]:
         raise UserError(
             f"the config names no data and there are no made lengths for {missing[0]!r}; give your own with --lengths"
         )
-    return index_of_lengths(lengths, encoders), [1.0], "the config names no data: lengths made from a seed"
+    return index_of_lengths(lengths, modules), [1.0], "the config names no data: lengths made from a seed"
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
@@ -318,7 +318,7 @@ def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
     config = forecast.config
     rows = [("module", "parameters", "rows a rank", "lengths", "fill", "computed again")]
     counts = parameters(config.model)
-    for k, name in enumerate(("llm", *config.model.encoders)):
+    for k, name in enumerate(("llm", *config.model.item_modules)):
         lengths = sorted({shape.lengths[k] for shape in chosen.layout.shapes})
         policies = chosen.memory_plan.policies[name]
         recomputed = sum(policy != "none" for policy in policies)
