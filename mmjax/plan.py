@@ -32,10 +32,17 @@ from mmjax.autotune.forecast import (
 )
 from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
 from mmjax.autotune.memory_plan import describe_shortage, device_speed
-from mmjax.config import Config
+from mmjax.config import Config, UnetConfig
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.console import count, duration, print_lines, size, table
-from mmjax.data.plan.length_index import LengthIndex, build_index, index_of_lengths, omni_corpus, read_lengths
+from mmjax.data.plan.length_index import (
+    LengthIndex,
+    build_index,
+    index_of_lengths,
+    interleaved_corpus,
+    omni_corpus,
+    read_lengths,
+)
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.parallel.sharding import mesh_sizes
@@ -50,6 +57,7 @@ from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
 from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.planning.unet import unet_blocks
 from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
 from mmjax.training.announce import describe_memory_plan, replication_warning
@@ -252,7 +260,10 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[Le
     keys = ("llm_tokens", *modules)
     if files:
         return index_of_lengths(read_lengths(files, keys), modules), [1.0], f"lengths of {', '.join(map(str, files))}"
-    lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)
+    if config.model.generators:
+        lengths = interleaved_corpus(SYNTHETIC_SAMPLES, config.seed, modules)
+    else:
+        lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)
     if missing := [key for key in keys if key not in lengths]:
         raise UserError(
             f"the config names no data and there are no made lengths for {missing[0]!r}; give your own with --lengths"
@@ -320,7 +331,7 @@ def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
     counts = parameters(config.model)
     for k, name in enumerate(("llm", *config.model.item_modules)):
         lengths = sorted({shape.lengths[k] for shape in chosen.layout.shapes})
-        policies = chosen.memory_plan.policies[name]
+        policies = chosen.memory_plan.policies.get(name) or _policies_of_blocks(config.model.generators[name])
         recomputed = sum(policy != "none" for policy in policies)
         rows.append(
             (
@@ -333,6 +344,11 @@ def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _policies_of_blocks(unet: UnetConfig) -> list[str]:
+    """List the remat policies of a UNet's blocks, all of which have one."""
+    return [unet.remat] * len(unet_blocks(unet))
 
 
 def _balance_rows(forecast: RunForecast) -> list[tuple[str, ...]]:

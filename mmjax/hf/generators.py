@@ -8,7 +8,7 @@ from pathlib import Path
 from mmjax.config import DiffusionTransformerConfig, Generator, ModelConfig, UnetConfig
 from mmjax.disk import read_json
 from mmjax.hf import pixart, unet
-from mmjax.hf.folder import CLASS_NAME, HfFolder
+from mmjax.hf.folder import HfFolder
 from mmjax.hf.layout import Layout, TensorNames
 from mmjax.hf.vae import PART, vae_latents
 
@@ -28,7 +28,7 @@ def _is_unet(path: Path) -> bool:
     """Return whether a folder is a UNet's own, or has one."""
     if (path / unet.PART / "config.json").is_file():
         return True
-    return (path / "config.json").is_file() and read_json(path / "config.json").get(CLASS_NAME) == unet.CLASS
+    return (path / "config.json").is_file() and read_json(path / "config.json").get("_class_name") == unet.CLASS
 
 
 def generator_layout(folder: HfFolder, model: ModelConfig) -> Layout:
