@@ -350,8 +350,8 @@ def stage_flops(
 
     layers: of the stage. policies: of those that count, all or none: measured times stand for the others.
     """
-    whole = towers_of(model)[tower]
-    last = layers.stop == whole.layers
+    config = towers_of(model)[tower]
+    last = layers.stop == config.layers
     part = {"layers": len(policies), "remat": tuple(policies)}
     for kind in ("delta_net", "experts") if tower == "llm" else ():
         if policies and (section := getattr(model.llm, kind)):
@@ -367,8 +367,8 @@ def stage_flops(
         share = layers.start == 0  # the connector stands before the layers
     if tower in model.encoders:
         # The connector's MLP, and one more for each layer of a deepstack.
-        deepstack = whole.deepstack if isinstance(whole, VisionConfig) else ()
-        share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(whole)
+        deepstack = config.deepstack if isinstance(config, VisionConfig) else ()
+        share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(config)
     if tower != "llm":
         connector = flops[f"{tower}.connector"]
         return Flops(forward + share * connector.forward, backward + share * connector.backward, attention)
