@@ -31,12 +31,12 @@ def config() -> Config:
         patch=2,
         latents=PixelLatents(channels=1),
         min_patches=16,
-        queries=3,
+        queries=4,
         grid=4,
         flow=FlowMatching(condition_dropout=0.1),
         connector=ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",)),
     )
-    drawing = FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 24_000, "max_digits": 3}, weight=1.0)
+    drawing = FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 24_000, "max_digits": 2}, weight=2.0)
     return replace(
         base,
         name="tiny_draw",

@@ -23,7 +23,6 @@ from flax import nnx
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, Config, ModelConfig, PixelLatents, Remat, VisionConfig
 from mmjax.config.model import towers_of
-from mmjax.config.towers import CONV_STRIDE
 from mmjax.console import print_note
 from mmjax.disk import read_sealed, user_cache, write_sealed
 from mmjax.distributed import coordination
@@ -137,7 +136,7 @@ def saved_bytes_per_layer(
     """
     part = towers_of(config)[tower]
     rows, length = shape
-    positions = rows * (length // CONV_STRIDE if isinstance(part, AudioConfig) else length)
+    positions = rows * (length // part.stride if isinstance(part, AudioConfig) else length)
     saved: dict[Remat, SavedBytes] = {
         "none": _traced(config, tower, shape, dtype, gradients) if gradients else SavedBytes(0)
     }
@@ -292,7 +291,9 @@ def _one_sample(batch: TextBatch | ItemBatch) -> TextBatch | ItemBatch:
 def _profile_key(config: Config, tower: str, device: jax.Device) -> dict[str, Any]:
     """Return everything that a layer's time depends on."""
     part = towers_of(config.model)[tower]
-    layer = replace(part, layers=STACK, remat="none", frozen=False, dropout=0.0)
+    layer = replace(part, layers=STACK, remat="none", frozen=False)
+    if tower not in config.model.generators:  # which drop nothing in their layers
+        layer = replace(layer, dropout=0.0)
     gradients = needed_gradients(tower, config.model, frozen_modules(config.model))
     return {f"lora.{name}": repr(lora) for name, lora in config.model.lora.items()} | {
         "device": device.device_kind,

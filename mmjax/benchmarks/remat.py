@@ -14,7 +14,6 @@ from mmjax.balance.phases import cost_per_rank
 from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_of_step, draw, read
 from mmjax.config import AdamW, AudioConfig, ModelConfig, Remat
 from mmjax.config.loading import load
-from mmjax.config.towers import CONV_STRIDE
 from mmjax.errors import UserError
 from mmjax.planning.flops import executed, frozen_modules, recompute_flops
 from mmjax.planning.hardware import Rates
@@ -100,5 +99,5 @@ def _shape(model: ModelConfig, longest: np.ndarray) -> dict[str, tuple[int, int]
     for (name, encoder), positions in zip(model.encoders.items(), longest[1:], strict=True):
         group = layer_positions(encoder)
         rounded = -(-int(positions) // group) * group
-        shape[name] = (1, rounded * (CONV_STRIDE if isinstance(encoder, AudioConfig) else 1))
+        shape[name] = (1, rounded * (encoder.stride if isinstance(encoder, AudioConfig) else 1))
     return shape

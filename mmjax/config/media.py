@@ -137,6 +137,9 @@ class Qwen2Video:
     sound: str = ""  # encoder of the videos' own sound, whose tokens are interleaved with the frames'; empty: not read
     sound_chunk: int = 50  # rotary positions along t of the chunks of frames and sound that take turns
     kind: Literal["qwen2_video"] = "qwen2_video"
+    # frames and sound take turns in chunks (Qwen2.5-Omni), or each temporal patch comes before the sound from its time
+    # on (Qwen3-Omni, which counts parts of positions: patches must take whole ones)
+    turns: Literal["chunks", "patches"] = "chunks"
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,8 @@ class WhisperMel:
     # with its silence, as in Whisper; models from checkpoints have their family's
     attended: Literal["clip", "window"] = "clip"
     kind: Literal["whisper_mel"] = "whisper_mel"
+    # behind a clip: silence up to the window's end; or its mirror image, and what is no whole hop makes no frame
+    end: Literal["silence", "mirror"] = "silence"
 
 
 AudioPreparation = LogMel | WhisperMel

@@ -27,6 +27,7 @@ from mmjax.config import (
     PanAndScan,
     PixtralResize,
     Qwen2Video,
+    Sinusoids,
     SmartResize,
     SplitTiles,
     StoredTable,
@@ -49,7 +50,6 @@ from mmjax.config.checks import (
 from mmjax.config.codec import did_you_mean
 from mmjax.config.generator_validation import check_generators
 from mmjax.config.model import linear_layers, matching_layers
-from mmjax.config.towers import CONV_STRIDE
 
 
 def check_images(where: str, how: ImagePreparation) -> None:
@@ -373,16 +373,27 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
 def _check_sound(where: str, encoder: VisionConfig, model: ModelConfig) -> None:
     """Check that frames and sound of videos, where both are read, are interleaved by positions in time."""
     how = encoder.videos
-    if not isinstance(how, Qwen2Video) or not how.sound:
+    if not isinstance(how, Qwen2Video):
         return
     where = f"{where}.videos"
+    step = encoder.frames / how.fps * how.tokens_per_second
+    if how.turns == "patches":
+        check(how.seconds == "nominal", f"{where}.seconds={how.seconds}: with turns=patches they are nominal")
+        check(
+            step > 0 and step.is_integer(),
+            f"{where}.fps={how.fps:g}: a temporal patch takes {step:g} positions along t; take frames at a rate at "
+            "which it takes whole ones",
+        )
+    if not how.sound:
+        return
     clips = [name for name, e in model.encoders.items() if isinstance(e, AudioConfig)]
     known = f"name an audio encoder ({', '.join(clips) or 'there is none'}), or leave it out"
     check(how.sound in clips, f"{where}.sound={how.sound}: {known}")
     check(bool(model.llm.rope_sections), f"{where}.sound: model.llm.rope_sections is empty; positions have no time")
     check(how.seconds == "nominal", f"{where}.seconds={how.seconds}: sound takes turns with frames; use nominal")
+    if how.turns == "patches":
+        return
     at_least(1, where, how, ("sound_chunk",))
-    step = encoder.frames / how.fps * how.tokens_per_second
     check(
         0 < step <= how.sound_chunk,
         f"{where}.fps={how.fps:g}: a temporal patch takes {step:g} positions along t, more than sound_chunk="
@@ -393,20 +404,30 @@ def _check_sound(where: str, encoder: VisionConfig, model: ModelConfig) -> None:
 def _check_audio(where: str, encoder: AudioConfig) -> None:
     how = encoder.clips
     positions = encoder.positions
-    at_least(1, where, encoder, ("pool",))
-    at_least(0, where, encoder, ("chunk",))
-    even = encoder.chunk % CONV_STRIDE == 0
-    check(even, f"{where}.chunk={encoder.chunk}: the second convolution takes every other frame; make it even")
+    at_least(1, where, encoder, ("pool", "attended_chunks"))
+    at_least(0, where, encoder, ("chunk", "stem_width"))
+    if not encoder.chunk:
+        check(
+            encoder.attended_chunks == 1,
+            f"{where}.attended_chunks={encoder.attended_chunks}: set chunk, or leave it out",
+        )
+        check(
+            not encoder.stem_width, f"{where}.stem_width={encoder.stem_width}: positions are those of chunks; set chunk"
+        )
+        mirrored = isinstance(how, WhisperMel) and how.end == "mirror"
+        check(not mirrored, f"{where}.clips.end=mirror: convolutions over whole clips read silence; set chunk")
+    if encoder.stem_width:
+        check(isinstance(positions, Sinusoids), f"{where}.positions: with stem_width they are sinusoids")
     check_audio(f"{where}.clips", how)
     if isinstance(positions, StoredTable):
         at_least(1, f"{where}.positions", positions, ("positions",))
     check(encoder.width % 2 == 0, f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even")
     if isinstance(how, WhisperMel) and how.attended == "window" and isinstance(positions, StoredTable):
         frames = how.seconds * how.sample_rate // how.hop
-        # The second convolution has stride 2: two frames for each position.
+        longest = encoder.stride * positions.positions
         check(
-            frames <= 2 * positions.positions,
-            f"{where}.clips: a window of {frames} frames is longer than the {2 * positions.positions} of which "
+            frames <= longest,
+            f"{where}.clips: a window of {frames} frames is longer than the {longest} of which "
             f"positions.positions={positions.positions} has any; make seconds smaller",
         )
 

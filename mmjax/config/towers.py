@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mmjax.config.media import AsIs, AudioPreparation, ImagePreparation, LogMel, NoVideo, VideoPreparation
 
@@ -343,7 +343,11 @@ class StoredTable:
 
 @dataclass(frozen=True)
 class AudioConfig:
-    """Whisper's encoder over packed log-mel frames: two convolutions (the second of stride 2), then a transformer."""
+    """An encoder of packed log-mel frames: convolutions, then a transformer.
+
+    Whisper's convolutions are two along time, the second of stride 2; with `stem_width` they are three along time and
+    bins, all of stride 2 (Qwen3-Omni).
+    """
 
     layers: int  # number of layers
     width: int  # of the residual stream
@@ -364,6 +368,9 @@ class AudioConfig:
     weights: str = ""  # a Hugging Face folder whose weights it starts from; empty: random
     chunk: int = 0  # frames of the chunks that convolutions, positions and layers stay within; 0: whole clips
     kind: Literal["audio"] = "audio"
+    stem_width: int = 0  # channels of three 2D convolutions; 0: two 1D ones, as wide as the layers
+    attended_chunks: int = 1  # consecutive chunks of a clip that the layers attend
+    key_bias: bool = False  # keys have a bias, as all other matrices of a layer
 
     @property
     def mels(self) -> int:
@@ -375,9 +382,35 @@ class AudioConfig:
         """Return the sampling rate of the clips, in Hz."""
         return self.clips.sample_rate
 
+    @property
+    def stride(self) -> int:
+        """Return the frames of a position of the layers."""
+        return 8 if self.stem_width else 2
+
+    @property
+    def stem_bins(self) -> tuple[int, int, int]:
+        """Return the bins behind each of three 2D convolutions."""
+        return -(-self.mels // 2), -(-self.mels // 4), -(-self.mels // 8)
+
+    @property
+    def biases(self) -> tuple[Biased, ...]:
+        """Return the matrices of a layer that have a bias."""
+        return ("query", *(("key",) if self.key_bias else ()), "value", "output", "up", "down")
+
+    @property
+    def chunk_positions(self) -> int:
+        """Return the positions of a whole chunk: each begins with one of its own, as the frames of its row do."""
+        return -(-self.chunk // self.stride)
+
+    def layer_positions(self, frames: Any) -> Any:
+        """Count the positions of the layers that clips of so many frames become, int or int `[n]`."""
+        if not self.chunk:
+            return -(-frames // self.stride)
+        whole, rest = frames // self.chunk, frames % self.chunk
+        return whole * self.chunk_positions + -(-rest // self.stride)
+
 
 Encoder = VisionConfig | AudioConfig
-CONV_STRIDE = 2  # of the audio encoder's second convolution
 
 
 def head_counts(tower: DecoderConfig | Encoder) -> list[int]:

@@ -10,7 +10,7 @@ from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable,
 from mmjax.errors import UserError
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, TensorNames, convolution, linear, norm, table
+from mmjax.hf.layout import Layout, LeafTensors, TensorNames, convolution, linear, norm, table
 from mmjax.hf.llava import PROJECTORS, text_of
 from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import read_audio_processing
@@ -34,8 +34,9 @@ ENCODERS: dict[str, dict[str, Any]] = {  # what their config's classes document 
         "num_mel_bins": 128,
     },
 }
-OMNI = "qwen2_5_omni_audio_encoder"
-ENCODERS[OMNI] = ENCODERS["qwen2_audio_encoder"]
+# By the family of their thinkers; positions are of chunks.
+OMNI = {"qwen2_5_omni": "qwen2_5_omni_audio_encoder", "qwen3_omni_moe": "qwen3_omni_moe_audio_encoder"}
+ENCODERS |= dict.fromkeys(OMNI.values(), ENCODERS["qwen2_audio_encoder"])
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -59,8 +60,8 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
         raise UserError(f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}")
     encoder = fields.over(ENCODERS[kind])
     positions = encoder.get("max_source_positions", int, 1500)
-    # Positions of Qwen2.5-Omni's are of its chunks; its clips may be of five minutes.
-    longest = 300 * POSITIONS_PER_SECOND if kind == OMNI else positions
+    # Clips of the thinkers may be of five minutes.
+    longest = 300 * POSITIONS_PER_SECOND if kind in OMNI.values() else positions
     clips = _clips(folder, encoder.get("num_mel_bins", int), longest)
     return AudioConfig(
         attention="auto",
@@ -149,3 +150,10 @@ def encoder_parts(tower: str, head: str = "layer_norm") -> TensorNames:
         "head": norm(f"{tower}{head}"),
     }
     return TensorNames(parts)
+
+
+def stem_parts(tower: str) -> dict[str, LeafTensors]:
+    """Locate 2D convolutions, stored [width, channel, bin, time], and the matrix behind them."""
+    names = {"first": "conv2d1", "second": "conv2d2", "third": "conv2d3"}
+    parts = {f"embed.{ours}": convolution(f"{tower}{theirs}", (2, 3, 1, 0)) for ours, theirs in names.items()}
+    return parts | {"embed.output": linear(f"{tower}conv_out")}

@@ -68,7 +68,7 @@ CHECKPOINTS = {
     "internvl": Checkpoints(internvl.read, internvl.layout),
     "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
     **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout, qwen_vl.encoder_of)),
-    **dict.fromkeys(("qwen2_5_omni", qwen_omni.THINKER), Checkpoints(qwen_omni.read, qwen_omni.layout)),
+    **dict.fromkeys(qwen_omni.KINDS, Checkpoints(qwen_omni.read, qwen_omni.layout)),
     **dict.fromkeys(vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of)),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
     "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of),

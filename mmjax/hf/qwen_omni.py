@@ -1,7 +1,8 @@
-"""Qwen2.5-Omni's thinker: Qwen2.5-VL's tower, Whisper's encoder in chunks, a decoder whose positions are time.
+"""The thinkers of Qwen2.5-Omni and Qwen3-Omni: a Qwen-VL's tower, an audio encoder in chunks, positions that are time.
 
-A whole checkpoint has a talker and a vocoder (`talker.*`, `token2wav.*`) behind it, which speak what the thinker
-writes. They are not read, and an export copies them as they are.
+Qwen2.5-Omni has Qwen2.5-VL's tower and Whisper's encoder, Qwen3-Omni Qwen3-VL's tower, 2D convolutions before Whisper's
+layers, and experts. A whole checkpoint has a talker and a vocoder (`talker.*`, `token2wav.*`, `code2wav.*`) behind it,
+which speak what the thinker writes. They are not read, and an export copies them as they are.
 """
 
 from __future__ import annotations
@@ -12,26 +13,45 @@ from pathlib import Path
 from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, Qwen2Video, Sinusoids, VisionConfig
 from mmjax.errors import UserError
 from mmjax.hf import qwen_vl
-from mmjax.hf.audio import OMNI, encoder_of, encoder_parts
+from mmjax.hf.audio import OMNI, encoder_of, encoder_parts, stem_parts
 from mmjax.hf.folder import Fields, HfFolder, note
 from mmjax.hf.layout import Layout, TensorNames, linear
 
-THINKER = "qwen2_5_omni_thinker"
-FAMILY = replace(
-    qwen_vl.FAMILIES["qwen2_5_vl"],
-    text={
-        "vocab_size": 152_064,
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "rope_theta": 1_000_000.0,
-    },
-)
+FAMILIES = {
+    "qwen2_5_omni": replace(
+        qwen_vl.FAMILIES["qwen2_5_vl"],
+        text={
+            "vocab_size": 152_064,
+            "hidden_size": 3584,
+            "intermediate_size": 18_944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_theta": 1_000_000.0,
+        },
+    ),
+    "qwen3_omni_moe": replace(
+        qwen_vl.FAMILIES["qwen3_vl_moe"],
+        text={
+            "vocab_size": 3584,
+            "hidden_size": 2048,
+            "intermediate_size": 18_944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_theta": 1_000_000.0,
+            "norm_topk_prob": True,
+        },
+        fixed=qwen_vl.NO_WINDOWS,
+        videos="Qwen2VL",
+    ),
+}
+THINKER = "_thinker"  # what the type of a thinker alone ends with
+KINDS = (*FAMILIES, *(f"{family}{THINKER}" for family in FAMILIES))
 AUDIO = "audio"  # the name of the encoder
 AUDIO_FIRST = ("model.audio_tower.", "audio_tower.", "thinker.model.audio_tower.", "thinker.audio_tower.")
-SPEAKERS = ("talker.", "token2wav.")
+SPEAKERS = ("talker.", "token2wav.", "code2wav.")
+CHUNK_POSITIONS = 13  # that transformers counts of a chunk of Qwen3-Omni's, whatever its frames
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -39,22 +59,23 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
     Raises UserError for a field that is missing or not supported.
     """
-    thinker = fields if fields.get("model_type", str) == THINKER else fields.inner("thinker_config")
-    model = qwen_vl.read_family(folder, _untied(thinker), FAMILY)
+    kind = fields.get("model_type", str)
+    family = kind.removesuffix(THINKER)
+    thinker = fields if kind.endswith(THINKER) else fields.inner("thinker_config")
+    model = qwen_vl.read_family(folder, _untied(thinker), FAMILIES[family])
     vision = model.encoders[qwen_vl.NAME]
     assert isinstance(vision, VisionConfig)
     assert isinstance(vision.videos, Qwen2Video)
     per_second = thinker.get("position_id_per_seconds", int, 25)
-    chunk = int(per_second * thinker.get("seconds_per_chunk", float, 2.0))
-    videos = replace(
-        vision.videos,
-        tokens_per_second=float(per_second),
-        seconds="nominal",
-        text_after="time",
-        sound_chunk=chunk,
-    )
-    encoders = {qwen_vl.NAME: replace(vision, videos=videos), AUDIO: _audio(folder, thinker, model.llm.width)}
-    return replace(model, encoders=encoders)
+    videos = replace(vision.videos, tokens_per_second=float(per_second), seconds="nominal", text_after="time")
+    if family == "qwen2_5_omni":
+        chunk = int(per_second * thinker.get("seconds_per_chunk", float, 2.0))
+        videos = replace(videos, sound_chunk=chunk)
+        audio = _whisper_in_chunks(folder, _audio_fields(thinker, family), model.llm.width)
+    else:
+        videos = replace(videos, turns="patches")
+        audio = _convolved_chunks(folder, _audio_fields(thinker, family), model.llm.width)
+    return replace(model, encoders={qwen_vl.NAME: replace(vision, videos=videos), AUDIO: audio})
 
 
 def _untied(thinker: Fields) -> Fields:
@@ -63,11 +84,13 @@ def _untied(thinker: Fields) -> Fields:
     return Fields({**thinker.values, "text_config": text}, thinker.where)
 
 
-def _audio(folder: HfFolder, thinker: Fields, outputs: int) -> AudioConfig:
+def _audio_fields(thinker: Fields, family: str) -> Fields:
     values = thinker.get("audio_config", dict, {})
-    fields = Fields({**values, "model_type": OMNI}, f"{thinker.where}: audio_config")
-    if (width := fields.get("output_dim", int, 3584)) != outputs:
-        raise UserError(f"{fields.where}: output_dim={width}, but the text's hidden_size is {outputs}")
+    return Fields({**values, "model_type": OMNI[family]}, f"{thinker.where}: audio_config")
+
+
+def _whisper_in_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioConfig:
+    _check_outputs(fields, outputs)
     half = fields.get("n_window", int, 100)
     table = fields.get("max_source_positions", int, 1500)
     if not 1 <= half <= table:
@@ -76,14 +99,47 @@ def _audio(folder: HfFolder, thinker: Fields, outputs: int) -> AudioConfig:
     return replace(encoder_of(folder, fields), positions=Sinusoids(), chunk=2 * half, connector=connector)
 
 
+def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioConfig:
+    """Read Qwen3-Omni's encoder. Clips are not padded with silence, so each ends with its own mirror image."""
+    _check_outputs(fields, outputs)
+    half = fields.get("n_window", int, 50)
+    attended = fields.get("n_window_infer", int, 800)
+    plain = encoder_of(folder, fields)
+    encoder = replace(
+        plain,
+        clips=replace(plain.clips, end="mirror"),
+        positions=Sinusoids(),
+        pool=1,
+        chunk=2 * half,
+        stem_width=fields.get("downsample_hidden_size", int, 480),
+        attended_chunks=attended // (2 * half),
+        key_bias=True,
+        connector=ConnectorConfig(merge=1, mlp_width=plain.width, norm="none", activation=plain.activation),
+    )
+    if encoder.chunk_positions != CHUNK_POSITIONS:
+        raise UserError(
+            f"{fields.where}: n_window={half}: only chunks of {CHUNK_POSITIONS} positions are known, 49 to 52"
+        )
+    if not encoder.attended_chunks:
+        raise UserError(f"{fields.where}: n_window_infer={attended} is less than a chunk of {2 * half} frames")
+    if (table := fields.get("max_source_positions", int, 1500)) < CHUNK_POSITIONS:
+        raise UserError(f"{fields.where}: max_source_positions={table}, but a chunk has {CHUNK_POSITIONS} positions")
+    return encoder
+
+
+def _check_outputs(fields: Fields, outputs: int) -> None:
+    if (width := fields.get("output_dim", int, 3584)) != outputs:
+        raise UserError(f"{fields.where}: output_dim={width}, but the text's hidden_size is {outputs}")
+
+
 # ---------------------------------------------------------------------------------------------------------- tensors
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of the thinker. Says so where there are others, which are not read."""
-    tower = next((p for p in AUDIO_FIRST if f"{p}conv1.weight" in folder.tensors), None)
+    tower = next((p for p in AUDIO_FIRST if f"{p}ln_post.weight" in folder.tensors), None)
     if tower is None:
-        raise UserError(f"{folder.path} has no audio encoder: no tensor is called [...]audio_tower.conv1.weight")
+        raise UserError(f"{folder.path} has no audio encoder: no tensor is called [...]audio_tower.ln_post.weight")
     if speakers := [first for first in SPEAKERS if any(key.startswith(first) for key in folder.tensors)]:
         listed = ", ".join(f"{first}*" for first in speakers)
         note(f"{folder.path}: {listed} (which speak the answers) are not read; an export copies them as they are")
@@ -91,7 +147,12 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     name = next((name for name, e in model.encoders.items() if _from(folder, e)), AUDIO)
     projector = f"{tower}proj"
     tensors = tuple(key for key in folder.tensors if key.startswith(tower) and not key.startswith(projector))
-    parts = {name: encoder_parts(tower, "ln_post"), f"{name}.connector": TensorNames({"linear": linear(projector)})}
+    encoder = encoder_parts(tower, "ln_post").by_module
+    connector = {"linear": linear(projector)}
+    if f"{projector}1.weight" in folder.tensors:
+        encoder = {**encoder, **stem_parts(tower)}
+        connector = {"mlp.up": linear(f"{projector}1"), "mlp.down": linear(f"{projector}2")}
+    parts = {name: TensorNames(encoder), f"{name}.connector": TensorNames(connector)}
     prefixes = {name: tensors, f"{name}.connector": (projector,)}
     unused = (f"{tower}audio_bos_eos_token.weight", *(f"{first}*" for first in SPEAKERS))
     return Layout({**thinker.modules, **parts}, {**thinker.prefixes, **prefixes}, (*thinker.unused, *unused))

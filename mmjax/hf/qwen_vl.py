@@ -85,7 +85,8 @@ def read_family(folder: HfFolder, fields: Fields, family: Family) -> ModelConfig
     prepared = with_images(folder, family.tower(vision, tower))
     videos = read_video_processing(folder.path, family.videos, prepared)
     if isinstance(videos, Qwen2Video):
-        videos = replace(videos, tokens_per_second=vision.get("tokens_per_second", float))
+        per_second = vision.get("tokens_per_second", float, videos.tokens_per_second)
+        videos = replace(videos, tokens_per_second=per_second)
     return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
 
 
@@ -324,18 +325,21 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     parts = {"llm": decoder_parts(model.llm, folder)}
     prefixes = {"llm": (inner, output)}
     unused = (*unused_in_decoder(folder), *((f"{output}.weight",) if model.llm.tied else ()))
-    mergers = f"{first}merger.", f"{first}deepstack_merger_list."
+    # Without the prefix in Qwen3-Omni.
+    deepstack = "merger_list." if f"{first}merger_list.0.ln_q.weight" in folder.tensors else "deepstack_merger_list."
+    mergers = f"{first}merger.", f"{first}{deepstack}"
     for name, config in model.encoders.items():
         taken = {Path(weights).expanduser() for weights in (config.weights, config.connector.weights) if weights}
         if folder.path not in taken or not isinstance(config, VisionConfig):
             continue
         fused = f"{first}blocks.0.attn.qkv.weight" in folder.tensors
-        parts |= {name: _vision_parts(first, config, fused), f"{name}.connector": _connector_parts(first, config)}
+        merger = _merger_parts(mergers, f"{first}merger.ln_q.weight" in folder.tensors)
+        parts |= {name: _vision_parts(first, config, fused), f"{name}.connector": merger}
         tower = tuple(key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers))
         prefixes |= {name: tower, f"{name}.connector": mergers}
         # The checkpoint has mergers for all of its own deepstack layers, the model perhaps for fewer.
-        listed = len(folder.config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
-        unused += tuple(f"{mergers[1]}{n}.*" for n in range(len(config.deepstack), listed))
+        listed = {key.removeprefix(mergers[1]).split(".")[0] for key in folder.tensors if key.startswith(mergers[1])}
+        unused += tuple(f"{mergers[1]}{n}.*" for n in sorted(listed) if int(n) >= len(config.deepstack))
     return Layout(parts, prefixes, unused)
 
 
@@ -363,19 +367,12 @@ def _vision_parts(first: str, config: VisionConfig, fused: bool) -> TensorNames:
     return TensorNames(parts)
 
 
-def _connector_parts(first: str, config: VisionConfig) -> TensorNames:
-    if isinstance(config.positions, RotaryGrid):  # Qwen2-VL and 2.5
-        names = f"{first}merger.ln_q", f"{first}merger.mlp.0", f"{first}merger.mlp.2"
-    else:
-        names = f"{first}merger.norm", f"{first}merger.linear_fc1", f"{first}merger.linear_fc2"
-    deeper = f"{first}deepstack_merger_list.*"
-    return TensorNames(
-        {
-            "norm": norm(names[0]),
-            "mlp.up": linear(names[1]),
-            "mlp.down": linear(names[2]),
-            "deeper.*.norm": norm(f"{deeper}.norm"),
-            "deeper.*.mlp.up": linear(f"{deeper}.linear_fc1"),
-            "deeper.*.mlp.down": linear(f"{deeper}.linear_fc2"),
-        }
-    )
+def _merger_parts(mergers: tuple[str, str], numbered: bool) -> TensorNames:
+    """Locate a patch merger, and those of a deepstack. numbered: the layers of their MLPs have no names (Qwen2-VL)."""
+    names = ("ln_q", "mlp.0", "mlp.2") if numbered else ("norm", "linear_fc1", "linear_fc2")
+    parts = {}
+    for ours, first in (("", mergers[0]), ("deeper.*.", f"{mergers[1]}*.")):
+        parts[f"{ours}norm"] = norm(f"{first}{names[0]}")
+        parts[f"{ours}mlp.up"] = linear(f"{first}{names[1]}")
+        parts[f"{ours}mlp.down"] = linear(f"{first}{names[2]}")
+    return TensorNames(parts)

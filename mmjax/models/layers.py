@@ -554,7 +554,6 @@ class TransformerLayer(nnx.Module):
         return LayerOutput(x + drop(mlp_out, context.dropout, MLP_SITE), layer_cache, routing)
 
 
-WHISPER_BIASES = ("query", "value", "output", "up", "down")  # all but the keys
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 
 
@@ -574,7 +573,7 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         norm=partial(NORMS[vision.norm if vision else "layer"], eps=c.norm_eps),
         activation=c.activation,
         gated=vision is not None and vision.gated,
-        biases=vision.biases if vision else WHISPER_BIASES,
+        biases=c.biases,
         width_norm=partial(RMSNorm, eps=vision.qk_norm_eps) if vision and vision.qk_norm == "width" else None,
         layer_scale=vision is not None and vision.layer_scale,
         max_block=window_block(vision.window) if vision and vision.windowed else MAX_BLOCK,

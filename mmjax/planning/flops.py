@@ -38,7 +38,7 @@ from mmjax.config.model import (
     towers_of,
     with_changes,
 )
-from mmjax.config.towers import CONV_STRIDE, Encoder
+from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import padded_width
 from mmjax.planning.diffusion_work import (
     diffusion_parameters,
@@ -59,6 +59,7 @@ from mmjax.planning.work import (
     layers_of_connector,
     norm_parameters,
     row_work,
+    stem_products,
     useful_work,
 )
 
@@ -121,6 +122,9 @@ def active_parameters(model: ModelConfig) -> int:
 def _embedding_parameters(c: Encoder) -> int:
     """Count an encoder's parameters before its first layer."""
     if isinstance(c, AudioConfig):
+        if c.stem_width:
+            matrices = CONV_TAPS**2 * (1 + 2 * c.stem_width) + c.stem_bins[-1] * c.width
+            return (matrices + 3) * c.stem_width
         # Two convolutions with a bias each, and the table of positions where it is stored.
         table = c.positions.positions if isinstance(c.positions, StoredTable) else 0
         return (CONV_TAPS * (c.mels + c.width) + 2 + table) * c.width
@@ -252,9 +256,8 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
             cells = grid.rows * grid.columns if interpolated else 0
             data = (config.frames * config.patch**2 * config.channels + cells) * config.width * w.inputs
         else:
-            data = CONV_TAPS * config.mels * config.width * w.inputs
-            # The second convolution, whose input is already an activation; its outputs are the layers' positions.
-            weights += CONV_TAPS * config.width**2 * w.positions
+            data, later = stem_products(config, w)
+            weights += later
         products[name] = Products(data, weights, attention)
         # Behind a frozen encoder, and without a norm, a connector's first matrix is the first trainable thing: its
         # input is data.
@@ -319,6 +322,8 @@ def executed(
                     # Of the first layer there is but the gradient of the condition.
                     backward -= has_backward * (p.spared_weights + attention // config.layers)
                     backward_ops -= layer_elementwise(config, work[tower])[1]
+            if isinstance(config, AudioConfig) and config.stem_width:  # which keeps its input alone
+                recompute += trainable * 2 * sum(stem_products(config, work[tower]))
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
         backward = 2 * backward + has_backward * (backward_ops + recompute)
@@ -374,7 +379,8 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
 
     float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
     """
-    steps = {name: CONV_STRIDE * layer_positions(encoder) for name, encoder in model.encoders.items()}
+    strides = {name: e.stride if isinstance(e, AudioConfig) else 1 for name, e in model.encoders.items()}
+    steps = {name: strides[name] * layer_positions(encoder) for name, encoder in model.encoders.items()}
     steps |= {name: generator.min_patches for name, generator in model.generators.items()}
     # The other modules run on the shortest row that they can have.
     short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
@@ -516,11 +522,18 @@ def tower_elementwise(config: Tower, work: Work) -> tuple[int, int]:
     if isinstance(config, DecoderConfig):
         outside.append((LOGITS, config.vocab * work.positions))
     elif isinstance(config, AudioConfig):
-        # The GELUs of both convolutions.
-        outside.append((ENCODER.mlp, config.width * (work.inputs + work.positions)))
+        outside.append((ENCODER.mlp, _stem_activations(config, work)))
     once = _sum(*outside)
     # What is outside of the layers happens once.
     return config.layers * forward + once[0], config.layers * backward + once[1]
+
+
+def _stem_activations(config: AudioConfig, work: Work) -> int:
+    """Count the values that the activation functions of an audio encoder's convolutions take."""
+    if not config.stem_width:
+        return config.width * (work.inputs + work.positions)
+    first, second, third = config.stem_bins
+    return config.stem_width * (4 * first + 2 * second + third) * work.positions
 
 
 def connector_elementwise(encoder: Encoder | Generator, llm_width: int, work: Work) -> tuple[int, int]:
@@ -578,9 +591,9 @@ def adapter_work(
         sum(lora.rank * sum(sizes[name]) * layer_count(model, name) for name, lora in adapters.items()) * positions
     )
     config = towers_of(model)[tower]
-    # The second convolution of an audio encoder needs no gradient of its input: the first one stands before it.
+    # The later convolutions of an audio encoder need no gradient of their input: the first one stands before them.
     # Counted among `weights`, whose activation gradients the caller adds; here they are taken off again.
-    stem = CONV_TAPS * config.width**2 * work.positions if isinstance(config, AudioConfig) and not connector else 0
+    stem = stem_products(config, work)[1] if isinstance(config, AudioConfig) and not connector else 0
     if reached:
         # Backward has the gradients of a and b, as many multiply-adds as forward, and as many again for the adapter's
         # input.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from mmjax.config import (
     Adafactor,
+    AudioConfig,
     DecoderConfig,
     DiffusionTransformerConfig,
     ModelConfig,
@@ -26,7 +27,15 @@ from mmjax.config.model import adapter_parameters, towers_of
 from mmjax.planning.diffusion_work import LOGSUMEXP, diffusion_saved_bytes
 from mmjax.planning.flops import frozen_modules, needed_gradients, parameters
 from mmjax.planning.unet import unet_saved_bytes, unets
-from mmjax.planning.work import Work, connector_mlps, connector_weights, layer_sizes, merged_positions, row_work
+from mmjax.planning.work import (
+    CONV_TAPS,
+    Work,
+    connector_mlps,
+    connector_weights,
+    layer_sizes,
+    merged_positions,
+    row_work,
+)
 
 GB = 1e9  # bytes
 
@@ -164,8 +173,9 @@ def fixed_bytes(
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
     `images`: what UNets keep for backward.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
-    one layer's backward pass with its gathered weights, or Muon's update, where it takes more than `copies`. With one
-    microbatch, less what the embedding's gradient has room for: it is made last, and XLA uses its buffer until then.
+    one layer's backward pass with its gathered weights, or that of 2D convolutions before an audio encoder's layers, or
+    Muon's update, where it takes more than `copies`. With one microbatch, less what the embedding's gradient has room
+    for: it is made last, and XLA uses its buffer until then.
     `optimizer`: moments, unless they are in host memory (`update_bytes`).
     """
     counts = parameters(model)
@@ -188,6 +198,11 @@ def fixed_bytes(
         for tower, saved in layers.items()
     ]
     images, image_peaks = _unet_bytes(model, work, frozen, activation)
+    stem_peaks = [
+        stem_backward_bytes(encoder, work[name].positions, activation)
+        for name, encoder in model.encoders.items()
+        if name in layers and isinstance(encoder, AudioConfig)
+    ]
     tokens = sum(token_bytes(model, name, batch, activation) for name in batch.shape if name != "llm")
     copies = accumulates * activation * (trainable - in_layers) + (activation + cast) * layer
     for name, config in towers_of(model).items():
@@ -199,7 +214,7 @@ def fixed_bytes(
     embedding = 0.0
     if not accumulates and not model.llm.tied and "llm" not in frozen:
         embedding = MASTER * model.llm.vocab * model.llm.width * sharding.part_of("llm")
-    peaks = [max(loss, *layer_peaks, *image_peaks) - embedding, update_peak, 0.0]
+    peaks = [max(loss, *layer_peaks, *stem_peaks, *image_peaks) - embedding, update_peak, 0.0]
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
@@ -217,15 +232,16 @@ def _unet_bytes(
     model: ModelConfig, work: Mapping[str, Work], frozen: Set[str], activation: int
 ) -> tuple[float, list[float]]:
     """Count the bytes that all UNets keep for backward, and of each those of its largest block's backward pass."""
-    kept, peaks = 0.0, []
+    saved = 0.0
+    peaks = []
     for name, unet in unets(model).items():
         if not needed_gradients(name, model, frozen):
             continue
         images = work[name].tokens // unet.queries if name in work else 0
         of_images, largest = unet_saved_bytes(unet, images, activation, name not in frozen)
-        kept += of_images
+        saved += of_images
         peaks.append((1 + ALIVE) * largest if unet.remat == "full" else ALIVE * largest)
-    return kept, peaks
+    return saved, peaks
 
 
 def update_bytes(
@@ -381,6 +397,19 @@ def layer_backward_bytes(
     stream_parts = 1 if sharding.sequence_parallel == "off" else parts
     again = positions * (MLP_ARRAYS * layer.mlp * activation / parts + STREAMS * MASTER * layer.width / stream_parts)
     return ALIVE * (saved + again) + copied + ((activation + MASTER) * largest if sharding.shards > 1 else 0)
+
+
+def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -> float:
+    """Count the peak bytes of the backward pass of 2D convolutions: what they make again, with a gradient of each.
+
+    These are activations and the operands of products, nine times what they are read from. 1D ones take less than a
+    layer.
+    """
+    first, second, third = encoder.stem_bins
+    width = encoder.stem_width
+    activations = width * (4 * first + 2 * second + third)
+    operands = CONV_TAPS**2 * (4 * first * bool(width) + width * (2 * second + third))
+    return 2 * activation * positions * (activations + operands)
 
 
 def dispatch_bytes(llm: DecoderConfig, positions: int, sharding: ModelSharding, activation: int) -> float:

@@ -25,7 +25,7 @@ from mmjax.config import (
 )
 from mmjax.config.generators import Tower
 from mmjax.config.model import Sizes, connector_layers, connector_sizes, with_changes
-from mmjax.config.towers import CONV_STRIDE, Encoder
+from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
 
@@ -211,7 +211,7 @@ def _sizes_of_kind(config: Tower) -> LayerSizes:
         vectors = 2 * norm_parameters(c) + 2 * c.width * (c.qk_norm == "width") + 2 * c.width * c.layer_scale
     else:
         gated = False
-        biases = ("query", "value", "output", "up", "down")
+        biases = c.biases
         vectors = 2 * norm_parameters(c)
     outputs = {"query": queries + extra, "key": keys, "value": keys, "output": c.width, "down": c.width}
     vectors += sum(outputs.get(name, c.mlp_width) for name in biases)
@@ -260,7 +260,7 @@ def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> Mod
 def _mean_pairs(config: Tower, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
     """Average over a tower's layers: `pairs` without a window, `window_pairs` with one, of so many positions."""
     if isinstance(config, AudioConfig):
-        return window_pairs(config.chunk // CONV_STRIDE) if config.chunk else pairs
+        return window_pairs(config.chunk_positions * config.attended_chunks) if config.chunk else pairs
     if isinstance(config, Generator) or not config.windowed:
         return pairs
     window = config.window if isinstance(config, DecoderConfig) else config.window**2
@@ -285,6 +285,19 @@ def layers_of_connector(model: ModelConfig, name: str) -> Sizes:
     return connector_sizes(generator.connector, model.llm.width, generator.condition_width)
 
 
+def stem_products(config: AudioConfig, work: Work) -> tuple[int, int]:
+    """Count the multiply-adds of an audio encoder's stem: of the first convolution, whose input is data, and others."""
+    if not config.stem_width:
+        # The second one's outputs are the layers' positions.
+        return CONV_TAPS * config.mels * config.width * work.inputs, CONV_TAPS * config.width**2 * work.positions
+    first, second, third = config.stem_bins
+    width = config.stem_width
+    taps = CONV_TAPS**2 * width
+    # Of every position of the layers they have 4, 2 and 1.
+    later = taps * width * (2 * second + third) + third * width * config.width
+    return 4 * taps * first * work.positions, later * work.positions
+
+
 def connector_weights(model: ModelConfig, name: str) -> int:
     """Count the elements of a connector's matrices, which is also the multiply-adds per token."""
     return sum(rows * columns for rows, columns in layers_of_connector(model, name).values())
@@ -305,8 +318,8 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
         output_item = np.where(batch.coordinates[..., ROW] >= 0, batch.item, -1)
         layer_item = batch.item
         if isinstance(encoder, AudioConfig):
-            # The second convolution keeps every other frame, pooling the last of each group.
-            layer_item = output_item[:, ::CONV_STRIDE]
+            # The convolutions keep one frame of each position, pooling the last position of each group.
+            layer_item = output_item[:, :: encoder.stride]
             output_item = layer_item[:, encoder.pool - 1 :: encoder.pool]
         group = merged_positions(encoder)
         # A token exists where any member of its merge group does.
@@ -334,8 +347,9 @@ def _windows(encoder: Encoder, items: ItemBatch, layer_item: np.ndarray) -> np.n
     if isinstance(encoder, AudioConfig):
         if not encoder.chunk:
             return layer_item
-        time = items.coordinates[:, ::CONV_STRIDE, TIME] // CONV_STRIDE
-        return chunk_numbers(layer_item, time, np.arange(time.shape[1]), encoder.chunk // CONV_STRIDE)
+        time = items.coordinates[:, :: encoder.stride, TIME] // encoder.stride
+        positions = encoder.chunk_positions * encoder.attended_chunks
+        return chunk_numbers(layer_item, time, np.arange(time.shape[1]), positions)
     if not encoder.windowed:
         return layer_item
     window = encoder.window
@@ -367,7 +381,9 @@ def length_work(
     work = {"llm": Work(int(length.sum()), pairs)}
     for k, (name, config) in enumerate(model.item_modules.items()):
         inputs = useful[encoder == k].astype(np.int64)
-        positions = inputs // CONV_STRIDE if isinstance(config, AudioConfig) else inputs
+        positions = inputs
+        if isinstance(config, AudioConfig):
+            positions = config.layer_positions(inputs) if config.chunk else inputs // config.stride
         # Full attention inside an item: n queries of n keys each.
         pairs = int((positions**2).sum())
         # A length does not tell which windows an image's edge cuts: all are counted as complete.
@@ -395,7 +411,7 @@ def row_work(
             work[name] = Work(positions, positions * config.min_patches, positions, images * config.queries)
             continue
         # Padding included: the backend computes it like everything else.
-        layer_length = length // CONV_STRIDE if isinstance(config, AudioConfig) else length
+        layer_length = length // config.stride if isinstance(config, AudioConfig) else length
         positions = rows * layer_length
         if config.attention == "dense":
             work[name] = Work(positions, rows * layer_length**2)
@@ -440,7 +456,7 @@ def visited_pairs(
     by side.
     """
     if isinstance(config, AudioConfig):
-        offset, length, row_length = offset // CONV_STRIDE, length // CONV_STRIDE, row_length // CONV_STRIDE
+        offset, length, row_length = (x // config.stride for x in (offset, length, row_length))
     q, k = _blocks(config, row_length)
     padded = -(-row_length // max(q, k)) * max(q, k)  # of q and k, one divides the other
     order = np.lexsort((offset, row))

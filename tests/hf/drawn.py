@@ -582,6 +582,28 @@ def qwen2_5_omni(rng: np.random.Generator, vocab: int = 97, **tokens: int) -> tr
     )
 
 
+def qwen3_omni_moe(rng: np.random.Generator, vocab: int = 97, **tokens: int) -> transformers.PreTrainedConfig:
+    """Qwen3-Omni's thinker: Qwen3-VL's tower, experts in the text, and 2D convolutions over chunks of clips."""
+    text = qwen_text(rng, interleaved=True)
+    text |= expert_fields(rng, "qwen3_vl_moe", text["num_hidden_layers"]) | {"vocab_size": vocab}
+    half = between(rng, 49, 52)  # chunks that become 13 positions, as the class there has it
+    audio = audio_tower(rng) | {
+        "n_window": half,
+        "n_window_infer": 2 * half * between(rng, 1, 3) + between(rng, 0, 40),
+        "conv_chunksize": between(rng, 1, 4),
+        "downsample_hidden_size": between(rng, 5, 12),
+        "output_dim": text["hidden_size"],
+    }
+    return transformers.Qwen3OmniMoeThinkerConfig(
+        text_config=text,
+        vision_config=qwen3_tower(rng, text["hidden_size"]),
+        audio_config=audio,
+        position_id_per_seconds=pick(rng, 13, 13, 25, 6),
+        tie_word_embeddings=pick(rng, False, True),
+        **tokens,
+    )
+
+
 def unet(rng: np.random.Generator) -> Fields:
     """A UNet of Stable Diffusion, on images of any size that its levels can halve."""
     levels = pick(rng, 1, 2, 2, 3)

@@ -29,6 +29,8 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     **{kind: {"vision_config": {"out_hidden_size": 4096}} for kind in ("qwen3_vl", "qwen3_5")},
     "qwen2_5_omni": {"thinker_config": {"text_config": {}, "vision_config": {}}},
     "qwen2_5_omni_thinker": {"text_config": {}, "vision_config": {}},
+    "qwen3_omni_moe": {"thinker_config": {"text_config": {"hidden_size": 3584}, "vision_config": {}}},
+    "qwen3_omni_moe_thinker": {"text_config": {"hidden_size": 3584}, "vision_config": {}},
     **{kind: {"vision_config": {"out_hidden_size": 2048}} for kind in ("qwen3_vl_moe", "qwen3_5_moe")},
 }
 HEAD = ("`model_type`", "modules", "attention", "video", "context", "compared")

@@ -193,7 +193,9 @@ def check_packed(
             wanted = theirs(model, sample)
             if compare:
                 assert len(wanted) == here.stop - here.start, f"{len(wanted)} tokens there, {here} here"
-                same_logits(logits[row, here], wanted, number)
+                same_logits(
+                    logits[row, here], wanted, number, model, lambda model, sample=sample: theirs(model, sample)
+                )
             target, weight = (torch.tensor(getattr(text, f)[row, here]) for f in ("target", "weight"))
             total = total + (torch.nn.functional.cross_entropy(wanted, target.long(), reduction="none") * weight).sum()
         return total / count

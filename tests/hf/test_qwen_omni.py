@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's thinker computes what transformers computes of text, images, clips and videos in one row."""
+"""The thinkers of Qwen2.5-Omni and Qwen3-Omni compute what transformers computes of all media in one row."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ import pytest
 import soundfile
 import torch
 import transformers
-from checkpoints import CHATML, QWEN2_VL, byte_level, save
+from checkpoints import CHATML, byte_level, save
 from clips_made import frames_of, write_video
 from fine_tuning import moved
-from parity import loaded, random_model
+from omni_families import (
+    AUDIO,
+    AUDIO_END,
+    AUDIO_START,
+    FAMILIES,
+    IMAGE,
+    VISION_START,
+    Family,
+    rate_of,
+    rope_index,
+    template_of,
+    thinker,
+)
+from parity import loaded
 from parity_samples import check_packed, check_samples, is_text, packed_source
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_audio_towers import HOP, RATE, clip, features_there
+from test_audio_towers import HOP, RATE, clip
 from test_export import check_beside
 from test_video import patches_there, qwen2_indices, source_of
-from transformers import Qwen2_5OmniProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmjax import export
 from mmjax.config.model_validation import check_model
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
-
-IMAGE, VIDEO, AUDIO, VISION_START, AUDIO_START, AUDIO_END = 90, 91, 92, 93, 94, 95
-
-
-def thinker(rng: np.random.Generator, **own) -> torch.nn.Module:
-    tokens = {"image_token_index": IMAGE, "video_token_index": VIDEO, "audio_token_index": AUDIO}
-    marks = {"vision_start_token_id": VISION_START, "audio_start_token_id": AUDIO_START}
-    config = drawn.qwen2_5_omni(rng, audio_end_token_id=AUDIO_END, **tokens, **marks, **own)
-    for part in (config.text_config, config.vision_config, config.audio_config):
-        part._attn_implementation = "eager"
-    return random_model(config, transformers.Qwen2_5OmniThinkerForConditionalGeneration)
 
 
 def words(seed: int, count: int) -> np.ndarray:
@@ -54,7 +55,8 @@ def words(seed: int, count: int) -> np.ndarray:
 class There:
     """The inputs that transformers makes of a sample: stretches of tokens, images and clips."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, family: str) -> None:
+        self.family = FAMILIES[family]
         self.encoders = from_hf(folder).encoders
         vision = self.encoders["vision"]
         self.processor = Qwen2VLImageProcessorPil(
@@ -66,10 +68,10 @@ class There:
         unit = self.encoders["vision"].patch * self.encoders["vision"].connector.merge
         images = [part for part in parts if part.ndim == 3]
         clips = [part for part in parts if part.ndim == 1 and not is_text(part)]
-        inputs = features_there(self.encoders["audio"], clips) if clips else {}
-        lengths = (
-            iter([((n - 1) // 2 + 1 - 2) // 2 + 1 for n in inputs["feature_attention_mask"].sum(-1)]) if clips else ()
-        )
+        audio = self.encoders["audio"]
+        inputs = self.family.features(audio, clips) if clips else {}
+        frames = inputs["feature_attention_mask"].sum(-1).tolist() if clips else []
+        lengths = iter([self.family.audio_tokens(n, audio.chunk // 2) for n in frames])
         tokens: list[int] = []
         for part in parts:
             if is_text(part):
@@ -100,13 +102,14 @@ def samples_of(folder: Path, rng: np.random.Generator) -> list[list[np.ndarray]]
     ]
 
 
-@pytest.mark.default_cases("0")
+@pytest.mark.default_cases("qwen2_5_omni-0")
 @pytest.mark.parametrize("seed", range(12))
-def test_the_thinker_is_what_transformers_makes_of_it_images_and_clips_in_one_row(seed, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_thinker_is_what_transformers_makes_of_it_images_and_clips_in_one_row(family, seed, tmp_path):
     rng = np.random.default_rng(seed)
-    model = thinker(rng)
+    model = thinker(rng, family)
     model.save_pretrained(tmp_path)
-    there_inputs = There(tmp_path)
+    there_inputs = There(tmp_path, family)
     samples = samples_of(tmp_path, rng)
     batch = check_samples(
         model, tmp_path, samples, lambda model, parts: model(**there_inputs.inputs(parts), use_cache=False).logits[0]
@@ -114,41 +117,22 @@ def test_the_thinker_is_what_transformers_makes_of_it_images_and_clips_in_one_ro
     for number, parts in enumerate(samples):
         inputs = there_inputs.inputs(parts)
         audio = inputs["feature_attention_mask"].sum(1) if "feature_attention_mask" in inputs else None
-        positions, _ = model.get_rope_index(
+        positions, _ = rope_index(model)(
             inputs["input_ids"], inputs.get("image_grid_thw"), None, inputs["attention_mask"], False, audio
         )
         np.testing.assert_array_equal(batch.text.position[0][batch.text.owner[0] == number], positions[:, 0].T.numpy())
 
 
-NAMES = {"image": "<|IMAGE|>", "video": "<|VIDEO|>", "audio": "<|AUDIO|>"}
-MARKS = ("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>")
-TEMPLATE = QWEN2_VL.replace("{% elif 'text' in content %}", (
-    "{% elif content['type'] == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% elif 'text' in content %}"
-))  # fmt: skip
-for old, new in {
-    "vision_start": "vision_bos",
-    "vision_end": "vision_eos",
-    "image_pad": "IMAGE",
-    "video_pad": "VIDEO",
-}.items():
-    TEMPLATE = TEMPLATE.replace(f"<|{old}|>", f"<|{new}|>")
-
-
-def folder_of(rng: np.random.Generator, folder: Path) -> torch.nn.Module:
+def folder_of(rng: np.random.Generator, folder: Path, family: str) -> torch.nn.Module:
     """A checkpoint of drawn sizes with a real tokenizer, a chat template and processors."""
-    backend = byte_level((*CHATML, *NAMES.values(), *MARKS))
-    ids = {f"{kind}_token_index": backend.token_to_id(token) for kind, token in NAMES.items()}
-    ids |= {
-        "vision_start_token_id": backend.token_to_id(MARKS[0]),
-        "audio_start_token_id": backend.token_to_id(MARKS[2]),
-    }
-    config = drawn.qwen2_5_omni(rng, backend.get_vocab_size(), **ids)
-    config.text_config.max_position_embeddings = 4096
-    for part in (config.text_config, config.vision_config, config.audio_config):
-        part._attn_implementation = "eager"
-    model = random_model(config, transformers.Qwen2_5OmniThinkerForConditionalGeneration)
+    names, marks = FAMILIES[family].names, FAMILIES[family].marks
+    backend = byte_level((*CHATML, *names.values(), *marks))
+    ids = {kind: backend.token_to_id(token) for kind, token in names.items()}
+    ids |= {"see": backend.token_to_id(marks[0]), "hear": backend.token_to_id(marks[2])}
+    model = thinker(rng, family, backend.get_vocab_size(), **ids)
+    config = model.config
     model.save_pretrained(folder)
-    save(folder, backend, TEMPLATE, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    save(folder, backend, template_of(FAMILIES[family]), eos_token="<|im_end|>", pad_token="<|endoftext|>")
     vision = config.vision_config
     unit = (vision.patch_size * vision.spatial_merge_size) ** 2
     patches = {"patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size}
@@ -162,11 +146,10 @@ def folder_of(rng: np.random.Generator, folder: Path) -> torch.nn.Module:
         "video_processor_type": "Qwen2VLVideoProcessor",
         "size": {"shortest_edge": unit, "longest_edge": 6 * unit},
     }
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | pixels | {"fps": FPS}))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos | pixels | {"fps": rate_of(config)}))
     return model
 
 
-FPS = 3.0
 # Frames, frames per second and samples of sound.
 VIDEOS = {"0.mp4": (9, 10, 20_000), "1.mp4": (17, 5, 90_000), "2.mkv": (24, 8, 60_000), "3.mp4": (7, 3, 100_000)}
 
@@ -196,8 +179,9 @@ def conversations(rng: np.random.Generator, folder: Path) -> list[list[dict[str,
 class TalksThere:
     """The inputs that transformers makes of a conversation, from frames, images and clips that are decoded here."""
 
-    def __init__(self, folder: Path, source: Any, model: torch.nn.Module, sound: bool) -> None:
-        self.source, self.model, self.sound = source, model, sound
+    def __init__(self, folder: Path, source: Any, model: torch.nn.Module, sound: bool, family: Family) -> None:
+        self.source, self.model, self.sound, self.family = source, model, sound, family
+        self.fps = rate_of(model.config)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.encoders = from_hf(folder).encoders
 
@@ -211,8 +195,7 @@ class TalksThere:
             item = self.source.item(index, number)
             if part["type"] == "audio":
                 clips.append(item)
-                frames = -(-len(item) // HOP)
-                tokens, number = ((frames - 1) // 2 + 1 - 2) // 2 + 1, number + 1
+                tokens, number = self.audio_tokens(item), number + 1
             elif part["type"] == "image":
                 images.append(np.stack([item] * vision.temporal_patch_size))
                 tokens, number = self.tokens(images[-1]), number + 1
@@ -222,10 +205,11 @@ class TalksThere:
                 tokens, number = self.tokens(videos[-1]), number + count
                 if self.sound:
                     clips.append(self.source.item(index, number))
-                    text, number = text.replace(NAMES["video"], self.interleaved(videos[-1], clips[-1]), 1), number + 1
+                    text = text.replace(self.family.video, self.interleaved(videos[-1], clips[-1]), 1)
+                    number += 1
                     continue
-            text = text.replace(NAMES[part["type"]], f"<{part['type']}>" * tokens, 1)
-        for kind, token in NAMES.items():
+            text = text.replace(self.family.names[part["type"]], f"<{part['type']}>" * tokens, 1)
+        for kind, token in self.family.names.items():
             text = text.replace(f"<{kind}>", token)
         ids = torch.tensor([self.tokenizer(text)["input_ids"]])
         inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -235,29 +219,33 @@ class TalksThere:
                 inputs[f"pixel_values{suffix}"] = torch.cat([patches_there(a, vision) for a in arrays])
                 inputs[f"{name}_grid_thw"] = torch.tensor([self.grid(a) for a in arrays])
         if videos:
-            inputs["video_second_per_grid"] = torch.tensor([vision.temporal_patch_size / FPS] * len(videos))
-        return inputs | (features_there(self.encoders["audio"], clips) if clips else {})
+            inputs["video_second_per_grid"] = torch.tensor([vision.temporal_patch_size / self.fps] * len(videos))
+        return inputs | (self.family.features(self.encoders["audio"], clips) if clips else {})
+
+    def audio_tokens(self, wave: np.ndarray) -> int:
+        audio = self.encoders["audio"]
+        frames = int(self.family.features(audio, [wave])["feature_attention_mask"].sum())
+        return self.family.audio_tokens(frames, audio.chunk // 2)
 
     def interleaved(self, frames: np.ndarray, wave: np.ndarray) -> str:
         """What takes the place of the template's token, by the processor there."""
         vision, config = self.model.config.vision_config, self.model.config
         processor = SimpleNamespace(
-            audio_bos_token="<|audio_bos|>", audio_eos_token="<|audio_eos|>", audio_token="<audio>",
+            audio_bos_token=self.family.marks[2], audio_eos_token=self.family.marks[3], audio_token="<audio>",
             video_token="<video>", video_processor=SimpleNamespace(merge_size=vision.spatial_merge_size),
-            get_chunked_index=partial(Qwen2_5OmniProcessor.get_chunked_index, None),
+            get_chunked_index=partial(self.family.processor.get_chunked_index, None),
         )  # fmt: skip
-        seconds = vision.temporal_patch_size / FPS
+        seconds = vision.temporal_patch_size / self.fps
         videos = {"video_grid_thw": torch.tensor([self.grid(frames)]), "video_second_per_grid": [seconds]}
-        mels = -(-len(wave) // HOP)
-        audio = {"num_audio_tokens": [((mels - 1) // 2 + 1 - 2) // 2 + 1]}
-        return Qwen2_5OmniProcessor.replace_video_with_audio_token(
-            processor, videos, 0, audio, 0,
-            position_id_per_seconds=config.position_id_per_seconds, seconds_per_chunk=config.seconds_per_chunk,
-        )  # fmt: skip
+        audio = {"num_audio_tokens": [self.audio_tokens(wave)]}
+        chunks = {"seconds_per_chunk": getattr(config, "seconds_per_chunk", None)}  # Qwen2.5-Omni's alone
+        return self.family.processor.replace_video_with_audio_token(
+            processor, videos, 0, audio, 0, position_id_per_seconds=config.position_id_per_seconds, **chunks
+        )
 
     def frames(self, name: str) -> int:
         count, rate, _ = VIDEOS[name]
-        return len(qwen2_indices(count, rate, FPS, unit=self.model.config.vision_config.temporal_patch_size))
+        return len(qwen2_indices(count, rate, self.fps, unit=self.model.config.vision_config.temporal_patch_size))
 
     def grid(self, frames: np.ndarray) -> list[int]:
         vision = self.model.config.vision_config
@@ -270,7 +258,7 @@ class TalksThere:
         audio = inputs["feature_attention_mask"].sum(1) if "feature_attention_mask" in inputs else None
         grids = (inputs.get("image_grid_thw"), inputs.get("video_grid_thw"))
         seconds = inputs.get("video_second_per_grid")
-        positions, _ = self.model.get_rope_index(
+        positions, _ = rope_index(self.model)(
             inputs["input_ids"], *grids, inputs["attention_mask"], self.sound, audio, seconds
         )
         return positions[:, 0].T.numpy()
@@ -280,13 +268,16 @@ def logits_of(sound: bool, model: torch.nn.Module, inputs: dict[str, torch.Tenso
     return model(**inputs, use_audio_in_video=sound, use_cache=False).logits[0]
 
 
-@pytest.mark.default_cases("sound-0")
+@pytest.mark.default_cases("qwen2_5_omni-sound-0", "qwen3_omni_moe-sound-0")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("sound", [True, False], ids=["sound", "silent"])
-def test_packed_videos_and_clips_are_what_transformers_makes_of_each(sound: bool, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_videos_and_clips_are_what_transformers_makes_of_each(
+    family: str, sound: bool, seed: int, tmp_path: Path
+) -> None:
     """Tokens and positions equal, logits and gradients to 1e-4, of real files through our own loader."""
     rng = np.random.default_rng(seed)
-    model_there = folder_of(rng, tmp_path)
+    model_there = folder_of(rng, tmp_path, family)
     talks = conversations(rng, tmp_path)
     ours, params, model = loaded(tmp_path)
     if sound:
@@ -295,10 +286,10 @@ def test_packed_videos_and_clips_are_what_transformers_makes_of_each(sound: bool
         model = replace(model, encoders=model.encoders | {"vision": vision})
     source = source_of(tmp_path, model, talks)
     batch = packed_source(model, source)
-    talks_there = TalksThere(tmp_path, source, model_there, sound)
+    talks_there = TalksThere(tmp_path, source, model_there, sound, FAMILIES[family])
     model_inputs = [talks_there.inputs(index, talk) for index, talk in enumerate(talks)]
     text = batch.text
-    media_ids = talks_there.tokenizer.convert_tokens_to_ids(list(NAMES.values()))
+    media_ids = talks_there.tokenizer.convert_tokens_to_ids(list(FAMILIES[family].names.values()))
     for number, inputs in enumerate(model_inputs):
         span = text.owner[0] == number
         media = (text.slots["vision"][0, span] >= 0) | (text.slots["audio"][0, span] >= 0)
@@ -309,42 +300,59 @@ def test_packed_videos_and_clips_are_what_transformers_makes_of_each(sound: bool
     check_packed(model_there, ours, params, batch, model_inputs, partial(logits_of, sound))
 
 
-def test_a_whole_checkpoint_gives_its_thinker_and_is_exported_with_its_talker(tmp_path: Path, capsys: Any) -> None:
-    thinker_alone = thinker(np.random.default_rng(2))
+@pytest.mark.default_cases("qwen2_5_omni")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_checkpoint_gives_its_thinker_and_is_exported_with_its_talker(
+    family: str, tmp_path: Path, capsys: Any
+) -> None:
+    thinker_alone = thinker(np.random.default_rng(2), family)
     thinker_alone.save_pretrained(tmp_path / "alone")
-    checkpoint = transformers.Qwen2_5OmniForConditionalGeneration(
-        transformers.Qwen2_5OmniConfig(thinker_config=thinker_alone.config.to_dict(), enable_audio_output=False)
-    )
+    kind, config = FAMILIES[family].whole
+    checkpoint = kind(config(thinker_config=thinker_alone.config.to_dict(), enable_audio_output=False))
     checkpoint.thinker.load_state_dict(thinker_alone.state_dict())
     checkpoint.save_pretrained(tmp_path / "whole")
     path = tmp_path / "whole" / "model.safetensors"
-    spoken = {"talker.codec_head.weight": torch.randn(3, 5), "token2wav.bigvgan.bias": torch.randn(7)}
+    vocoder = {"qwen2_5_omni": "token2wav.bigvgan.bias", "qwen3_omni_moe": "code2wav.decoder.0.bias"}[family]
+    spoken = {"talker.codec_head.weight": torch.randn(3, 5), vocoder: torch.randn(7)}
     save_file(load_file(path) | spoken, path, metadata={"format": "pt"})
     run = moved(tmp_path / "whole", tmp_path / "run")
-    assert "talker.*, token2wav.* (which speak the answers) are not read" in capsys.readouterr().err
+    said = f"talker.*, {vocoder.split('.')[0]}.* (which speak the answers) are not read"
+    assert said in capsys.readouterr().err
     jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path / "alone")[1], loaded(tmp_path / "whole")[1])
     export.export(run, tmp_path / "out")
     check_beside(tmp_path / "whole", tmp_path / "out")
     source, written = load_file(path), load_file(tmp_path / "out" / "model.safetensors")
-    unchanged = {*spoken, "thinker.audio_tower.audio_bos_eos_token.weight"}
+    # Qwen2.5-Omni's marks of sound, which nothing reads, and mergers of layers that the tower does not have.
+    indexes = getattr(thinker_alone.config.vision_config, "deepstack_visual_indexes", ())
+    unread = [n for n, layer in enumerate(indexes) if layer >= thinker_alone.config.vision_config.depth]
+    prefixes = ("thinker.audio_tower.audio_bos_eos_token", *(f"thinker.visual.merger_list.{n}." for n in unread))
+    unchanged = {*spoken, *(key for key in source if key.startswith(prefixes))}
     assert {key for key in source if torch.equal(source[key], written[key])} == unchanged
-    again = transformers.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(tmp_path / "out")
+    again = FAMILIES[family].thinker.from_pretrained(tmp_path / "out")
     again.save_pretrained(tmp_path / "again")
     for key, tensor in load_file(tmp_path / "again" / "model.safetensors").items():
         assert torch.equal(tensor, written[key]), key
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "message"),
+    ("family", "part", "change", "message"),
     [
-        ("audio_config", {"output_dim": 7}, r"audio_config: output_dim=7, but the text's hidden_size is"),
-        ("audio_config", {"n_window": 0}, r"n_window=0, but there are positions 1 to"),
-        ("audio_config", {"activation_function": "mish"}, r"activation_function='mish' is not supported"),
-        ("vision_config", {"out_hidden_size": 7}, r"out_hidden_size=7"),
+        ("qwen2_5_omni", "audio_config", {"output_dim": 7}, r"audio_config: output_dim=7, but the text's hidden_size"),
+        ("qwen2_5_omni", "audio_config", {"n_window": 0}, r"n_window=0, but there are positions 1 to"),
+        ("qwen2_5_omni", "audio_config", {"activation_function": "mish"}, r"activation_function='mish' is not"),
+        ("qwen2_5_omni", "vision_config", {"out_hidden_size": 7}, r"out_hidden_size=7"),
+        ("qwen3_omni_moe", "audio_config", {"n_window": 48}, r"n_window=48: only chunks of 13 positions are known"),
+        ("qwen3_omni_moe", "audio_config", {"n_window_infer": 90}, r"n_window_infer=90 is less than a chunk"),
+        (
+            "qwen3_omni_moe",
+            "audio_config",
+            {"max_source_positions": 12},
+            r"max_source_positions=12, but a chunk has 13",
+        ),
     ],
 )
-def test_configs_that_cannot_be_read_are_refused_by_field(tmp_path, part, change, message):
-    config = drawn.qwen2_5_omni(np.random.default_rng(0)).to_dict()
+def test_configs_that_cannot_be_read_are_refused_by_field(tmp_path, family, part, change, message):
+    config = FAMILIES[family].draw(np.random.default_rng(0)).to_dict()
     config[part] |= change
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
@@ -366,12 +374,32 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(tmp_path):
     assert (videos.tokens_per_second, videos.seconds, videos.text_after) == (25.0, "nominal", "time")
 
 
+def test_what_qwen3_omnis_config_leaves_out_is_what_transformers_takes(tmp_path):
+    default = transformers.Qwen3OmniMoeThinkerConfig()
+    text, audio, tower = default.text_config, default.audio_config, default.vision_config
+    # The default width of the text there is not that of the encoders' outputs.
+    sparse = {"vision_config": {}, "text_config": {"hidden_size": tower.out_hidden_size}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": sparse}))
+    model = from_hf(tmp_path)
+    llm, eyes, ears = model.llm, model.encoders["vision"], model.encoders["audio"]
+    assert (llm.layers, llm.heads, llm.head_width) == (text.num_hidden_layers, text.num_attention_heads, 128)
+    assert (llm.kv_heads, llm.vocab, llm.norm_eps) == (text.num_key_value_heads, text.vocab_size, text.rms_norm_eps)
+    assert (llm.rope_theta, llm.rope_sections, llm.tied) == (text.default_theta, (24, 20, 20), False)
+    experts = (llm.experts.count, llm.experts.per_token, llm.experts.width, llm.experts.normalized)
+    assert experts == (text.num_experts, text.num_experts_per_tok, text.moe_intermediate_size, text.norm_topk_prob)
+    assert (eyes.layers, eyes.width, eyes.deepstack) == (tower.depth, tower.hidden_size, tower.deepstack_visual_indexes)
+    assert (ears.layers, ears.width, ears.chunk) == (audio.encoder_layers, audio.d_model, 2 * audio.n_window)
+    assert (ears.stem_width, ears.attended_chunks) == (audio.downsample_hidden_size, audio.n_window_infer // ears.chunk)
+    assert (eyes.videos.tokens_per_second, eyes.videos.turns) == (default.position_id_per_seconds, "patches")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"sound": "ears"}, r"videos\.sound=ears: name an audio encoder \(audio\)"),
         ({"sound": "audio", "seconds": "sampled"}, r"videos\.seconds=sampled: sound takes turns"),
         ({"sound": "audio", "fps": 0.25}, r"videos\.fps=0\.25: a temporal patch takes .* more than sound_chunk="),
+        ({"turns": "patches", "fps": 7.0}, r"videos\.fps=7: a temporal patch takes .* at which it takes whole ones"),
     ],
 )
 def test_sound_that_cannot_take_turns_with_frames_is_refused(tmp_path, change, message):

@@ -79,6 +79,12 @@ def pooled(model: ModelConfig) -> ModelConfig:
     return replace(model, encoders=model.encoders | {"audio": audio})
 
 
+def in_chunks(model: ModelConfig, mels: int = 5, width: int = 7) -> ModelConfig:
+    """Its clips as Qwen3-Omni has them: three 2D convolutions over chunks, and keys with a bias."""
+    clips = {"clips": LogMel(mels=mels), "chunk": 20, "attended_chunks": 2, "stem_width": width, "key_bias": True}
+    return replace(model, encoders=model.encoders | {"audio": replace(model.encoders["audio"], **clips)})
+
+
 def without_norms(model: ModelConfig) -> ModelConfig:
     """Its connectors take what encoders give as it is."""
     encoders = {name: replace(e, connector=replace(e.connector, norm="none")) for name, e in model.encoders.items()}
@@ -253,7 +259,7 @@ def test_padding_needs_nothing() -> None:
     fields = {f: x for f, x in batch.text._asdict().items() if f in TOKEN_FIELDS}
     text = TextBatch(**{f: pad(x, -1 if f == "sample" else 0) for f, x in fields.items()}, slots={}, send={})
     items = {
-        e: ItemBatch(*(pad(x, -1 if f == "item" else 0) for f, x in b._asdict().items()))
+        e: ItemBatch(*(pad(x, -1 if f == "item" else 0) for f, x in b._asdict().items() if x is not None))
         for e, b in batch.items.items()
     }
     assert step_needed(model, text, items, frozenset()) == step_needed(model, batch.text, batch.items, frozenset())
@@ -300,10 +306,12 @@ def xlas_count(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1)
         (WIDE, FROZEN[0]),
         (WIDE, FROZEN[1]),
         (WIDE, FROZEN[2]),
+        (in_chunks(WIDE, 24, 40), FROZEN[0]),
+        (in_chunks(WIDE, 24, 40), FROZEN[1]),
         *((recomputing(policy), frozen) for policy in get_args(Remat)[1:] for frozen in (FROZEN[0], FROZEN[2])),
     ],
     ids=[
-        *("all trainable", "frozen encoders", "frozen llm"),
+        *("all trainable", "frozen encoders", "frozen llm", "2D convolutions", "frozen 2D convolutions"),
         *(f"{policy}, {kind}" for policy in get_args(Remat)[1:] for kind in ("all trainable", "frozen llm")),
     ],
 )
@@ -427,7 +435,7 @@ def test_parameters_are_those_of_the_built_model(llm: dict, grid: int) -> None:
     model = make_model(**{"encoder_layers": 3} | llm)
     towers = {e: replace(c, connector=replace(c.connector, position_grid=grid)) for e, c in model.encoders.items()}
     plain = replace(model, encoders=towers)
-    for model in (plain, pooled(plain)):
+    for model in (plain, pooled(plain), in_chunks(plain)):
         counts: Counter[str] = Counter()
         for path, leaf in jax.tree_util.tree_flatten_with_path(Model.build(model, jnp.float32).abstract)[0]:
             counts[module_of(tuple(k.key for k in path))] += leaf.size

@@ -16,7 +16,6 @@ from tiny_run import MERGE, paths, stderr_of, tiny_config
 
 from mmjax.batch import Microbatch
 from mmjax.config import BatchConfig, Config, MeshConfig, NoBalance, NoGrouping, PostBalance, Samples
-from mmjax.config.towers import CONV_STRIDE
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import Topology
@@ -204,7 +203,7 @@ def test_encoders_spread_over_the_tensor_axis_send_no_activations_but_their_toke
     made = replace(made, model=replace(made.model, encoders=narrow))
     batch = first_batch(made, tmp_path, mesh_topology(make_mesh(mesh, jax.devices()), mesh))
     lengths = {name: items.item.shape[1] for name, items in batch.items.items()}
-    inside = {lengths["vision"], lengths["audio"], lengths["audio"] // CONV_STRIDE}
+    inside = {lengths["vision"], lengths["audio"], lengths["audio"] // made.model.encoders["audio"].stride}
     _, found = compiled(made, mesh, batch, ENCODER_WIDTH, (*MOVING, "all-reduce"))
     activations = [c for c in found if any(inside.intersection(shape) for shape in c.shapes)]
     assert found

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.config import AudioConfig, LogMel, StoredTable, WhisperMel
-from mmjax.config.towers import CONV_STRIDE
 from mmjax.errors import BadMedia
 
 RANGE = 8.0  # decades below the loudest bin at which power is clamped, as in Whisper
@@ -81,6 +80,8 @@ def window_frames(config: WhisperMel) -> int:
 
 def valid_frames(config: WhisperMel, samples: int) -> int:
     """Count the frames centred inside a clip of that many samples: those that the extractor's attention mask counts."""
+    if config.end == "mirror":
+        return samples // config.hop
     return min(-(-samples // config.hop), window_frames(config))
 
 
@@ -92,6 +93,8 @@ def split_into_windows(config: WhisperMel, samples: int) -> tuple[tuple[int, int
     """
     if samples < 1:
         raise BadMedia("a clip of 0 samples is empty")
+    if config.end == "mirror" and samples <= config.window // 2:
+        raise BadMedia(f"a clip of {samples} samples is too short to be mirrored over half a window of {config.window}")
     window = config.seconds * config.sample_rate
     if samples > window and config.longer == "refuse":
         seconds = f"{samples / config.sample_rate:.1f} s"
@@ -120,7 +123,8 @@ def whisper_log_mel(config: WhisperMel, wave: np.ndarray, extra_frames: int = 0)
     frames = min(valid + extra_frames, window_frames(config))
     # Frames that overlap the clip, which may be some after the last valid one; all others are silent. They are computed
     # even if not returned, since power is clamped relative to the window's maximum.
-    overlapping = min(-(-(wave.size + config.window // 2) // config.hop), window_frames(config))
+    mirrored = config.end == "mirror"
+    overlapping = valid if mirrored else min(-(-(wave.size + config.window // 2) // config.hop), window_frames(config))
     decades = np.full((max(frames, overlapping), config.mels), np.log10(np.float32(FLOOR)))
     decades[:overlapping] = np.log10(np.maximum(_centred_power(config, wave, overlapping), FLOOR))
     return ((np.maximum(decades, decades.max() - RANGE) + 4) / 4)[:frames].astype(np.float32)
@@ -130,7 +134,7 @@ def _centred_power(config: WhisperMel, wave: np.ndarray, count: int) -> np.ndarr
     """Compute mel power `[count, mels]` of the first frames, as torch.stft(center=True, pad_mode="reflect")."""
     # Frame k is centred on sample k * hop of the window, whose samples are mirrored about its first and its last.
     half = config.window // 2
-    window_end = half + config.seconds * config.sample_rate
+    window_end = half + (wave.size if config.end == "mirror" else config.seconds * config.sample_rate)
     padded = np.zeros(half + max(wave.size, half + 1, (count - 1) * config.hop + half), np.float32)
     padded[half : half + wave.size] = wave
     # With half 2 and samples a b c d: c b | a b c d | c b, without repeating a and d.
@@ -145,11 +149,7 @@ class ClipSize(NamedTuple):
 
     frames: int  # that become positions of the layers
     input_frames: int  # frames and, behind them, those of the padding silence that only the convolutions read
-
-    @property
-    def positions(self) -> int:
-        """Positions in the encoder's layers."""
-        return -(-self.frames // CONV_STRIDE)
+    positions: int  # in the encoder's layers
 
 
 def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
@@ -159,7 +159,8 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
     """
     clips = encoder.clips
     table = encoder.positions
-    max_frames = table.positions * CONV_STRIDE if isinstance(table, StoredTable) else None
+    stride = encoder.stride
+    max_frames = table.positions * stride if isinstance(table, StoredTable) else None
     if isinstance(clips, LogMel):
         frames = conv_frames = frame_count(samples, clips.window, clips.hop)
     else:
@@ -168,12 +169,23 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
         frames = window if clips.attended == "window" else valid_frames(clips, samples)
         # Position p reads frames 2p - 2 to 2p + 2: 5 frames make positions 0, 1, 2, and position 2 reads up to frame
         # 6, so 5 + 5 % 2 + 1 = 7 frames are needed; 4 frames make 0 and 1, which read up to frame 4: 5 frames.
-        conv_frames = min(frames + frames % CONV_STRIDE + 1, window, *(() if max_frames is None else (max_frames,)))
+        conv_frames = min(frames + frames % stride + 1, window, *(() if max_frames is None else (max_frames,)))
         if encoder.chunk:  # whose convolutions read no silence
             conv_frames = frames
+        if encoder.stem_width and frames > encoder.chunk:  # but zeros behind a clip, up to the size of its other chunks
+            whole, rest = divmod(frames, encoder.chunk)
+            conv_frames = whole * encoder.chunk + min(-(-rest // stride) * stride, encoder.chunk)
     if max_frames is not None and frames > max_frames:
         raise BadMedia(f"a clip of {frames} frames is longer than the {max_frames} of which the encoder has positions")
-    return ClipSize(frames, conv_frames)
+    return ClipSize(frames, conv_frames, encoder.layer_positions(frames))
+
+
+def frame_columns(encoder: AudioConfig, frames: int) -> np.ndarray:
+    """Return where the frames of a clip stand in its part of a row, int `[frames]`: chunks begin with a position."""
+    if not encoder.chunk:
+        return np.arange(frames)
+    chunk, index = np.divmod(np.arange(frames), encoder.chunk)
+    return chunk * encoder.chunk_positions * encoder.stride + index
 
 
 def split_clip(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...]:
@@ -184,9 +196,12 @@ def split_clip(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...
 
 
 def log_mel_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
-    """Compute frames float32 `[input_frames, mels]` of a clip float `[samples]`, as `clip_size` says."""
+    """Compute frames float32 `[n, mels]` of a clip float `[samples]`: the first of `clip_size`'s input frames.
+
+    The others are zeros.
+    """
     clips = encoder.clips
     if isinstance(clips, LogMel):
         return log_mel(wave, clips.sample_rate, clips.window, clips.hop, clips.mels)
     extra_frames = clip_size(encoder, len(wave)).input_frames - valid_frames(clips, len(wave))
-    return whisper_log_mel(clips, wave, extra_frames)
+    return whisper_log_mel(clips, wave, 0 if encoder.chunk else extra_frames)

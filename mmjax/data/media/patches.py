@@ -22,8 +22,8 @@ from mmjax.config import (
     UnetConfig,
     VisionConfig,
 )
-from mmjax.config.towers import CONV_STRIDE, Encoder
-from mmjax.data.media.audio_features import clip_size, log_mel_frames
+from mmjax.config.towers import Encoder
+from mmjax.data.media.audio_features import clip_size, frame_columns, log_mel_frames
 from mmjax.errors import BadMedia
 
 Encoders = Mapping[str, Encoder]  # by name, in the model's order
@@ -49,7 +49,7 @@ class EncoderInput(NamedTuple):
 def positions_per_token(module: Encoder | Generator) -> int:
     """Return how many positions of an encoder's row become one token of the LLM; 1 for a generator."""
     merge = module.connector.merge
-    return CONV_STRIDE * module.pool * merge if isinstance(module, AudioConfig) else merge * merge
+    return module.stride * module.pool * merge if isinstance(module, AudioConfig) else merge * merge
 
 
 def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
@@ -61,7 +61,7 @@ def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
     if isinstance(encoder, VisionConfig):
         return -(-encoder.own_tokens // encoder.connector.merge**2)
     how = encoder.clips
-    return int(encoder.pool > 1 or (not isinstance(how, LogMel) and how.attended == "clip"))
+    return int(encoder.pool > 1 or (not isinstance(how, LogMel) and how.attended == "clip" and not encoder.chunk))
 
 
 def item_size(encoder: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
@@ -207,13 +207,18 @@ def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Enc
         return _with_own_tokens(item, encoder) if encoder.class_token else item
     frames = log_mel_frames(encoder, array)
     positions = item_size(encoder, array.shape).positions
+    size = clip_size(encoder, len(array))
+    columns = frame_columns(encoder, size.input_frames)
     values = np.zeros((positions, encoder.mels), np.float32)
-    values[: len(frames)] = frames
+    values[columns[: len(frames)]] = frames
+    valid = np.zeros(positions, bool)
+    valid[columns] = True
     coordinates = np.zeros((positions, 3), np.int32)
     coordinates[:, TIME] = np.arange(positions)
     # Row -1 marks frames that the convolutions read but that make no position of the layers.
-    coordinates[clip_size(encoder, len(array)).frames :, ROW] = -1
-    return EncoderInput(values, coordinates, coordinates[:, TIME] < len(frames))
+    coordinates[:, ROW] = -1
+    coordinates[columns[: size.frames], ROW] = 0
+    return EncoderInput(values, coordinates, valid)
 
 
 def to_patches(image: np.ndarray, patch: int, merge: int) -> EncoderInput:

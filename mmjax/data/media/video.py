@@ -60,7 +60,7 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
         seconds_per_frame = header.frames / float(header.rate or how.fps) / len(indices)
         indices = _filled(indices, unit)
         times = _rotary_times(how, len(indices) // unit, unit * seconds_per_frame, unit)
-        return SampledVideo(indices, size, times=tuple(times.astype(int).tolist()))
+        return SampledVideo(indices, size, times=tuple(times.tolist()))
     if isinstance(how, Qwen3Video):
         indices = _first_to_last(how, header)
         size = _qwen3_size(how, size, merged, len(indices), unit)
@@ -83,15 +83,18 @@ def sample_video(encoder: VisionConfig, header: VideoHeader) -> SampledVideo:
 
 
 def _rotary_times(how: Qwen2Video, count: int, sampled: float, unit: int) -> np.ndarray:
-    """Compute the times of so many temporal patches in float32, rounded as transformers does for each family.
+    """Compute the times of so many temporal patches, whole positions, as transformers does for each family.
+
+    In float32, and cut off; where parts of positions count there are none.
 
     sampled: seconds between the frames taken that begin two of them.
     """
     patches = np.arange(count, dtype=np.float32)
     per_second = np.float32(how.tokens_per_second)
     if how.seconds == "nominal":
-        return patches * np.float32(unit / how.fps) * per_second
-    return patches * (per_second * np.float32(sampled) if how.tokens_per_second else np.float32(1))
+        times = patches * np.float32(unit / how.fps) * per_second
+        return (np.rint(times) if how.turns == "patches" else times).astype(int)
+    return (patches * (per_second * np.float32(sampled) if how.tokens_per_second else np.float32(1))).astype(int)
 
 
 def _every_nth(how: Qwen2Video, header: VideoHeader, unit: int) -> np.ndarray:

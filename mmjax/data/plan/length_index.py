@@ -18,7 +18,6 @@ import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
 from mmjax.config import AudioConfig, Generator, UnetConfig
-from mmjax.config.towers import CONV_STRIDE
 from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
 from mmjax.data.sample import BadSample, SampleLengths, Source
 from mmjax.data.storage.array_store import Damaged, open_arrays, print_recomputation, save_arrays
@@ -114,7 +113,7 @@ def index_of_lengths(lengths: Mapping[str, np.ndarray], modules: ItemModules) ->
     """
     llm = np.asarray(lengths["llm_tokens"], np.int64)
     per_token = np.array([positions_per_token(module) for module in modules.values()], np.int64)
-    stride = np.array([CONV_STRIDE if isinstance(m, AudioConfig) else 1 for m in modules.values()], np.int64)
+    stride = np.array([m.stride if isinstance(m, AudioConfig) else 1 for m in modules.values()], np.int64)
     useful = np.stack([np.asarray(lengths[name], np.int64) for name in modules], axis=1) * stride
     queries = np.array([m.queries if isinstance(m, Generator) else 0 for m in modules.values()], np.int64)
     size = np.array([m.min_patches if isinstance(m, UnetConfig) else 0 for m in modules.values()], np.int64)

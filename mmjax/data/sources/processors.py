@@ -176,14 +176,17 @@ class MediaProcessors:
             texts = (*video.texts, "") if video.texts else ()
             frames = MediaItems(name, sizes, times=video.times, text_after=text_after, texts=texts)
             sound = ClipHeader(*facts[2:]) if self.sound and facts[2:] else SILENT
-            return frames if sound == SILENT else frames._replace(sound=self._sound(how, sound))
+            return frames if sound == SILENT else frames._replace(sound=self._sound(how, sound, video.times))
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))
 
-    def _sound(self, how: Qwen2Video, header: ClipHeader) -> Sound:
+    def _sound(self, how: Qwen2Video, header: ClipHeader, times: Sequence[int]) -> Sound:
         encoder = self.encoders[how.sound]
         samples = resampled_length(header, encoder.sample_rate)
-        return Sound(how.sound, samples, item_size(encoder, (samples,)).tokens, how.sound_chunk)
+        tokens = item_size(encoder, (samples,)).tokens
+        if how.turns == "patches":  # chunks of one patch each, and one that nothing cuts where there is one alone
+            return Sound(how.sound, samples, tokens, times[1] if len(times) > 1 else tokens, marks="apart")
+        return Sound(how.sound, samples, tokens, how.sound_chunk, marks="together")
 
     def decoded(self, kind: Medium, file: FileRef, images: int) -> tuple[np.ndarray, ...]:
         """Decode a medium's file to its items, of the sizes that `items` returns. Raises BadMedia."""

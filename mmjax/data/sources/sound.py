@@ -1,11 +1,11 @@
-"""Videos with their own sound: a medium beside each video's frames, and both interleaved in time (Qwen2.5-Omni)."""
+"""Videos with their own sound: a medium beside each video's frames, and both interleaved in time (Qwen-Omni)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mmjax.data.sample import SOUND, ArrangedItems, Conversation, Item, MediaPlace, Sample, Text
 from mmjax.data.storage.files import Conversations, FileRef, hash_strings
@@ -56,6 +56,9 @@ class Sound(NamedTuple):
     samples: int
     tokens: int  # in the LLM
     chunk: int  # positions along t of the chunks in which frames and sound take turns
+    marks: Literal[
+        "together", "apart"
+    ]  # each mark of sound stands beside that of the video, or at a position of its own
 
 
 def interleave_sound(sample: Sample, first: int, times: Sequence[int], sound: Sound) -> Sample:
@@ -63,7 +66,7 @@ def interleave_sound(sample: Sample, first: int, times: Sequence[int], sound: So
 
     times: of the temporal patches. With chunks of 50 positions, patches at 0, 25, 50 and 75, and 80 tokens of sound:
     patches 0 and 1, tokens 0 to 49, patches 2 and 3, tokens 50 to 79. The marks around them, the last token before and
-    the first behind, stand at the positions of the marks outside of those, as in transformers.
+    the first behind, stand at the positions of the marks outside of those, or at their own, as in transformers.
     """
     segments = list(sample.segments)
     index = next(k for k, s in enumerate(segments) if isinstance(s, Item) and s.number == first)
@@ -87,7 +90,8 @@ def interleave_sound(sample: Sample, first: int, times: Sequence[int], sound: So
     assert isinstance(following, Text)
     outer_begin, begin = _cut(previous, len(previous.tokens) - 1)
     end, outer_end = _cut(following, 1)
-    marked = [outer_begin, replace(begin, back=1), *turns, end, replace(outer_end, back=1)]
+    back = int(sound.marks == "together")
+    marked = [outer_begin, replace(begin, back=back), *turns, end, replace(outer_end, back=back)]
     marked = [s for s in marked if not isinstance(s, Text) or len(s.tokens)]
     return Sample((*segments[: index - 1], *marked, *segments[index + len(times) + 2 :]))
 

@@ -44,11 +44,11 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
                 )
                 return {"image": Placeholder(named.get("image_token", "<|image_pad|>")), "video": video}
             case "qwen25omni" | "qwen25omnithinker":
-                tokens = {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
-                kinds = {kind: Placeholder(named.get(f"{kind}_token", token)) for kind, token in tokens.items()}
-                begin = named.get("audio_bos_token", "<|audio_bos|>")
-                end = named.get("audio_eos_token", "<|audio_eos|>")
-                return kinds | {"video": replace(kinds["video"], sound_before=begin, sound_after=end)}
+                names = {kind: f"<|{kind.upper()}|>" for kind in ("image", "audio", "video")}
+                return _with_sound(named, names, "<|audio_bos|>", "<|audio_eos|>")
+            case "qwen3omnimoe" | "qwen3omnimoethinker":
+                names = {kind: f"<|{kind}_pad|>" for kind in ("image", "audio", "video")}
+                return _with_sound(named, names, "<|audio_start|>", "<|audio_end|>")
             case "qwen2audio":
                 return {"audio": Placeholder(named.get("audio_token", "<|AUDIO|>"))}
             case "internvl":
@@ -68,6 +68,14 @@ def folder_placeholders(folder: str, named: Mapping[str, str]) -> dict[str, Plac
             case "internvlchat":
                 return {"image": Placeholder("<image>", "<IMG_CONTEXT>", "<img>", "</img>")}
     return {}
+
+
+def _with_sound(named: Mapping[str, str], tokens: Mapping[str, str], begin: str, end: str) -> dict[str, Placeholder]:
+    """Return the placeholders of a Qwen-Omni, by these names unless the folder has others."""
+    kinds = {kind: Placeholder(named.get(f"{kind}_token", token)) for kind, token in tokens.items()}
+    begin = named.get("audio_bos_token", begin)
+    end = named.get("audio_eos_token", end)
+    return kinds | {"video": replace(kinds["video"], sound_before=begin, sound_after=end)}
 
 
 def folder_families(path: Path, processor: Mapping[str, object]) -> list[str]:

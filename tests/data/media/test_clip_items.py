@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mmjax.config import AudioConfig, ConnectorConfig, LogMel, StoredTable, WhisperMel
+from mmjax.config import AudioConfig, ConnectorConfig, LogMel, Sinusoids, StoredTable, WhisperMel
 from mmjax.data.media.audio_features import ClipSize, clip_size, log_mel_frames, whisper_log_mel
 from mmjax.data.media.patches import encoder_input, hidden_tokens, item_size, positions_per_token
 from mmjax.errors import BadMedia
@@ -49,7 +49,7 @@ def test_own_frames_of_any_length_are_pooled_too():
 
 @pytest.mark.parametrize(("frames", "held"), [(1, 3), (2, 3), (3, 5), (98, 99), (99, 100), (100, 100)])
 def test_convolutions_reach_two_frames_beyond_the_middle_of_the_last_position(frames, held):
-    assert clip_size(QWEN, frames * HOP) == ClipSize(frames, held)
+    assert clip_size(QWEN, frames * HOP) == ClipSize(frames, held, -(-frames // 2))
 
 
 def test_clips_beyond_the_window_or_the_positions_or_below_one_token_are_bad():
@@ -62,3 +62,19 @@ def test_clips_beyond_the_window_or_the_positions_or_below_one_token_are_bad():
     with pytest.raises(BadMedia, match="a clip of 320 samples is too short"):
         item_size(QWEN, (2 * HOP,))
     assert item_size(QWEN, (2 * HOP + 1,)).tokens == 1
+
+
+def test_chunks_of_2d_convolutions_begin_with_a_position_and_the_last_is_read_as_if_it_were_whole():
+    """A chunk of 20 frames is 3 positions of 8, and of 27 frames the 7 of the second chunk are one."""
+    clips = replace(QWEN.clips, end="mirror")
+    encoder = AudioConfig(1, 16, 2, 24, clips, Sinusoids(), chunk=20, stem_width=4, connector=ConnectorConfig(merge=1))
+    for frames, positions, read in ((27, 4, 28), (20, 3, 20), (7, 1, 7), (33, 5, 36)):
+        wave = clip(frames * HOP + 5)
+        assert clip_size(encoder, len(wave)) == ClipSize(frames, read, positions)
+        assert item_size(encoder, wave.shape) == (8 * positions, positions, read)
+        row = encoder_input(encoder, wave)
+        heard = row.coordinates[:, 1] == 0
+        np.testing.assert_array_equal(np.flatnonzero(heard), [n if n < 20 else n + 4 for n in range(frames)])
+        np.testing.assert_array_equal(row.values[heard], whisper_log_mel(clips, wave))
+        assert row.valid.sum() == read
+        assert not row.values[~heard].any()
