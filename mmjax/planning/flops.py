@@ -213,9 +213,10 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
     """Return whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
     adapters = set(adapted_modules(model))
     tower = module.removesuffix(".connector")
-    # An encoder is fed by nothing, its connector by it, the LLM by all that run, a generator's connector by the LLM.
-    encoders = [name for name in model.encoders if name in running]
-    feeding_llm = {*encoders, *(f"{name}.connector" for name in encoders)}
+    # An encoder is fed by nothing, its connector by it, the LLM by all that run, a generator's connector by the LLM,
+    # whose inputs have the connector's learned queries among them.
+    encoders = {name for name in model.encoders if name in running}
+    feeding_llm = encoders | {f"{name}.connector" for name in model.item_modules if name in running}
     if module == "llm":
         feeding = feeding_llm
     elif tower in model.generators:

@@ -320,8 +320,8 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
     if tower == "llm":
         # One of the text's fields, the position, has an entry for each axis.
         axes = max(len(model.llm.rope_sections), 1)
-        # One column of `slots` for each encoder, beside the fields.
-        return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
+        # One column of `slots` for each encoder and generator, beside the fields.
+        return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.item_modules))
     if tower in model.generators:
         # Pixels are bytes, latents float32.
         generator = model.generators[tower]
