@@ -233,8 +233,8 @@ def _backward_products(blocks: list[UnetBlock], trained: bool, upstream: bool, r
         return of_weights + of_inputs
     if not upstream:
         return 0.0
-    first, *others = _reached(blocks, trained)
-    rest = sum(b.weights - b.time + b.condition + ratio * b.attention + 2 * b.cross for b in others)
+    first, *later = _reached(blocks, trained)
+    rest = sum(b.weights - b.time + b.condition + ratio * b.attention + 2 * b.cross for b in later)
     return first.downstream + first.condition + 1.5 * first.cross + rest
 
 
