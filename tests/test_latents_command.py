@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import run
-from llava_folder import save_tokenizer
-from vae_folder import save_vae
+from vae_folder import DRAWINGS, drawing_words, save_vae
 
 sys.path.append(str(Path(__file__).parent / "data"))
-from files_made import asked, lines, picture, write
+from files_made import asked
 
 from mmjax import index, train
 from mmjax.config import Generator
@@ -31,43 +30,10 @@ from mmjax.errors import BadMedia
 from mmjax.runtime.latents import latent_folders, read_images
 from mmjax.runtime.vae import load_vae
 
-DRAWINGS = 6
-
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """A config's edits: images to draw of two sizes, one of them broken, and a record of text alone."""
-    save_vae(tmp_path / "model" / "vae")
-    save_tokenizer(tmp_path / "chat")
-    sizes = [(8, 12), (16, 8)]
-    write(tmp_path, {f"{i}.png": picture(*sizes[i % 2], colour=30 * i) for i in range(DRAWINGS)})
-    whole = picture(8, 8)
-    write(tmp_path, {"broken.png": whole[:-20]})  # its header is whole
-    records = [asked(f"draw {i}", "<image>", image=f"{i}.png") for i in range(DRAWINGS)]
-    records += [asked("draw", "<image>", image="broken.png"), asked("why?")]
-    lines(tmp_path / "train.jsonl", records)
-    lines(tmp_path / "test.jsonl", records[:2])
-    generator = "model.generators.picture"
-    return [
-        "tiny_text",
-        "model.llm.vocab=320",
-        f"{generator}=diffusion_transformer",
-        *(f"{generator}.{key}={n}" for key, n in (("layers", 1), ("width", 32), ("heads", 2), ("mlp_width", 32))),
-        f"{generator}.condition_width=16",
-        f"{generator}.min_patches=4",
-        f"{generator}.queries=4",
-        f"{generator}.latents=vae",
-        f"{generator}.latents.factor=2",
-        f"{generator}.latents.weights={tmp_path}/model",
-        "batch.rows.picture=1",
-        f"data.chat.folder={tmp_path}/chat",
-        "data.chat.placeholders.image.written=<image>",
-        "data.sources={}",
-        "data.sources.drawings=llava",
-        f"data.sources.drawings.path={tmp_path}/train.jsonl",
-        f"data.sources.drawings.test={tmp_path}/test.jsonl",
-        f"data.cache={tmp_path}/cache",
-    ]
+    return drawing_words(tmp_path)
 
 
 def made(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> tuple[list[Path], str, str]:

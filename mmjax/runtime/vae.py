@@ -20,7 +20,8 @@ from mmjax.models.layer_stacks import Params
 from mmjax.models.vae import VaeModel
 from mmjax.runtime.weights import check_fits
 
-# Pixels that a device takes at a time: 8 images of 512 x 512, whose activations take about 1 GiB each.
+# Pixels that a device takes at a time: 8 images of 512 x 512, to encode which Stable Diffusion's VAE needs 3 GiB beside
+# its weights, and 7 GiB to decode them.
 PIXELS = 2**21
 CPU_PIXELS = 2**18
 MAX_IMAGES = 64  # of a device, however small they are
