@@ -2,7 +2,7 @@
 
 Reads the headers of all media, once for each file, lists the bad samples, and draws the lengths of all others; in
 tokens where the config has a chat format. Training reuses the results from a cache. ``--to arrayrecord OUT`` writes the
-format to train on at scale.
+format to train on at scale. ``--latents`` makes the latents of the images that generators learn to make.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from mmjax.data.sample import Split
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
 from mmjax.data.sources.chat_source import BadSampleEntry
 from mmjax.data.sources.media_sizes import MediaFacts, Progress, read_facts
-from mmjax.data.sources.opening import cache_folder, open_conversations, open_sources, path_of
+from mmjax.data.sources.opening import SPLITS, cache_folder, open_conversations, open_sources, part_name, path_of
 from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.files import Conversations
 from mmjax.disk import json_lines
 from mmjax.errors import BadMedia, UserError, exit_process, run_command
 
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 ARRAY_RECORD = "arrayrecord"
 PICTURE = "lengths.svg"
 BAD = "bad.jsonl"
@@ -61,8 +60,8 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Name of the source, and of the split unless it is train, which most sources have alone."""
-        return self.source if self.split == "train" else f"{self.source} {self.split}"
+        """Name of the source and the split."""
+        return part_name(self.source, self.split)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -81,6 +80,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="N",
         help="also say at how many frames per second videos have so many tokens",
     )
+    parser.add_argument(
+        "--latents",
+        action="store_true",
+        help="make the latents of the images that generators learn to make, with their frozen VAE, and nothing else",
+    )
     args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
     if args.video_tokens is not None and args.video_tokens < 1:
         raise UserError(f"--video-tokens {args.video_tokens}: give at least 1")
@@ -89,9 +93,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     named = next((word for word in args.words if "=" not in word), "")
     config = load(find_config(named) if named else default_config(), [word for word in args.words if word is not named])
     out = _make_folder("--out", args.out or Path("index") / config.name)
+    if args.latents:
+        from mmjax.runtime.latents import make_all_latents  # starts JAX
+
+        _list_bad(list(make_all_latents(config)), out / BAD)
+        return
     parts = list(read_parts(config))
     print_lines(*report(parts), *report_rates(config, parts, args.video_tokens))
-    _list_bad(parts, out / BAD)
+    _list_bad([BadSampleEntry(f"{p.name}[{i}]", reason) for p in parts for i, reason in p.bad.items()], out / BAD)
     for part in parts:
         if len(part.bad) == len(part.conversations):
             raise UserError(f"{part.name}: none of its {len(part.bad):,} records can be used; see {out / BAD}")
@@ -264,8 +273,7 @@ def _video_tokens(encoder: VisionConfig, size: tuple[int, int]) -> int:
     return patches * item_size(encoder, (encoder.frames, *video.size)).tokens
 
 
-def _list_bad(parts: Sequence[Part], path: Path) -> None:
-    bad = [BadSampleEntry(f"{part.name}[{index}]", reason) for part in parts for index, reason in part.bad.items()]
+def _list_bad(bad: Sequence[BadSampleEntry], path: Path) -> None:
     path.write_text(json_lines(map(asdict, bad)))
     if bad:
         print_lines(f"bad    {len(bad):,} records cannot be used; the first, {bad[0].sample}: {bad[0].reason}")

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
-from mmjax.config import Callbacks, Config, ModelConfig
+from mmjax.config import Callbacks, Config, Generator, ModelConfig
 from mmjax.config.towers import Encoder
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.media.anyres_layout import interpolates_tokens
@@ -242,13 +242,13 @@ def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> M
         return jax.tree.map(lambda x: _struct(x, layout), structs)
 
     text = tower("llm", rules.rows, tokens_sharding(mesh, rules), mesh.shape[CONTEXT])
-    items = {e: tower(e, rules.item_rows, rows_sharding(mesh, rules.item_rows)) for e in model.encoders}
-    tables = table_structs(model.encoders, text.token, mesh, rules, batch.shape, batch.widths, batch.peers)
+    items = {m: tower(m, rules.item_rows, rows_sharding(mesh, rules.item_rows)) for m in model.item_modules}
+    tables = table_structs(model.item_modules, text.token, mesh, rules, batch.shape, batch.widths, batch.peers)
     return Microbatch(text._replace(**tables), items)
 
 
 def table_structs(
-    encoders: Mapping[str, Encoder],
+    modules: Mapping[str, Encoder | Generator],
     token: jax.ShapeDtypeStruct,
     mesh: Mesh,
     rules: ShardingRules,
@@ -258,25 +258,25 @@ def table_structs(
 ) -> dict[str, dict[str, Any]]:
     """Return the shapes of a text's tables `slots`, `send` and `spread`, by their names.
 
-    token: as in the text. shape: rows of every encoder on a device, and their length. widths: slots that each device
+    token: as in the text. shape: rows of every module on a device, and their length. widths: slots that each device
     sends to each of its peers.
     """
     devices = row_ranks(mesh, rules.token_rows)
     by_device = rows_sharding(mesh, rules.token_rows)
     context = mesh.shape[CONTEXT]
     tables: dict[str, dict[str, Any]] = {"slots": {}, "send": {}, "spread": {}}
-    for name, encoder in encoders.items():
-        tables["slots"][name] = slot_structs(encoder, token)
+    for name, module in modules.items():
+        tables["slots"][name] = slot_structs(module, token)
         tables["send"][name] = jax.ShapeDtypeStruct((devices, peers, widths[name]), np.int32, sharding=by_device)
         if context > 1:
-            width = tokens_on_device(encoder, *shape[name], peers, widths[name])
+            width = tokens_on_device(module, *shape[name], peers, widths[name])
             tables["spread"][name] = jax.ShapeDtypeStruct((devices, context, width), np.int32, sharding=by_device)
     return tables
 
 
-def slot_structs(encoder: Encoder, token: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | WeightedSlots:
-    """Return the shapes of the table that places an encoder's tokens among those of the text."""
-    if not interpolates_tokens(encoder):
+def slot_structs(module: Encoder | Generator, token: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | WeightedSlots:
+    """Return the shapes of the table that places a module's tokens among those of the text."""
+    if isinstance(module, Generator) or not interpolates_tokens(module):
         return token
     corners = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32, sharding=token.sharding)
     return WeightedSlots(corners, corners.update(dtype=np.float32))

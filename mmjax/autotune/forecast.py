@@ -21,7 +21,8 @@ from mmjax.autotune.memory_plan import (
     suggest_settings,
 )
 from mmjax.balance.parts import dist_ratio
-from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples
+from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples, UnetConfig
+from mmjax.config.model import towers_of
 from mmjax.data.plan.grouping import Budget, make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan
@@ -164,10 +165,10 @@ def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
     device = cluster.device
     rates = speed.rates
     towers: dict[str, list[str]] = {}  # by where their layers were timed
-    for tower in ("llm", *config.model.encoders):
+    for tower in towers_of(config.model):
         if tower in speed.measured:
             towers.setdefault(speed.measured[tower].source, []).append(tower)
-    everywhere = sum(map(len, towers.values())) == 1 + len(config.model.encoders)
+    everywhere = sum(map(len, towers.values())) == 1 + len(config.model.item_modules)
     if everywhere and len(towers) == 1:
         parts = [f"from layer times measured {next(iter(towers))}"]
     else:
@@ -296,13 +297,13 @@ def _forecast(
     model = resolve_attention(config.model, speed.rates, layout.topology.context)
     microbatches = [m for plan in plans for m in plan.microbatches]
     topology = layout.topology
-    ranks = {"llm": topology.ranks} | dict.fromkeys(model.encoders, topology.ranks * topology.encoders_per_rank)
+    ranks = {"llm": topology.ranks} | dict.fromkeys(model.item_modules, topology.ranks * topology.encoders_per_rank)
     batches = [
         replace(device_microbatch(config, layout, m.shape), pairs=visited_on_device(model, layout, m, ranks))
         for m in microbatches
     ]
     time = step_time(memory_plan.applied(model), batches, memory_plan.unsaved, machine, config.optimizer)
-    names = ("llm", *config.model.encoders)
+    names = ("llm", *config.model.item_modules)
     work = np.stack([sum(m.work() for m in plan.microbatches) for plan in plans], axis=1)
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
     positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
@@ -324,8 +325,8 @@ def visited_on_device(
     ranks: over which each tower's rows lie.
     """
     pairs = {}
-    for k, (name, tower) in enumerate({"llm": model.llm, **model.encoders}.items()):
-        if tower.attention == "dense":
+    for k, (name, tower) in enumerate({"llm": model.llm, **model.item_modules}.items()):
+        if isinstance(tower, UnetConfig) or tower.attention == "dense":
             continue
         parts = microbatch.module == k
         by_row = visited_pairs(

@@ -21,11 +21,12 @@ import numpy as np
 from flax import nnx
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
-from mmjax.config import AudioConfig, Config, DecoderConfig, ModelConfig, Remat, VisionConfig
-from mmjax.config.towers import Encoder
+from mmjax.config import AudioConfig, Config, ModelConfig, PixelLatents, Remat, VisionConfig
+from mmjax.config.model import towers_of
 from mmjax.console import print_note
 from mmjax.disk import read_sealed, user_cache, write_sealed
 from mmjax.distributed import coordination
+from mmjax.models.generation import latents_of
 from mmjax.models.layers import Context
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
 from mmjax.planning.flops import frozen_modules, needed_gradients
@@ -37,7 +38,7 @@ VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
 
 
 def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) -> ModelConfig:
-    """Reduce a model to `layers` layers of one tower ("llm", or an encoder) under one policy, and little besides.
+    """Reduce a model to `layers` layers of one tower, by its name, under one policy, and little besides.
 
     An LLM has layers of one kind (`kinds_of_layers`): with a gated delta net or experts all have them.
     """
@@ -47,6 +48,9 @@ def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) ->
         kinds = {name: replace(c, layers=tuple(range(layers))) for name, c in sections.items() if c is not None}
         llm = replace(llm, **kinds)
         return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
+    if tower in config.generators:
+        generator = replace(config.generators[tower], layers=layers, remat=remat)
+        return ModelConfig(replace(llm, layers=1), generators={tower: generator})
     encoder = replace(config.encoders[tower], layers=layers, remat=remat)
     if isinstance(encoder, VisionConfig):
         # Layers that feed the LLM (deepstack) would split the stack into several scans.
@@ -64,18 +68,32 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
         fields = dict.fromkeys(TOKEN_FIELDS, array())
         position = array(3) if config.llm.rope_sections else array()
         return TextBatch(**fields | {"weight": array(dtype=np.float32), "position": position, "slots": {}, "send": {}})
-    encoder = config.encoders[tower]
-    if isinstance(encoder, VisionConfig):
-        values = array(encoder.patch_values, dtype=np.uint8)
+    module = config.item_modules[tower]
+    if isinstance(module, AudioConfig):
+        values = array(module.mels, dtype=np.float32)
+    elif isinstance(module, VisionConfig) or isinstance(module.latents, PixelLatents):
+        values = array(module.patch_values, dtype=np.uint8)
     else:
-        values = array(encoder.mels, dtype=np.float32)
-    return ItemBatch(values, array(), array(3), array(), array())
+        values = array(module.patch_values, dtype=np.float32)
+    items = ItemBatch(values, array(), array(3), array(), array())
+    if tower not in config.generators:
+        return items
+    rows, length = shape
+    columns = module.most_images(length) * module.queries
+    return items._replace(condition=jax.ShapeDtypeStruct((rows, columns), np.dtype(np.int32)))
 
 
 def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemBatch) -> tuple[Any, Any, Context]:
     """Return the weights of a tower's layers, the input of the first one, and the context that all of them share."""
     module = model.module(params)
-    part = module.llm if tower == "llm" else module.encoders[tower]
+    part = module.tower(tower)
+    if tower in module.generators:
+        # Of the time and the condition only the shapes matter, and that these are no constants.
+        rows, columns = batch.condition.shape
+        condition = jnp.broadcast_to(batch.condition[..., None], (rows, columns, part.config.condition_width))
+        time = jnp.zeros((rows, part.config.most_images(batch.item.shape[1])))
+        x = part.embedded(latents_of(part.config, batch), batch)
+        return nnx.split(part.layers)[1], x, part.context(batch, time, condition.astype(model.dtype))
     x = part.embedded(batch.token if isinstance(batch, TextBatch) else batch)
     return nnx.split(part.layers)[1], x, module.context(tower, batch, None)
 
@@ -89,7 +107,7 @@ def tower_vjp(
     """
     module = model.module({})
     # The structure of the layers without their weights, which are arguments of the differentiated function.
-    graph = nnx.split((module.llm if tower == "llm" else module.encoders[tower]).layers)[0]
+    graph = nnx.split(module.tower(tower).layers)[0]
     adapters, rest = nnx.split_state(weights, nnx.PathContains(ADAPTER_ATTRIBUTE), ...)
     values = {"weights": rest, "adapters": adapters, "inputs": x}
 
@@ -108,7 +126,7 @@ MANY = 997  # layers of a tower that is traced, never run: no other dimension ha
 def saved_bytes_per_layer(
     config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, gradients: Set[str] = EVERYTHING
 ) -> dict[Remat, SavedBytes]:
-    """Return the bytes that one layer of a tower ("llm", or an encoder) saves under every policy.
+    """Return the bytes that one layer of a tower, by its name, saves under every policy.
 
     shape: (rows, row length). gradients: what backward computes, any of the layers' "weights", their "adapters", and
     their "inputs" for the modules before them.
@@ -116,7 +134,7 @@ def saved_bytes_per_layer(
     Counted are the residuals of JAX's vector-Jacobian product, between layers and inside them (OmniBal, A.1.1, measures
     them on a device); not the parameters, nor the masks and rotary angles that all layers share. Only `none` is traced.
     """
-    part = config.llm if tower == "llm" else config.encoders[tower]
+    part = towers_of(config)[tower]
     rows, length = shape
     positions = rows * (length // part.stride if isinstance(part, AudioConfig) else length)
     saved: dict[Remat, SavedBytes] = {
@@ -272,8 +290,10 @@ def _one_sample(batch: TextBatch | ItemBatch) -> TextBatch | ItemBatch:
 
 def _profile_key(config: Config, tower: str, device: jax.Device) -> dict[str, Any]:
     """Return everything that a layer's time depends on."""
-    part: DecoderConfig | Encoder = config.model.llm if tower == "llm" else config.model.encoders[tower]
-    layer = replace(part, layers=STACK, remat="none", frozen=False, dropout=0.0)
+    part = towers_of(config.model)[tower]
+    layer = replace(part, layers=STACK, remat="none", frozen=False)
+    if tower not in config.model.generators:  # which drop nothing in their layers
+        layer = replace(layer, dropout=0.0)
     gradients = needed_gradients(tower, config.model, frozen_modules(config.model))
     return {f"lora.{name}": repr(lora) for name, lora in config.model.lora.items()} | {
         "device": device.device_kind,

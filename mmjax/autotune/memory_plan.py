@@ -20,6 +20,7 @@ from mmjax.autotune.compile_memory import StepPrograms
 from mmjax.autotune.layer_profile import Shapes, layer_times, saved_bytes_per_layer
 from mmjax.config import Config, MeshConfig, Remat, Samples, SequenceParallel
 from mmjax.config.loading import apply_overrides
+from mmjax.config.model import towers_of
 from mmjax.console import size
 from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
@@ -56,7 +57,7 @@ class MemoryDecision:
 
 def plan_key(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Return the cache key of a memory plan, as JSON: the devices, and what the config fixes or leaves open."""
-    towers = {"llm": config.model.llm, **config.model.encoders}
+    towers = towers_of(config.model)
     key = {
         # Whatever the plan depends on and a resumed run may change.
         "device": mesh.devices.flat[0].device_kind,
@@ -160,7 +161,7 @@ class ActivationTracer:
         Bytes per position are linear in the row length: constant, but for the scores of dense attention. So only the
         shortest and the longest length are traced; with blockwise attention, one.
         """
-        part = self.config.model.llm if tower == "llm" else self.config.model.encoders[tower]
+        part = towers_of(self.config.model)[tower]
         short = LINEAR if part.attention != "dense" else min(lengths)
         long = LINEAR if part.attention != "dense" else max(lengths)
         traced = {n: self._trace(tower, rows, n) for n in {short, long}}
@@ -255,7 +256,7 @@ def _limit_to_ram(fitted: MemoryPlan, ram: float | None) -> MemoryPlan:
 def _fit_by_compiler(config: Config, layout: RankLayout, fitted: MemoryPlan, devices: list[jax.Device]) -> MemoryPlan:
     """Choose policies by compiling a step of the fullest shape with each; all processes compile together."""
     batch = device_microbatch(config, layout, layout.shapes[fitted.largest_shape])
-    towers = {"llm": config.model.llm, **config.model.encoders}
+    towers = towers_of(config.model)
 
     def programs(policies: Policies) -> StepPrograms:
         return StepPrograms.of(apply_memory_plan(config, policies, fitted.loss_chunks), batch, devices)
@@ -286,7 +287,7 @@ def apply_memory_plan(config: Config, policies: Policies, loss_chunks: int) -> C
 def profiled_shapes(config: Config, layouts: Sequence[RankLayout]) -> Shapes:
     """Return the rows of each tower on a device in the shapes of these layouts, by which its layers are timed."""
     shapes = [device_microbatch(config, layout, shape).shape for layout in layouts for shape in layout.shapes]
-    return {name: (rows, [shape[name][1] for shape in shapes]) for name, (rows, _) in shapes[0].items()}
+    return {name: (shapes[0][name][0], [shape[name][1] for shape in shapes]) for name in towers_of(config.model)}
 
 
 def device_speed(config: Config, shapes: Shapes, device: jax.Device, profile: bool) -> Speed:
@@ -319,8 +320,8 @@ def plan_memory_of_run(
     """Choose the remat policies of a run whose mesh axes have these sizes. The tracer must be of the same model."""
     shapes = [device_microbatch(config, layout, shape) for shape in layout.shapes]
     by_tower = {
-        name: tracer.saved_bytes(name, rows, [shape.shape[name][1] for shape in shapes])
-        for name, (rows, _) in shapes[0].shape.items()
+        name: tracer.saved_bytes(name, shapes[0].shape[name][0], [shape.shape[name][1] for shape in shapes])
+        for name in towers_of(config.model)
     }
     # From lists over shapes, by tower, to dicts over towers, by shape.
     by_shape = [dict(zip(by_tower, layers, strict=True)) for layers in zip(*by_tower.values(), strict=True)]
@@ -335,11 +336,11 @@ def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> Devic
     """Return the part of a microbatch of this shape that each device gets."""
     per_rank, context = layout.topology.encoders_per_rank, layout.topology.context
     rows = {"llm": layout.rows[0]}
-    rows |= {name: n // per_rank for name, n in zip(config.model.encoders, layout.rows[1:], strict=True)}
+    rows |= {name: n // per_rank for name, n in zip(config.model.item_modules, layout.rows[1:], strict=True)}
     lengths = shape.lengths[0] // context, *shape.lengths[1:]
     return DeviceBatch(
         shape={name: (n, length) for (name, n), length in zip(rows.items(), lengths, strict=True)},
-        widths=dict(zip(config.model.encoders, shape.widths, strict=True)),
+        widths=dict(zip(config.model.item_modules, shape.widths, strict=True)),
         peers=layout.topology.peers,
         microbatches=config.batch.microbatches,
         context=context,
@@ -437,7 +438,8 @@ def suggest_settings(
                 if microbatches != current:
                     settings.append(f"batch.microbatches={microbatches}")
                 return f"{' '.join(settings)} fits, with {size(fitted.device)}"
-    towers = {"llm": config.model.llm, **{f"encoders.{name}": e for name, e in config.model.encoders.items()}}
+    kinds = {"": {"llm": config.model.llm}, "encoders.": config.model.encoders, "generators.": config.model.generators}
+    towers = {f"{kind}{name}": tower for kind, of_kind in kinds.items() for name, tower in of_kind.items()}
     blockwise = [f"model.{key}.attention=blockwise" for key, tower in towers.items() if tower.attention == "dense"]
     # The memory of a CPU is that of its host.
     offload = [] if config.optimizer.offload or limit.ram else ["optimizer.offload=true"]

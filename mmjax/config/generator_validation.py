@@ -70,7 +70,13 @@ def _check_unet(where: str, unet: UnetConfig) -> None:
     for key in ("heads", "attending"):
         count = len(getattr(unet, key))
         check(count == levels, f"{where}.{key} names {count} levels, widths {levels}; give one value for each")
-    for width, heads, attends in zip(unet.widths, unet.heads, unet.attending, strict=True):
+    check(
+        unet.widths[0] % 2 == 0,
+        f"{where}.widths: the time has as many features as the first level channels; use an even number",
+    )
+    # In the middle there is attention at the width of the last level.
+    attending = (*unet.attending[:-1], True)
+    for width, heads, attends in zip(unet.widths, unet.heads, attending, strict=True):
         divides = width >= 1 and width % unet.groups == 0
         check(divides, f"{where}.groups={unet.groups} does not divide the width {width}")
         check(

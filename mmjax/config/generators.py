@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mmjax.config.media import AsIs, ImagePreparation
-from mmjax.config.towers import Activation, Attention, Biased, ConnectorConfig, Remat, TowerRemat
+from mmjax.config.towers import (
+    Activation,
+    Attention,
+    Biased,
+    ConnectorConfig,
+    DecoderConfig,
+    Encoder,
+    Remat,
+    TowerRemat,
+)
+
+TIME_FEATURES = 256  # sinusoids of an image's time, and of its sizes
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ class UnetConfig:
 
 
 Generator = DiffusionTransformerConfig | UnetConfig
+Tower = DecoderConfig | Encoder | DiffusionTransformerConfig  # what has a stack of layers
 
 
 @dataclass(frozen=True)

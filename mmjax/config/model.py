@@ -6,12 +6,13 @@ its module and its path there, with `*` for the layer number, since all layers o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
-from mmjax.config.generators import DiffusionTransformerConfig, Generator, UnetConfig
-from mmjax.config.towers import AudioConfig, DecoderConfig, Encoder, VisionConfig
+from mmjax.config.generators import DiffusionTransformerConfig, Generator, Tower, UnetConfig
+from mmjax.config.towers import AudioConfig, ConnectorConfig, DecoderConfig, Encoder, VisionConfig
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,21 @@ class ModelConfig:
     def item_modules(self) -> dict[str, Encoder | Generator]:
         """Return the modules whose rows hold items: the encoders, then the generators."""
         return {**self.encoders, **self.generators}
+
+
+def towers_of(model: ModelConfig) -> dict[str, Tower]:
+    """Return what has a stack of layers, by name: "llm", encoders, diffusion transformers."""
+    generators = {name: c for name, c in model.generators.items() if isinstance(c, DiffusionTransformerConfig)}
+    return {"llm": model.llm, **model.encoders, **generators}
+
+
+def with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
+    """Return the model with these changes to the configs of the LLM, its encoders and generators, by name."""
+    modules = {"llm": model.llm, **model.item_modules}
+    changed = {name: replace(config, **towers.get(name, {})) for name, config in modules.items()}
+    encoders = {name: changed[name] for name in model.encoders}
+    generators = {name: changed[name] for name in model.generators}
+    return replace(model, llm=changed["llm"], encoders=encoders, generators=generators)
 
 
 Sizes = dict[str, tuple[int, int]]  # (inputs, outputs) by name
@@ -80,8 +96,12 @@ def linear_layers(model: ModelConfig) -> Sizes:
 
 def connector_layers(encoder: Encoder, outputs: int) -> Sizes:
     """List the linear layers of an encoder's connector in the order of the computation."""
-    c = encoder.connector
-    merged = merged_width(encoder)
+    return connector_sizes(encoder.connector, merged_width(encoder), outputs)
+
+
+def connector_sizes(connector: ConnectorConfig, merged: int, outputs: int) -> Sizes:
+    """List the linear layers of a connector in the order of the computation. merged: features that it reads."""
+    c = connector
     sizes = {"merger": (merged, c.merger_width)} if c.merger_width else {}
     inputs = c.merger_width or merged
     sizes |= {"projection": (inputs, inputs)} if c.projection else {}

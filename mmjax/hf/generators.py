@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from mmjax.config import DiffusionTransformerConfig, ModelConfig
-from mmjax.hf import pixart
+from mmjax.config import DiffusionTransformerConfig, Generator, ModelConfig, UnetConfig
+from mmjax.disk import read_json
+from mmjax.hf import pixart, unet
 from mmjax.hf.folder import HfFolder
-from mmjax.hf.layout import Layout
+from mmjax.hf.layout import Layout, TensorNames
+from mmjax.hf.vae import PART, vae_latents
 
 
-def generator_from_hf(folder: str | Path) -> DiffusionTransformerConfig:
+def generator_from_hf(folder: str | Path) -> Generator:
     """The generator of a diffusers folder, whose weights it will start from, with a connector that starts at random.
 
-    folder: the whole one, or the transformer's own. Raises UserError for a folder or field that cannot be read.
+    folder: the whole one, whose VAE then makes the latents, or the transformer's or UNet's own. Raises UserError for a
+    folder or field that cannot be read.
     """
-    return pixart.read(pixart.open_transformer(Path(folder).absolute()))
+    path = Path(folder).expanduser().absolute()
+    generator = unet.read(unet.open_unet(path)) if _is_unet(path) else pixart.read(pixart.open_transformer(path))
+    return replace(generator, latents=vae_latents(path)) if (path / PART / "config.json").is_file() else generator
+
+
+def _is_unet(path: Path) -> bool:
+    """Return whether a folder is a UNet's own, or has one."""
+    if (path / unet.PART / "config.json").is_file():
+        return True
+    return (path / "config.json").is_file() and read_json(path / "config.json").get("_class_name") == unet.CLASS
 
 
 def generator_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the generators that a model takes from a folder."""
     taken = {name: c for name, c in model.generators.items() if c.weights and Path(c.weights) == folder.path}
-    return Layout({name: pixart.parts(c) for name, c in taken.items()}, dict.fromkeys(taken, ("",)), pixart.UNUSED)
+    return Layout({name: _parts(c) for name, c in taken.items()}, dict.fromkeys(taken, ("",)), pixart.UNUSED)
+
+
+def _parts(config: DiffusionTransformerConfig | UnetConfig) -> TensorNames:
+    return unet.parts(config) if isinstance(config, UnetConfig) else pixart.parts(config)

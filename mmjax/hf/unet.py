@@ -73,12 +73,8 @@ def open_unet(path: str | Path) -> HfFolder:
     return open_part(path, PART, CLASS)
 
 
-def unet_from_hf(path: str | Path) -> UnetConfig:
-    """Read the config of a folder's UNet, which starts from the folder's weights where there are any.
-
-    Raises UserError, by name, for what is not supported.
-    """
-    folder = open_unet(path)
+def read(folder: HfFolder) -> UnetConfig:
+    """Read the config of a UNet. Raises UserError for a field that is not supported, naming it."""
     fields = folder.fields.over(DEFAULTS)
     for name, known in KNOWN.items():
         fields.refuse(name, *known)
@@ -101,7 +97,7 @@ def unet_from_hf(path: str | Path) -> UnetConfig:
         size=_numbers(fields, "sample_size") if isinstance(size, list) else (size, size),
         linear_projections=fields.get("use_linear_projection", bool),
         latents=VaeLatents(channels=channels),
-        weights=str(path) if folder.has_weights else "",
+        weights=str(folder.path) if folder.has_weights else "",
         attention="auto",
     )
 
@@ -117,9 +113,9 @@ def _attending(fields: Fields) -> tuple[bool, ...]:
     """Read which levels have attention, the same on the way down and up."""
     down, up = fields.get("down_block_types", list), fields.get("up_block_types", list)
     for name, kinds, known in (("down_block_types", down, ATTENDING), ("up_block_types", up, ATTENDING_UP)):
-        if other := [kind for kind in kinds if kind not in known]:
+        if unknown := [kind for kind in kinds if kind not in known]:
             raise UserError(
-                f"{fields.where}: {name} has {other[0]!r}, which is not supported; known: {', '.join(known)}"
+                f"{fields.where}: {name} has {unknown[0]!r}, which is not supported; known: {', '.join(known)}"
             )
     attending = tuple(ATTENDING[kind] for kind in down)
     if attending != tuple(ATTENDING_UP[kind] for kind in reversed(up)):
@@ -127,7 +123,7 @@ def _attending(fields: Fields) -> tuple[bool, ...]:
     return attending
 
 
-def unet_fields(config: UnetConfig) -> dict[str, Any]:
+def to_fields(config: UnetConfig) -> dict[str, Any]:
     """Return the fields of a UNet's `config.json`."""
     c = config
     names = {attending: name for name, attending in ATTENDING.items()}
@@ -148,9 +144,9 @@ def unet_fields(config: UnetConfig) -> dict[str, Any]:
     }
 
 
-def unet_tensors(config: UnetConfig) -> TensorNames:
+def parts(config: UnetConfig) -> TensorNames:
     """Locate the parameters of a UNet."""
-    parts: dict[str, LeafTensors] = {
+    located: dict[str, LeafTensors] = {
         "time.mlp.up": linear("time_embedding.linear_1"),
         "time.mlp.down": linear("time_embedding.linear_2"),
         "first": convolution("conv_in", KERNEL),
@@ -160,20 +156,20 @@ def unet_tensors(config: UnetConfig) -> TensorNames:
     }
     for i, width in enumerate(config.widths):
         j = len(config.widths) - 1 - i
-        parts |= _level(f"down.level{i}", f"down_blocks.{i}", config, width, config.blocks)
-        parts |= _level(f"up.level{j}", f"up_blocks.{j}", config, width, config.blocks + 1)
-        parts[f"down.level{i}.resample"] = convolution(f"down_blocks.{i}.downsamplers.0.conv", KERNEL)
-        parts[f"up.level{j}.resample"] = convolution(f"up_blocks.{j}.upsamplers.0.conv", KERNEL)
-    return TensorNames(parts)
+        located |= _level(f"down.level{i}", f"down_blocks.{i}", config, width, config.blocks)
+        located |= _level(f"up.level{j}", f"up_blocks.{j}", config, width, config.blocks + 1)
+        located[f"down.level{i}.resample"] = convolution(f"down_blocks.{i}.downsamplers.0.conv", KERNEL)
+        located[f"up.level{j}.resample"] = convolution(f"up_blocks.{j}.upsamplers.0.conv", KERNEL)
+    return TensorNames(located)
 
 
 def _level(path: str, key: str, config: UnetConfig, width: int, blocks: int) -> dict[str, LeafTensors]:
     """Locate a level's blocks, all of which may have attention."""
-    parts = {}
+    located = {}
     for i in range(blocks):
-        parts |= _residual_block(f"{path}.residual.block{i}", f"{key}.resnets.{i}")
-        parts |= _attention_block(f"{path}.attention.block{i}", f"{key}.attentions.{i}", config, width)
-    return parts
+        located |= _residual_block(f"{path}.residual.block{i}", f"{key}.resnets.{i}")
+        located |= _attention_block(f"{path}.attention.block{i}", f"{key}.attentions.{i}", config, width)
+    return located
 
 
 def _residual_block(path: str, key: str) -> dict[str, LeafTensors]:
@@ -190,16 +186,16 @@ def _residual_block(path: str, key: str) -> dict[str, LeafTensors]:
 def _attention_block(path: str, key: str, config: UnetConfig, width: int) -> dict[str, LeafTensors]:
     block = f"{key}.transformer_blocks.0"
     projections = {"enter": f"{key}.proj_in", "leave": f"{key}.proj_out"}
-    parts = {f"{path}.norm": norm(f"{key}.norm")}
+    located = {f"{path}.norm": norm(f"{key}.norm")}
     for ours, name in projections.items():
-        parts[f"{path}.{ours}"] = linear(name) if config.linear_projections else convolution(name, PRODUCT)
+        located[f"{path}.{ours}"] = linear(name) if config.linear_projections else convolution(name, PRODUCT)
     products = {"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out.0"}
     for ours, name in (("self_attention", "attn1"), ("cross_attention", "attn2")):
-        parts |= {f"{path}.{ours}.{product}": linear(f"{block}.{name}.{to}") for product, to in products.items()}
+        located |= {f"{path}.{ours}.{product}": linear(f"{block}.{name}.{to}") for product, to in products.items()}
     hidden = UNET_MLP_FACTOR * width
     # GEGLU: what is gated, and behind it the gate.
     gated = fused_parts(linear(f"{block}.ff.net.0.proj"), up=hidden, gate=hidden)
-    return parts | {
+    return located | {
         f"{path}.self_norm": norm(f"{block}.norm1"),
         f"{path}.cross_norm": norm(f"{block}.norm2"),
         f"{path}.mlp_norm": norm(f"{block}.norm3"),

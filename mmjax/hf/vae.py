@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from mmjax.config import VaeConfig, VaeLatents
-from mmjax.disk import atomic_write
 from mmjax.errors import UserError
-from mmjax.hf.diffusers_folder import WEIGHTS, open_part
+from mmjax.hf.diffusers_folder import open_part, write_part
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, convolution, linear, norm
-from mmjax.hf.writing import NewTensor, write_tensors
+from mmjax.hf.layout import LeafTensors, TensorNames, convolution, linear, norm
 
 CLASS = "AutoencoderKL"
 PART = "vae"
@@ -34,6 +32,8 @@ NAMES = ({"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out.0"}
 
 def open_vae(path: str | Path) -> HfFolder:
     """Open the VAE of a diffusers folder, or its own folder. Raises UserError where there is none."""
+    if not str(path):
+        raise UserError("a generator's latents.weights is empty; name the diffusers folder of the VAE that makes them")
     return open_part(path, PART, CLASS)
 
 
@@ -76,6 +76,16 @@ def vae_latents(path: str | Path) -> VaeLatents:
     """Describe the latents that a folder's VAE makes, for a generator's config."""
     vae = read_vae(open_vae(path))
     return VaeLatents(str(path), channels=vae.channels, factor=vae.factor, scale=vae.scale, shift=vae.shift)
+
+
+def vae_fingerprint(weights: str | Path) -> str:
+    """Hash everything that a VAE's latents depend on: its config and its weights."""
+    folder = open_vae(weights)
+    digest = hashlib.sha256(repr(read_vae(folder)).encode())
+    for file in sorted({stored.file for stored in folder.tensors.values()}):
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def vae_tensors(config: VaeConfig, folder: HfFolder | None = None) -> TensorNames:
@@ -139,24 +149,4 @@ def config_fields(config: VaeConfig) -> dict[str, Any]:
 
 def write_vae(folder: Path, config: VaeConfig, parameters: Mapping[tuple[str, ...], np.ndarray]) -> None:
     """Write a VAE as a folder that diffusers reads, from its parameters by path."""
-    names = vae_tensors(config)
-    tensors = {}
-    for path, value in parameters.items():
-        place = names.find(path)
-        assert place is not None, path
-        shape = _stored_shape(place, value.shape)
-        tensors[place.key] = NewTensor("F32", shape, lambda p=place, v=value, s=shape: p.to_hf(v, s))
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / WEIGHTS) as partial:
-        write_tensors(partial, tensors)
-    with atomic_write(folder / "config.json") as partial:
-        partial.write_text(json.dumps(config_fields(config), indent=2) + "\n")
-
-
-def _stored_shape(place: TensorSlice, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a whole tensor that holds a parameter of this shape."""
-    if place.order is None:
-        return shape
-    axes = (*shape, *(1,) * (len(place.order) - len(shape)))
-    # Axis k of the parameter is axis order[k] of the tensor.
-    return tuple(axes[place.order.index(axis)] for axis in range(len(axes)))
+    write_part(folder, config_fields(config), vae_tensors(config), parameters)

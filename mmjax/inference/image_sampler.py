@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from PIL import Image
 
 from mmjax.batch import COLUMN, ROW, ItemBatch, Microbatch
-from mmjax.config import Generator
+from mmjax.config import Generator, PixelLatents
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
-from mmjax.inference.picture_prompts import PicturePrompts
 from mmjax.inference.prompts import BatchLimits, PromptRows
 from mmjax.models.generation import pixels_of
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, row_ranks
 from mmjax.runtime.device_batch import put_rows
+from mmjax.runtime.vae import Vae, decode_pictures, load_vae
 
 MAX_STEPS = 1000
 BORDER = 2  # pixels between the images of a contact sheet
@@ -72,6 +74,7 @@ class ImageSampler:
         self._batch_limits = batch_limits
         encoders_per_rank = row_ranks(mesh, rules.item_rows) // row_ranks(mesh, rules.rows)
         self._topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank)
+        self._vaes: dict[str, Vae] = {}  # of generators, loaded when first needed
         self._sample = jax.jit(self._sampled, out_shardings=replicated(mesh))
 
     def images(self, params: Params, prompts: Source, spoiled: dict[int, str] | None = None) -> Iterator[SampledImage]:
@@ -81,11 +84,28 @@ class ImageSampler:
         it they are errors.
         """
         config = self._model.config
-        rows = PromptRows(PicturePrompts(prompts, config), config, self._topology, 0, self._batch_limits)
+        rows = PromptRows(prompts, config, self._topology, 0, self._batch_limits)
         for _, batch in rows.batches(spoiled=spoiled):
             latents = jax.device_get(self._sample(params, put_rows(batch, self._mesh, self._rules)))
             for name, patches in latents.items():
-                yield from images_of(name, config.generators[name], batch.items[name], patches)
+                sampled = list(latents_of_images(config.generators[name], batch.items[name], patches))
+                pixels = self._pixels(name, [image.latents for image in sampled])
+                for image, picture in zip(sampled, pixels, strict=True):
+                    yield SampledImage(image.prompt, image.number, name, picture)
+
+    def _pixels(self, name: str, latents: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Compute the pixels uint8 `[H, W, C]` of images from their latents, with the generator's VAE if it has one."""
+        form = self._model.config.generators[name].latents
+        if isinstance(form, PixelLatents):
+            return [pixels_of(form, image) for image in latents]
+        if name not in self._vaes:
+            self._vaes[name] = load_vae(form, f"model.generators.{name}.latents")
+        pictures: dict[int, np.ndarray] = {}
+        for shape in {image.shape for image in latents}:
+            numbers = [k for k, image in enumerate(latents) if image.shape == shape]
+            decoded = decode_pictures(np.stack([latents[k] for k in numbers]), self._vaes[name])
+            pictures |= zip(numbers, decoded, strict=True)
+        return [pictures[k] for k in range(len(latents))]
 
     def _sampled(self, params: Params, batch: Microbatch) -> dict[str, Any]:
         noise = np.array([self._sampling.seed, 0], np.uint32)
@@ -93,8 +113,16 @@ class ImageSampler:
             return self._model.sample_images(params, batch, noise, self._sampling.steps, self._sampling.guidance)
 
 
-def images_of(name: str, generator: Generator, items: ItemBatch, patches: np.ndarray) -> Iterator[SampledImage]:
-    """Cut the images out of a generator's rows of latents `[R, L, F]`."""
+class SampledLatents(NamedTuple):
+    """The latents of an image made for a prompt."""
+
+    prompt: int  # its number in the source
+    number: int  # of the image among the prompt's images of this generator
+    latents: np.ndarray  # float32 [h, w, c]
+
+
+def latents_of_images(generator: Generator, items: ItemBatch, patches: np.ndarray) -> Iterator[SampledLatents]:
+    """Cut the images' latents out of a generator's rows `[R, L, F]`."""
     for row in range(len(patches)):
         for number in range(int(items.item[row].max(initial=-1)) + 1):
             at = np.flatnonzero(items.item[row] == number)
@@ -104,7 +132,7 @@ def images_of(name: str, generator: Generator, items: ItemBatch, patches: np.nda
             latents = latents.reshape(rows * size, columns * size, -1)
             # The index of its first patch tells how many of the sample's images come before, where all have one size.
             before = int(items.offset[row, at[0]]) // len(at)
-            yield SampledImage(int(items.owner[row, at[0]]), before, name, pixels_of(generator.latents, latents))
+            yield SampledLatents(int(items.owner[row, at[0]]), before, latents)
 
 
 def contact_sheet(images: Sequence[np.ndarray], columns: int = 0) -> np.ndarray:
@@ -120,3 +148,8 @@ def contact_sheet(images: Sequence[np.ndarray], columns: int = 0) -> np.ndarray:
         )
         sheet[y : y + image.shape[0], x : x + image.shape[1]] = image
     return sheet
+
+
+def write_image(image: np.ndarray, path: Path) -> None:
+    """Write an image uint8 `[H, W, C]` in the format that the path's suffix names. Raises OSError and ValueError."""
+    Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(path)

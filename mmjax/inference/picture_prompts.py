@@ -6,45 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
-from mmjax.config import FixedSize, Generator, MediaLimits, ModelConfig, PixelLatents, UnetConfig
+from mmjax.config import FixedSize, Generator, MediaLimits, ModelConfig, UnetConfig
 from mmjax.data.media.patches import latent_grid
-from mmjax.data.sample import PICTURE, Conversation, Item, MediaPlace, Message, Sample, SampleLengths, Source, Text
+from mmjax.data.sample import PICTURE, Conversation, Item, MediaPlace, Message, Sample, Text
 from mmjax.data.sources.processors import Functions, MediaSizes
 from mmjax.data.text.chat import Chat
 from mmjax.data.text.chat_template import ASSISTANT
 from mmjax.errors import BadMedia, UserError
 from mmjax.inference.prompts import PromptFormat, UserPrompt, UserPromptSource
-
-
-class PicturePrompts:
-    """A `Source` of another one's samples, whose images to be made are not read: only their sizes count."""
-
-    def __init__(self, source: Source, model: ModelConfig) -> None:
-        self._source = source
-        self._generators = model.generators
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def fingerprint(self) -> str:
-        return self._source.fingerprint()
-
-    def facts(self, index: int) -> SampleLengths:
-        return self._source.facts(index)
-
-    def sample(self, index: int) -> Sample:
-        return self._source.sample(index)
-
-    def item(self, index: int, number: int) -> np.ndarray:
-        """Return an item; of an image to be made, zeros."""
-        module, size = self._source.facts(index).items[number]
-        if module not in self._generators:
-            return self._source.item(index, number)
-        latents = self._generators[module].latents
-        dtype = np.uint8 if isinstance(latents, PixelLatents) else np.float32
-        return np.zeros((*(side // latents.factor for side in size), latents.channels), dtype)
 
 
 class UserPictureSource(UserPromptSource):

@@ -21,6 +21,7 @@ from mmjax.config import (
     MediaLimits,
     ModelConfig,
     PanAndScan,
+    PixelLatents,
     SplitTiles,
 )
 from mmjax.data.loading.context import spread_over_context
@@ -276,6 +277,16 @@ class _Chunk(NamedTuple):
     rows: tuple[int, ...]  # of every module on a rank
 
 
+def _read_item(prompts: Source, model: ModelConfig, index: int, number: int) -> np.ndarray:
+    """Read an item; of an image to be made zeros, as its size alone counts."""
+    module, size = prompts.facts(index).items[number]
+    if module not in model.generators:
+        return prompts.item(index, number)
+    latents = model.generators[module].latents
+    dtype = np.uint8 if isinstance(latents, PixelLatents) else np.float32
+    return np.zeros((*(side // latents.factor for side in size), latents.channels), dtype)
+
+
 class PromptRows:
     """Batches of a source's samples, each in a row of its own with its items on the same rank.
 
@@ -301,7 +312,8 @@ class PromptRows:
         # Items are encoded where their prompt is, so nothing travels.
         self._topology = replace(topology, peers=1, ranks_per_node=1)
         self._unit = math.lcm(UNIT, topology.context)  # of the columns, so that devices can have as many each
-        self._reader = Reader(prompts.sample, prompts.facts, prompts.item, self._index.source_of, self._index.name)
+        read_item = partial(_read_item, prompts, model)
+        self._reader = Reader(prompts.sample, prompts.facts, read_item, self._index.source_of, self._index.name)
         if len(self._index.bad):
             raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")
         limit = model.llm.max_tokens

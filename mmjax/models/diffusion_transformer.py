@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.batch import ROW, ItemBatch
 from mmjax.config import DiffusionTransformerConfig
+from mmjax.config.generators import TIME_FEATURES
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import (
@@ -38,7 +39,6 @@ from mmjax.models.rope import max_in_item
 from mmjax.models.time_embedding import MAX_PERIOD, TimeEmbedding, cosines_and_sines
 from mmjax.parallel.sharding import constrain
 
-FEATURES = 256  # sinusoids of a time, and of a size
 FINAL_EPS = 1e-6  # of the norm behind the last layer, whatever the config says of the others
 
 
@@ -229,8 +229,8 @@ class ImageEmbedding(nnx.Module):
 
     def __init__(self, config: DiffusionTransformerConfig, rngs: nnx.Rngs):
         c = config
-        self.time = TimeEmbedding(FEATURES, c.width, rngs)
-        size_mlp = partial(MLP, FEATURES, c.width // 3, c.width // 3, "silu", biases=("up", "down"))
+        self.time = TimeEmbedding(TIME_FEATURES, c.width, rngs)
+        size_mlp = partial(MLP, TIME_FEATURES, c.width // 3, c.width // 3, "silu", biases=("up", "down"))
         self.side = size_mlp(rngs=rngs) if c.micro_conditions else None
         self.aspect = size_mlp(rngs=rngs) if c.micro_conditions else None
         self.pixels = c.patch * c.latents.factor  # per side of a patch
@@ -242,8 +242,8 @@ class ImageEmbedding(nnx.Module):
         of_image = items.item[..., None] == jnp.arange(time.shape[1])
         patches = [jnp.max(jnp.where(of_image, 1 + items.coordinates[..., axis, None], 1), axis=1) for axis in (1, 2)]
         height, width = (n.astype(jnp.float32) * self.pixels for n in patches)
-        sides = [self.side(cosines_and_sines(side, FEATURES).astype(dtype)) for side in (height, width)]
-        aspect = self.aspect(cosines_and_sines(height / width, FEATURES).astype(dtype))
+        sides = [self.side(cosines_and_sines(side, TIME_FEATURES).astype(dtype)) for side in (height, width)]
+        aspect = self.aspect(cosines_and_sines(height / width, TIME_FEATURES).astype(dtype))
         return x + jnp.concatenate([*sides, aspect], axis=-1)
 
 

@@ -320,8 +320,7 @@ def _accumulate_in_scans(module: MultimodalModel, accumulators: Params | None) -
     The loss must depend on what the returned function makes of the last layer's output, which is the same.
     """
     sums = {name: tower["layers"]["runs"] for name, tower in towers_of(accumulators or {}).items()}
-    towers = {"llm": module.llm, **module.encoders, **module.generators}
-    layers = {name: towers[name].layers for name in sums}
+    layers = {name: module.tower(name).layers for name in sums}
     for name, stacks in layers.items():
         stacks.accumulators = nnx.data(dict(sums[name]))
 

@@ -74,12 +74,16 @@ class MultimodalModel(nnx.Module):
         self.after_encoder = {name: _callback(functions, c.after_encoder) for name, c in callbacks.items()}
         self.after_connector = {name: _callback(functions, c.after_connector) for name, c in callbacks.items()}
 
+    def tower(self, name: str) -> nnx.Module:
+        """Return the LLM, an encoder or a generator by its name."""
+        return self.llm if name == "llm" else {**self.encoders, **self.generators}[name]
+
     def context(self, name: str, batch: TextBatch | ItemBatch, noise: Noise | None) -> Context:
         """Build the layer inputs of a tower ("llm", or an encoder), with dropout if it has a rate and noise is given.
 
         A frozen tower drops too: freezing stops its updates, not its training mode, as in PyTorch.
         """
-        tower = self.llm if name == "llm" else self.encoders[name]
+        tower = self.tower(name)
         context = tower.context(batch)
         if noise is None or not tower.dropout:
             return context

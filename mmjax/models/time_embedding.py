@@ -20,8 +20,9 @@ def time_features(time: Float[Array, "*b"], width: int) -> Float[Array, "*b d"]:
 
 def cosines_and_sines(x: Float[Array, "*b"], width: int) -> Float[Array, "*b d"]:
     """Compute cosines, then sines, of float32 numbers at `width / 2` frequencies."""
-    frequencies = MAX_PERIOD ** -(np.arange(width // 2) / (width // 2))
-    angles = x[..., None] * frequencies.astype(np.float32)
+    # Rounded as diffusers does: the last bit turns an angle of 1000 by 1e-4.
+    exponent = -np.log(MAX_PERIOD) * np.arange(width // 2, dtype=np.float32) / (width // 2)
+    angles = x[..., None] * np.exp(exponent)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 

@@ -11,37 +11,52 @@ import numpy as np
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import (
     AudioConfig,
+    ConnectorConfig,
     DecoderConfig,
+    DiffusionTransformerConfig,
     FractionalGrid,
+    Generator,
     LearnedGrid,
     ModelConfig,
     Remat,
     StoredTable,
     StretchedGrid,
+    UnetConfig,
     VisionConfig,
 )
+from mmjax.config.generators import Tower
 from mmjax.config.model import (
     Sizes,
     adapted_modules,
     adapter_parameters,
     adapters_by_layer,
-    connector_layers,
     frozen_by_adapters,
     layer_count,
     linear_layers,
     merged_width,
     module_of_layer,
+    towers_of,
+    with_changes,
 )
 from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import padded_width
+from mmjax.planning.diffusion_work import (
+    diffusion_parameters,
+    diffusion_products,
+    executed_cross,
+    recomputed_products,
+)
+from mmjax.planning.unet import unet_executed, unet_flops, unet_parameters, unets
 from mmjax.planning.work import (
     CONV_TAPS,
+    Products,
     Work,
     connector_mlps,
     connector_weights,
     head_width,
     layer_positions,
     layer_sizes,
+    layers_of_connector,
     norm_parameters,
     row_work,
     stem_products,
@@ -61,16 +76,6 @@ class Flops(NamedTuple):
         return self.forward + self.backward
 
 
-class Products(NamedTuple):
-    """Multiply-adds of one module's forward pass, by what gradients they have."""
-
-    data: int  # weights times data, which needs no gradient
-    weights: int  # weights times activations
-    attention: int  # activations times activations
-    recurrence: int = 0  # of gated delta nets, beside their weights
-    chunked: int = 0  # the same as it runs, in chunks
-
-
 def parameters(model: ModelConfig) -> dict[str, int]:
     """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
     llm = model.llm
@@ -79,23 +84,34 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     tables = llm.learned_positions + (2 - llm.tied) * llm.vocab
     counts = {"llm": layers + norm_parameters(llm) + tables * llm.width}
     for name, encoder in model.encoders.items():
-        c = encoder.connector
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
         # A norm after the last layer: a scale, and a bias unless it is an RMSNorm; audio towers always have one.
         head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
         counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_sizes(encoder).parameters + head
-        merged = merged_width(encoder)
-        # A norm has a scale, and with "layer" a bias too; each further MLP of a deepstack norms what it merges.
-        norms = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged, "merged_rms": merged}
-        biases = ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * llm.width
-        mlp = connector_weights(encoder, llm.width) + biases
-        mlp += c.merger_bias * c.merger_width + c.projection * 2 * (c.merger_width or merged)
-        # Each has a norm of the merged width, scale and bias, and an MLP like the connector's own.
-        deeper = (connector_mlps(encoder) - 1) * (2 * merged + mlp)
-        tables = (2 if vision else 1) * c.position_grid + c.newline
-        counts[f"{name}.connector"] = norms[c.norm] + mlp + deeper + tables * llm.width
+        counts[f"{name}.connector"] = _connector_parameters(model, name, encoder.connector, width, llm.width)
+    for name, generator in model.generators.items():
+        unet = isinstance(generator, UnetConfig)
+        counts[name] = unet_parameters(generator) if unet else diffusion_parameters(generator)
+        sizes = llm.width, generator.condition_width
+        # Beside its matrices a table of queries, and one of the tokens of an image whose condition is dropped.
+        tables = generator.queries * sum(sizes)
+        counts[f"{name}.connector"] = _connector_parameters(model, name, generator.connector, *sizes) + tables
     return counts | adapter_parameters(model)
+
+
+def _connector_parameters(model: ModelConfig, name: str, c: ConnectorConfig, width: int, outputs: int) -> int:
+    """Count the parameters of a connector that reads features of this width."""
+    encoder = model.encoders.get(name)
+    merged = width if encoder is None else merged_width(encoder)
+    # A norm has a scale, and with "layer" a bias too; each further MLP of a deepstack norms what it merges.
+    norms = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged, "merged_rms": merged}
+    mlp = connector_weights(model, name) + ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * outputs
+    mlp += c.merger_bias * c.merger_width + c.projection * 2 * (c.merger_width or merged)
+    # Each has a norm of the merged width, scale and bias, and an MLP like the connector's own.
+    deeper = 0 if encoder is None else (connector_mlps(encoder) - 1) * (2 * merged + mlp)
+    tables = (2 if isinstance(encoder, VisionConfig) else 1) * c.position_grid + c.newline
+    return norms[c.norm] + mlp + deeper + tables * outputs
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -134,13 +150,21 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
         trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
         # MFU counts what is needed, whatever a scan then computes in vain.
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=True)
-        backward = trainable * (p.data + p.weights) + lora.backward
+        backward = trainable * (p.data + p.weights + 2 * p.of_time) + lora.backward
         if trainable or upstream or has_adapters:
             # With any trainable parameter here or before, gradients flow through the activations.
-            backward += p.weights - lora.spared_weights + 2 * p.attention - lora.spared_attention + 2 * p.recurrence
-        forward = p.data + p.weights + p.attention + p.recurrence + lora.forward
+            backward += p.weights - lora.spared_weights - p.spared_weights + 2 * (p.attention + p.cross + p.recurrence)
+            backward -= lora.spared_attention + p.spared_attention
+        forward = p.data + p.of_time + p.weights + p.attention + p.cross + p.recurrence + lora.forward
         flops[module] = Flops(2 * forward, 2 * backward)
+    for name, unet in _running_unets(model, work).items():
+        trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
+        flops[name] = Flops(*unet_flops(unet, work[name].tokens // unet.queries, trainable, upstream))
     return flops
+
+
+def _running_unets(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, UnetConfig]:
+    return {name: unet for name, unet in unets(model).items() if name in work}
 
 
 def step_needed(
@@ -168,20 +192,20 @@ def needed_by_tower(
 def frozen_modules(model: ModelConfig) -> frozenset[str]:
     """Name the modules that the config freezes; their adapters are trained all the same."""
     parts = {"llm": model.llm.frozen}
-    for name, encoder in model.encoders.items():
-        parts |= {name: encoder.frozen, f"{name}.connector": encoder.connector.frozen}
+    for name, tower in (*model.encoders.items(), *model.generators.items()):
+        parts |= {name: tower.frozen, f"{name}.connector": tower.connector.frozen}
     return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
 
 
 def needed_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
     """Return the gradients that a tower's layers compute in a backward pass: of "weights", "adapters" and "inputs"."""
-    trainable, upstream, has_adapters = _gradients(tower, model, frozenset(model.encoders), frozen)
+    trainable, upstream, has_adapters = _gradients(tower, model, frozenset(towers_of(model)), frozen)
     gradients = {"weights": trainable, "adapters": has_adapters, "inputs": trainable or upstream or has_adapters}
     return frozenset(part for part, needs_it in gradients.items() if needs_it)
 
 
 def _running(work: Mapping[str, Work]) -> Set[str]:
-    """Return the encoders that have items."""
+    """Return the encoders and generators that have items."""
     return {name for name, w in work.items() if name != "llm" and w.inputs}
 
 
@@ -189,20 +213,35 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
     """Return whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
     adapters = set(adapted_modules(model))
     tower = module.removesuffix(".connector")
-    # A connector is fed by its encoder, an encoder by nothing, the LLM by all that run.
-    feeding = set() if module == tower else {tower}
+    # An encoder is fed by nothing, its connector by it, the LLM by all that run, a generator's connector by the LLM,
+    # whose inputs have the connector's learned queries among them.
+    encoders = {name for name in model.encoders if name in running}
+    feeding_llm = encoders | {f"{name}.connector" for name in model.item_modules if name in running}
     if module == "llm":
-        encoders = [name for name in model.encoders if name in running]
-        feeding = {*encoders, *(f"{name}.connector" for name in encoders)}
+        feeding = feeding_llm
+    elif tower in model.generators:
+        feeding = {"llm", *feeding_llm, *({f"{tower}.connector"} if module == tower else ())}
+    else:
+        feeding = set() if module == tower else {tower}
     # A frozen module that has adapters feeds gradients like a trainable one.
     return module not in frozen, bool(feeding - (frozen - adapters)), module in adapters
 
 
 def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Products]:
-    """Count the multiply-adds of every module's forward pass."""
+    """Count the multiply-adds of every module's forward pass, those of UNets aside."""
     products = {}
     for name, w in work.items():
-        config = model.llm if name == "llm" else model.encoders[name]
+        config = model.generators.get(name) or towers_of(model)[name]
+        if isinstance(config, DiffusionTransformerConfig):
+            trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
+            products[name] = diffusion_products(config, w, trainable, upstream)
+        if name in model.generators:
+            matrices = connector_weights(model, name)
+            rows, columns = next(iter(layers_of_connector(model, name).values()))
+            _, upstream, _ = _gradients(f"{name}.connector", model, _running(work), frozen)
+            first = rows * columns * (config.connector.norm == "none" and not upstream)
+            products[f"{name}.connector"] = Products(first * w.tokens, (matrices - first) * w.tokens, 0)
+            continue
         layer = layer_sizes(config)
         # Per position each element of a matrix is one multiply-add.
         weights = round(config.layers * layer.weights) * w.positions
@@ -223,8 +262,8 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
         products[name] = Products(data, weights, attention)
         # Behind a frozen encoder, and without a norm, a connector's first matrix is the first trainable thing: its
         # input is data.
-        matrices = connector_weights(config, model.llm.width)
-        rows, columns = next(iter(connector_layers(config, model.llm.width).values()))
+        matrices = connector_weights(model, name)
+        rows, columns = next(iter(layers_of_connector(model, name).values()))
         first = rows * columns * (config.connector.norm == "none" and name in frozen)
         products[f"{name}.connector"] = Products(
             first * w.tokens, (connector_mlps(config) * matrices - first) * w.tokens, 0
@@ -254,35 +293,47 @@ def executed(
         trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
         has_backward = trainable or upstream or has_adapters
         tower = module.removesuffix(".connector")
-        config = model.llm if module == "llm" else model.encoders[tower]
+        config = {**towers_of(model), **model.generators}[tower]
         flash = config.attention in ("flash", "auto")
-        p = p._replace(attention=p.attention * _padding(config))
+        policies: tuple[Remat, ...] = ()  # of a connector, which has no layers
+        if module == tower:
+            policies = layer_policies(config)
+            p = p._replace(attention=p.attention * _padding(config))
         attention = _ATTENTION_PRODUCTS[config.attention] * p.attention // 2
-        policies = layer_policies(config)
         # If the first two layers have one policy they are one scan, whose body computes every gradient for all of them.
-        unscanned = module != tower or len(policies) < 2 or policies[0] != policies[1]  # the first layer
+        unscanned = len(policies) < 2 or policies[0] != policies[1]  # the first layer
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
         # The blockwise kernel computes the gradients of queries, keys and values together, needed or not.
         attention -= lora.spared_attention if config.attention == "dense" else 0
-        backward = trainable * (p.data + p.weights) + lora.backward
+        backward = trainable * (p.data + p.weights + 2 * p.of_time) + lora.backward
         # A chunk's forward pass runs again in backward, under any policy.
         backward += has_backward * (p.weights - lora.spared_weights + attention + 3 * p.chunked)
-        recompute = again = 0
+        recompute = again = cross = 0
         if module == tower:
             forward_ops, backward_ops = tower_elementwise(config, work[tower])
             # Only layers are recomputed by policy; connectors and embeddings keep what they need.
-            recompute = sum(recompute_flops(config, work[tower], policy) for policy in policies)
+            recompute = sum(recompute_flops(config, work[tower], policy, trainable) for policy in policies)
             again = sum(recomputed_attention(config, work[tower], policy) for policy in policies)
             if module == "llm" and loss_chunks > 1:
                 recompute += executed_logits(model, work["llm"])
+            if isinstance(config, DiffusionTransformerConfig):
+                cross, cross_backward = executed_cross(config, work[tower], trainable)
+                backward += has_backward * cross_backward
+                if unscanned and not trainable:
+                    # Of the first layer there is but the gradient of the condition.
+                    backward -= has_backward * (p.spared_weights + attention // config.layers)
+                    backward_ops -= layer_elementwise(config, work[tower])[1]
             if isinstance(config, AudioConfig) and config.stem_width:  # which keeps its input alone
                 recompute += trainable * 2 * sum(stem_products(config, work[tower]))
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
         backward = 2 * backward + has_backward * (backward_ops + recompute)
-        forward = 2 * (p.data + p.weights + p.attention + p.chunked + lora.forward) + forward_ops
+        forward = 2 * (p.data + p.of_time + p.weights + p.attention + cross + p.chunked + lora.forward) + forward_ops
         kernel = flash * (2 * p.attention + has_backward * (2 * attention + again))
         flops[module] = Flops(forward, backward, kernel)
+    for name, unet in _running_unets(model, work).items():
+        trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
+        flops[name] = Flops(*unet_executed(unet, work[name].tokens // unet.queries, trainable, upstream))
     return flops
 
 
@@ -299,38 +350,39 @@ def stage_flops(
 
     layers: of the stage. policies: of those that count, all or none: measured times stand for the others.
     """
-    whole = model.llm if tower == "llm" else model.encoders[tower]
-    last = layers.stop == whole.layers
+    config = towers_of(model)[tower]
+    last = layers.stop == config.layers
     part = {"layers": len(policies), "remat": tuple(policies)}
-    if tower == "llm":
-        for kind in ("delta_net", "experts"):
-            if policies and (section := getattr(model.llm, kind)):
-                part[kind] = replace(section, layers=tuple(n for n, i in enumerate(layers) if i in section.layers))
-        changed = replace(model, llm=replace(model.llm, **part))
-    else:
-        changed = replace(model, encoders={**model.encoders, tower: replace(model.encoders[tower], **part)})
+    for kind in ("delta_net", "experts") if tower == "llm" else ():
+        if policies and (section := getattr(model.llm, kind)):
+            part[kind] = replace(section, layers=tuple(n for n, i in enumerate(layers) if i in section.layers))
+    changed = with_changes(model, {tower: part})
     # As of a whole tower of so few layers, so logits are taken off where others compute them.
     flops = executed(changed, shape, frozen_modules(model), loss_chunks, pairs)
     forward, backward, attention = flops[tower]
     if tower == "llm" and not last:
         logits = executed_logits(model, row_work(model, shape)["llm"])
         return Flops(max(0, forward - logits), max(0, backward - 2 * logits), attention)
-    if tower != "llm":
+    if tower in model.generators:
+        share = layers.start == 0  # the connector stands before the layers
+    if tower in model.encoders:
         # The connector's MLP, and one more for each layer of a deepstack.
-        deepstack = whole.deepstack if isinstance(whole, VisionConfig) else ()
-        share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(whole)
+        deepstack = config.deepstack if isinstance(config, VisionConfig) else ()
+        share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(config)
+    if tower != "llm":
         connector = flops[f"{tower}.connector"]
         return Flops(forward + share * connector.forward, backward + share * connector.backward, attention)
     return Flops(forward, backward, attention)
 
 
 def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset()) -> np.ndarray:
-    """Count executed FLOPs per additional row position of the LLM and each encoder with its connector, `[modules]`.
+    """Count executed FLOPs per additional row position of each tower with its connector, `[towers]`.
 
     float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
     """
     strides = {name: e.stride if isinstance(e, AudioConfig) else 1 for name, e in model.encoders.items()}
     steps = {name: strides[name] * layer_positions(encoder) for name, encoder in model.encoders.items()}
+    steps |= {name: generator.min_patches for name, generator in model.generators.items()}
     # The other modules run on the shortest row that they can have.
     short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
     costs = []
@@ -343,7 +395,6 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
             sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen).values()) for n in (half, 3 * half)
         )
         costs.append((high - low) / (2 * half))
-    costs += [72 * g.width**2 * g.layers for g in model.generators.values()]
     return np.array(costs)
 
 
@@ -357,15 +408,19 @@ def executed_logits(model: ModelConfig, work: Work) -> int:
 _ATTENTION_PRODUCTS = {"dense": 4, "blockwise": 5, "flash": 7, "auto": 7}
 
 
-def recompute_flops(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> int:
+def recompute_flops(config: Tower, work: Work, policy: Remat, trainable: bool = True) -> int:
     """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy.
 
-    The last product of a layer is never recomputed: no gradient needs its value. Blockwise attention is not recomputed
+    trainable: whether the layer's weights have gradients, as a diffusion transformer's gates want to know. The last
+    product of a layer is never recomputed: no gradient needs its value. Blockwise attention is not recomputed
     where its output is saved. Dense attention recomputes both of its products, the second because the gradient of the
     softmax's sum needs the output before division; blockwise saves that sum.
     """
     if policy == "none":
         return 0
+    if isinstance(config, DiffusionTransformerConfig):
+        products = 2 * recomputed_products(config, work, policy, trainable)
+        return products + recomputed_attention(config, work, policy) + layer_elementwise(config, work)[0]
     layer = layer_sizes(config)
     saved_weights = {  # matrices whose outputs are saved or not needed
         "products": layer.weights,
@@ -378,20 +433,20 @@ def recompute_flops(config: DecoderConfig | Encoder, work: Work, policy: Remat) 
     return products + recomputed_attention(config, work, policy) + layer_elementwise(config, work)[0]
 
 
-def recomputed_attention(config: DecoderConfig | Encoder, work: Work, policy: Remat) -> float:
+def recomputed_attention(config: Tower, work: Work, policy: Remat) -> float:
     """Count the FLOPs of attention in `recompute_flops`."""
     if policy == "none" or (config.attention != "dense" and policy != "full"):
         return 0
     return 2 * 2 * layer_sizes(config).attended * work.pairs * _padding(config)
 
 
-def _padding(config: DecoderConfig | Encoder) -> float:
+def _padding(config: Tower) -> float:
     """Return by how much the attention kernel widens heads: those of 80 channels are computed as 128."""
     width = head_width(config)
     return padded_width(width) / width if config.attention in ("flash", "auto") else 1
 
 
-def layer_policies(config: DecoderConfig | Encoder) -> tuple[Remat, ...]:
+def layer_policies(config: Tower) -> tuple[Remat, ...]:
     """Return the remat policy of each layer; "none" for an `auto` that is not resolved yet."""
     if isinstance(config.remat, tuple):
         return config.remat
@@ -415,14 +470,26 @@ class Elementwise(NamedTuple):
 
 DECODER = Elementwise(width=(10, 33), mlp=(5, 16), pairs=(20, 21))  # RMSNorm, SwiGLU; the mask evaluates kinds too
 ENCODER = Elementwise(width=(23, 83), mlp=(9, 19))  # LayerNorm, GELU by tanh, biases
+DIFFUSION = Elementwise(width=(42, 109), mlp=(9, 19))  # norms shifted and scaled, gates, three residuals; GELU by tanh
+CROSS_SCORES = (1, 4)  # of every head
+CROSS_TOKENS = (5, 11)  # per element of the keys of a condition
 ROTARY_QUERIES = (4, 13)  # per element of the rotated queries
 ROTARY_KEYS = (3, 6)
 LOGITS = (4, 4)  # per logit: log-sum-exp, its gradient, and the gradient of picking one
 
 
-def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:
+def layer_elementwise(config: Tower, work: Work) -> tuple[int, int]:
     """Count the elementwise operations of one layer, (forward, backward)."""
     layer = layer_sizes(config)
+    if isinstance(config, DiffusionTransformerConfig):
+        return _sum(
+            (DIFFUSION.width, layer.width * work.positions),
+            (DIFFUSION.mlp, layer.mlp * work.positions),
+            (DIFFUSION.scores, layer.heads * work.pairs),
+            (DIFFUSION.pairs, work.pairs),
+            (CROSS_SCORES, layer.heads * 2 * config.queries * work.blocks * config.min_patches),
+            (CROSS_TOKENS, layer.cross * work.tokens),
+        )
     rates = _rates(config)
     if isinstance(config, DecoderConfig):
         rotary = not config.learned_positions
@@ -438,15 +505,17 @@ def layer_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int,
     )
 
 
-def _rates(config: DecoderConfig | Encoder) -> Elementwise:
+def _rates(config: Tower) -> Elementwise:
     """Choose the operations per element by the kinds of a tower's norms and MLP."""
+    if isinstance(config, DiffusionTransformerConfig):
+        return DIFFUSION
     norm = DECODER if not isinstance(config, AudioConfig) and config.norm == "rms" else ENCODER
     mlp = DECODER if layer_sizes(config).gated else ENCODER
     scores = DECODER if isinstance(config, DecoderConfig) else ENCODER
     return scores._replace(width=norm.width, mlp=mlp.mlp)
 
 
-def tower_elementwise(config: DecoderConfig | Encoder, work: Work) -> tuple[int, int]:
+def tower_elementwise(config: Tower, work: Work) -> tuple[int, int]:
     """Count the elementwise operations of a tower: its layers, final norm, and logits or convolutions."""
     forward, backward = layer_elementwise(config, work)
     pool = config.pool if isinstance(config, AudioConfig) else 1
@@ -468,8 +537,13 @@ def _stem_activations(config: AudioConfig, work: Work) -> int:
     return config.stem_width * (4 * first + 2 * second + third) * work.positions
 
 
-def connector_elementwise(encoder: Encoder, llm_width: int, work: Work) -> tuple[int, int]:
+def connector_elementwise(encoder: Encoder | Generator, llm_width: int, work: Work) -> tuple[int, int]:
     """Count the elementwise operations of a connector: norm, GELU, and placing its tokens in the text."""
+    if isinstance(encoder, Generator):
+        return _sum(
+            (_one_norm(ENCODER), (llm_width + encoder.condition_width) * work.tokens),
+            (ENCODER.mlp, encoder.connector.mlp_width * work.tokens),
+        )
     mlps = connector_mlps(encoder)
     return _sum(
         (_one_norm(ENCODER), mlps * encoder.width * work.positions),
@@ -517,7 +591,7 @@ def adapter_work(
     forward = (
         sum(lora.rank * sum(sizes[name]) * layer_count(model, name) for name, lora in adapters.items()) * positions
     )
-    config = model.llm if tower == "llm" else model.encoders[tower]
+    config = towers_of(model)[tower]
     # The later convolutions of an audio encoder need no gradient of their input: the first one stands before them.
     # Counted among `weights`, whose activation gradients the caller adds; here they are taken off again.
     stem = stem_products(config, work)[1] if isinstance(config, AudioConfig) and not connector else 0

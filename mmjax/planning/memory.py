@@ -13,18 +13,23 @@ from mmjax.config import (
     Adafactor,
     AudioConfig,
     DecoderConfig,
+    DiffusionTransformerConfig,
     ModelConfig,
     Muon,
     OptimizerConfig,
+    PixelLatents,
     Remat,
     SequenceParallel,
     VisionConfig,
 )
-from mmjax.config.model import adapter_parameters
-from mmjax.config.towers import Encoder
-from mmjax.planning.flops import frozen_modules, parameters
+from mmjax.config.generators import Tower
+from mmjax.config.model import adapter_parameters, towers_of
+from mmjax.planning.diffusion_work import LOGSUMEXP, diffusion_saved_bytes
+from mmjax.planning.flops import frozen_modules, needed_gradients, parameters
+from mmjax.planning.unet import unet_saved_bytes, unets
 from mmjax.planning.work import (
     CONV_TAPS,
+    Work,
     connector_mlps,
     connector_weights,
     layer_sizes,
@@ -33,7 +38,6 @@ from mmjax.planning.work import (
 )
 
 GB = 1e9  # bytes
-LOGSUMEXP = 4  # bytes: blockwise attention saves the log-sum-exp of each query and head, in float32
 
 
 class SavedBytes(NamedTuple):
@@ -43,14 +47,14 @@ class SavedBytes(NamedTuple):
     host: float = 0.0  # offloaded
 
 
-def saved_bytes_of_policy(
-    config: DecoderConfig | Encoder, policy: Remat, activation: int, trainable: bool = True
-) -> SavedBytes:
+def saved_bytes_of_policy(config: Tower, policy: Remat, activation: int, trainable: bool = True) -> SavedBytes:
     """Count the bytes saved per position of one layer; `activation` is bytes of a number. Not for the policy `none`.
 
     Every policy saves the layer's input. Of the products, the last is never saved: no gradient needs its value. The
     output of attention is only saved where it is needed: for gradients of trainable weights, or of blockwise attention.
     """
+    if isinstance(config, DiffusionTransformerConfig):
+        return SavedBytes(*diffusion_saved_bytes(config, policy, activation, trainable))
     layer = layer_sizes(config)
     stream = layer.width * activation
     output = layer.attended * activation
@@ -74,11 +78,13 @@ def saved_bytes_of_policy(
 # Arrays as wide as the layer among what a policy saves: with `none`, inputs of attention and MLP before and after their
 # norms; with `products`, the layer's input and attention's last product; else inputs of the layer and of its MLP.
 WIDE_ARRAYS: dict[Remat, int] = {"none": 4, "products": 2, "attention_mlp": 2}
+# A diffusion transformer has the gated outputs of attention and MLP, and the input of cross-attention beside these.
+WIDE_ARRAYS_OF_DIFFUSION: dict[Remat, int] = {"none": 7, "products": 4, "attention_mlp": 2}
 
 
 def divide_by_tensor_parallelism(
     saved: SavedBytes,
-    config: DecoderConfig | Encoder,
+    config: Tower,
     policy: Remat,
     positions: int,
     activation: int,
@@ -92,7 +98,8 @@ def divide_by_tensor_parallelism(
     if by_sequence:
         return SavedBytes(saved.device / parts, saved.host / parts)
     # What is as wide as the layer is whole on every device: tensor parallelism cuts only what lies within a layer.
-    wide = WIDE_ARRAYS.get(policy, 1) * layer_sizes(config).width * activation * positions
+    arrays = WIDE_ARRAYS_OF_DIFFUSION if isinstance(config, DiffusionTransformerConfig) else WIDE_ARRAYS
+    wide = arrays.get(policy, 1) * layer_sizes(config).width * activation * positions
     replicated = min(wide, saved.device)
     return SavedBytes(replicated + (saved.device - replicated) / parts, saved.host / parts)
 
@@ -164,6 +171,7 @@ def fixed_bytes(
     layers, gradients that wait to be added to those of other microbatches; where parameters are sharded, the matrices
     of all layers whose outputs are cut, once more: XLA reorders them for gathering before it scans. All are sharded.
     `tokens`: encoder outputs before and after the exchange, with what connectors save.
+    `images`: what UNets keep for backward.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
     one layer's backward pass with its gathered weights, or that of 2D convolutions before an audio encoder's layers, or
     Muon's update, where it takes more than `copies`. With one microbatch, less what the embedding's gradient has room
@@ -180,7 +188,7 @@ def fixed_bytes(
     matrices = layer_matrices(model) | adapter_parameters(model)
     scanned = {module: n * sharding.part_of(module) for module, n in matrices.items() if module not in frozen}
     in_layers = sum(scanned.values())
-    depths = {"llm": model.llm.layers} | {name: encoder.layers for name, encoder in model.encoders.items()}
+    depths = {name: tower.layers for name, tower in towers_of(model).items()}
     layer = max((scanned[tower] / n for tower, n in depths.items() if tower in scanned), default=0)
     # Computing in float32 needs no cast copy.
     cast = 0 if activation == MASTER else activation
@@ -189,14 +197,15 @@ def fixed_bytes(
         layer_backward_bytes(model, tower, saved, work[tower].positions, sharding, activation)
         for tower, saved in layers.items()
     ]
+    images, image_peaks = _unet_bytes(model, work, frozen, activation)
     stem_peaks = [
         stem_backward_bytes(encoder, work[name].positions, activation)
         for name, encoder in model.encoders.items()
         if name in layers and isinstance(encoder, AudioConfig)
     ]
-    tokens = sum(token_bytes(model, name, batch, activation) for name in model.encoders if name in batch.shape)
+    tokens = sum(token_bytes(model, name, batch, activation) for name in batch.shape if name != "llm")
     copies = accumulates * activation * (trainable - in_layers) + (activation + cast) * layer
-    for name, config in {"llm": model.llm, **model.encoders}.items():
+    for name, config in towers_of(model).items():
         dtype_bytes = activation if name in frozen else MASTER
         copies += dtype_bytes * reordered_elements(config, config.layers, sharding, name)
     # The update begins when copies and activations are gone.
@@ -205,7 +214,7 @@ def fixed_bytes(
     embedding = 0.0
     if not accumulates and not model.llm.tied and "llm" not in frozen:
         embedding = MASTER * model.llm.vocab * model.llm.width * sharding.part_of("llm")
-    peaks = [max(loss, *layer_peaks, *stem_peaks) - embedding, update_peak, 0.0]
+    peaks = [max(loss, *layer_peaks, *stem_peaks, *image_peaks) - embedding, update_peak, 0.0]
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
@@ -213,9 +222,26 @@ def fixed_bytes(
         "copies": copies,
         "batch": LOADED * batch.microbatches * sum(batch_bytes(model, batch, tower) for tower in batch.shape),
         "tokens": tokens,
+        "images": images,
         "exchange": exchange_bytes(model, batch, activation),
         "transient": max(peaks),
     }
+
+
+def _unet_bytes(
+    model: ModelConfig, work: Mapping[str, Work], frozen: Set[str], activation: int
+) -> tuple[float, list[float]]:
+    """Count the bytes that all UNets keep for backward, and of each those of its largest block's backward pass."""
+    saved = 0.0
+    peaks = []
+    for name, unet in unets(model).items():
+        if not needed_gradients(name, model, frozen):
+            continue
+        images = work[name].tokens // unet.queries if name in work else 0
+        of_images, largest = unet_saved_bytes(unet, images, activation, name not in frozen)
+        saved += of_images
+        peaks.append((1 + ALIVE) * largest if unet.remat == "full" else ALIVE * largest)
+    return saved, peaks
 
 
 def update_bytes(
@@ -232,7 +258,7 @@ def update_bytes(
 
 def layer_matrices(model: ModelConfig) -> dict[str, int]:
     """Count the elements of the matrices in each tower's layers."""
-    return {name: c.layers * layer_sizes(c).stored for name, c in {"llm": model.llm, **model.encoders}.items()}
+    return {name: c.layers * layer_sizes(c).stored for name, c in towers_of(model).items()}
 
 
 def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfig) -> dict[str, float]:
@@ -245,8 +271,8 @@ def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfi
     numbers = {module: moments * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, Muon):
         matrices = layer_matrices(model)
-        for name, encoder in model.encoders.items():
-            matrices[f"{name}.connector"] = connector_mlps(encoder) * connector_weights(encoder, model.llm.width)
+        for name, module in model.item_modules.items():
+            matrices[f"{name}.connector"] = connector_mlps(module) * connector_weights(model, name)
         numbers = {module: n - matrices.get(module, 0) for module, n in numbers.items()}
     return {module: MOMENT[optimizer.moments] * n for module, n in numbers.items()}
 
@@ -258,15 +284,15 @@ def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig)
     return weights + sum(moment_bytes(model, frozen, optimizer).values())
 
 
-def reordered_elements(config: DecoderConfig | Encoder, layers: int, sharding: ModelSharding, tower: str) -> float:
-    """Count the elements of the matrices of a tower's layers whose outputs are sharded: attention's output, MLP's down.
+def reordered_elements(config: Tower, layers: int, sharding: ModelSharding, tower: str) -> float:
+    """Count the elements of the matrices of a tower's layers whose outputs are sharded: attentions' output, MLP's down.
 
     Of these XLA makes a second copy in another order.
     """
     if sharding.shards == 1:
         return 0.0
     layer = layer_sizes(config)
-    return layers * layer.width * (layer.queries + layer.mlp) * sharding.part_of(tower)
+    return layers * layer.width * (layer.queries + layer.cross + layer.mlp) * sharding.part_of(tower)
 
 
 def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, activation: int) -> float:
@@ -276,7 +302,7 @@ def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, 
     """
     if sharding.shards == 1:
         return 0.0
-    towers = {name: c for name, c in {"llm": model.llm, **model.encoders}.items() if name not in frozen}
+    towers = {name: c for name, c in towers_of(model).items() if name not in frozen}
     sizes = {name: layer_sizes(c) for name, c in towers.items()}
     exchanged = sum(-(-c.layers // sharding.shards) * sizes[name].stored for name, c in towers.items())
     product = max((s.width * max(s.mlp, s.queries) for s in sizes.values()), default=0)
@@ -294,8 +320,13 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
     if tower == "llm":
         # One of the text's fields, the position, has an entry for each axis.
         axes = max(len(model.llm.rope_sections), 1)
-        # One column of `slots` for each encoder, beside the fields.
-        return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
+        # One column of `slots` for each encoder and generator, beside the fields.
+        return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.item_modules))
+    if tower in model.generators:
+        # Pixels are bytes, latents float32.
+        generator = model.generators[tower]
+        values = generator.patch_values * (1 if isinstance(generator.latents, PixelLatents) else 4)
+        return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
     encoder = model.encoders[tower]
     # Pixels are bytes, log-mel bins float32.
     values = encoder.patch_values if isinstance(encoder, VisionConfig) else 4 * encoder.mels
@@ -303,7 +334,15 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
 
 
 def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: int) -> float:
-    """Count the bytes of an encoder's outputs before and after the exchange, with what its connector saves."""
+    """Count the bytes of an encoder's outputs before and after the exchange, with what its connector saves.
+
+    Of a generator those of its inputs, which its connector takes in the LLM's width.
+    """
+    if name in model.generators:
+        generator = model.generators[name]
+        c = generator.connector
+        numbers = 2 * model.llm.width + (2 + c.gated) * c.mlp_width + generator.condition_width
+        return row_work(model, batch.shape)[name].tokens * numbers * activation
     encoder = model.encoders[name]
     # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice, and
     # what a patch merger makes, with a projection three times more.
@@ -315,12 +354,12 @@ def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: i
 
 def exchange_bytes(model: ModelConfig, batch: DeviceBatch, activation: int) -> float:
     """Count the bytes of the tokens that a device sends and receives, to peers and on its rank, padding included."""
-    sent = sum(slots * connector_mlps(model.encoders[name]) for name, slots in sent_slots(model, batch).items())
+    sent = sum(slots * connector_mlps(model.item_modules[name]) for name, slots in sent_slots(model, batch).items())
     return 2 * sent * model.llm.width * activation
 
 
 def sent_slots(model: ModelConfig, batch: DeviceBatch) -> dict[str, int]:
-    """Count the tokens for which a device's sends have room, by encoder: `send` and `spread` of a TextBatch."""
+    """Count the tokens for which a device's sends have room, by module: `send` and `spread` of a TextBatch."""
     work = row_work(model, batch.shape) if batch.context > 1 else {}
     slots = {name: batch.peers * width for name, width in batch.widths.items()}
     # Each of the rank's devices may get all that came and that is here.
@@ -346,7 +385,7 @@ def layer_backward_bytes(
     model: ModelConfig, tower: str, saved: float, positions: int, sharding: ModelSharding, activation: int
 ) -> float:
     """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient."""
-    config = model.llm if tower == "llm" else model.encoders[tower]
+    config = towers_of(model)[tower]
     layer = layer_sizes(config)
     parts = sharding.parts(tower)
     largest = layer.width * max(layer.mlp, layer.queries) / parts

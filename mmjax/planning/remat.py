@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from mmjax.config import DecoderConfig, ModelConfig, OptimizerConfig, Remat
-from mmjax.config.towers import Encoder
+from mmjax.config.generators import Tower
+from mmjax.config.model import towers_of, with_changes
 from mmjax.planning.flops import executed_logits, frozen_modules, layer_policies, recompute_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import (
@@ -192,8 +193,7 @@ def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
     # One policy where all layers have the same.
     # As a person would write it: one word for all layers where that says it.
     remat = {tower: p[0] if len(set(p)) == 1 else tuple(p) for tower, p in policies.items()}
-    encoders = {name: replace(encoder, remat=remat[name]) for name, encoder in model.encoders.items()}
-    return replace(model, llm=replace(model.llm, remat=remat["llm"]), encoders=encoders)
+    return with_changes(model, {tower: {"remat": policy} for tower, policy in remat.items()})
 
 
 def plan_memory(
@@ -262,7 +262,7 @@ def _choose_auto_policies(
     fixed: bytes of each shape that no policy changes. Returns all towers' policies, those that save least where nothing
     fits, and a lower bound on their recomputation seconds, infinite where nothing fits.
     """
-    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
+    towers = towers_of(model)
     configured = {name: layer_policies(config) for name, config in towers.items() if config.remat != "auto"}
     auto = {name: config.layers for name, config in towers.items() if name not in configured}
     auto_options = {name: options[name] for name in auto}
@@ -287,7 +287,7 @@ def _tower_options(
     speed: Speed,
 ) -> dict[str, dict[Remat, Option]]:
     """Compute what each policy costs one layer of each tower on one device."""
-    towers: dict[str, DecoderConfig | Encoder] = {"llm": model.llm, **model.encoders}
+    towers = towers_of(model)
     return {
         tower: _options(
             config,
@@ -304,7 +304,7 @@ def _tower_options(
 
 
 def _options(
-    config: DecoderConfig | Encoder,
+    config: Tower,
     works: Sequence[Work],
     saved: Sequence[Mapping[Remat, SavedBytes]],
     rates: Rates,
@@ -336,7 +336,7 @@ def _options(
 
 
 def _recompute_seconds(
-    config: DecoderConfig | Encoder,
+    config: Tower,
     work: Work,
     saved: Mapping[Remat, SavedBytes],
     rates: Rates,
@@ -354,7 +354,8 @@ def _recompute_seconds(
             return (measured[policy] - measured["none"]) / parts
         # Bytes that are neither on the device nor the host are written and read once more.
         moved = 2 * (saved["none"].device - saved[policy].device - saved[policy].host)
-        on_device = recompute_flops(config, work, policy) / parts / rates.flops + max(moved, 0) / rates.memory
+        flops = recompute_flops(config, work, policy, not config.frozen)
+        on_device = flops / parts / rates.flops + max(moved, 0) / rates.memory
         return on_device + 2 * saved[policy].host / rates.host
 
     return {policy: seconds(policy) for policy in saved}

@@ -17,6 +17,7 @@ import numpy as np
 from numba import njit
 
 from mmjax.config import Config
+from mmjax.config.model import towers_of
 from mmjax.config.training import unit_devices
 from mmjax.planning.flops import layer_policies, stage_flops
 from mmjax.planning.schedules import ScheduleName, StageGraph, list_stages, make_schedule, schedule_name, unit_graph
@@ -46,7 +47,7 @@ def make_reordering(config: Config, rows: Sequence[int], lengths: Sequence[Seque
 
     rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module.
     """
-    towers = {"llm": config.model.llm, **config.model.encoders}
+    towers = towers_of(config.model)
     stages = list_stages(config)
     flops = np.zeros((2, len(stages), len(lengths)))
     for number, stage in enumerate(stages):

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from mmjax.config import Config
+from mmjax.config.model import towers_of
 from mmjax.config.training import cut_tower, unit_cuts, unit_modules
 
 ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved"]
@@ -33,7 +34,7 @@ class UnitStage(NamedTuple):
 
 def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the layers before which each tower is cut."""
-    towers = {"llm": config.model.llm, **config.model.encoders}
+    towers = towers_of(config.model)
     cuts = {}
     for name, unit in config.units.items():
         tower = cut_tower(unit_modules(name, unit))
@@ -43,7 +44,7 @@ def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
 
 def list_stages(config: Config) -> list[UnitStage]:
     """List the stages of all units, in the order of their devices."""
-    towers = {"llm": config.model.llm, **config.model.encoders}
+    towers = towers_of(config.model)
     cuts = stage_cuts(config)
     stages = []
     for name, unit in config.units.items():

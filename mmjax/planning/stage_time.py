@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmjax.config import DecoderConfig, ModelConfig, Muon, OptimizerConfig, Remat
-from mmjax.config.towers import Encoder
+from mmjax.config import ModelConfig, Muon, OptimizerConfig, Remat
+from mmjax.config.generators import Tower
+from mmjax.config.model import towers_of
 from mmjax.planning.flops import frozen_modules, recomputed_attention, stage_flops
 from mmjax.planning.memory import MASTER, DeviceBatch
 from mmjax.planning.step_time import (
@@ -18,6 +19,7 @@ from mmjax.planning.step_time import (
     PASSES,
     ClusterRun,
     all_reduce_seconds,
+    all_reduces,
     collective_seconds,
     context_seconds,
     exchange_seconds,
@@ -52,9 +54,9 @@ class StageRun:
         """Count the parts into which its positions are divided."""
         return self.machine.mesh["data"] * self.machine.parameter_shards
 
-    def config(self, model: ModelConfig) -> DecoderConfig | Encoder:
+    def config(self, model: ModelConfig) -> Tower:
         """Return the tower's config."""
-        return model.llm if self.tower == "llm" else model.encoders[self.tower]
+        return towers_of(model)[self.tower]
 
 
 def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tuple[float, float]:
@@ -94,10 +96,10 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     takes_tokens = stage.tower == "llm" and stage.layers.start == 0
     exchange = exchange_seconds(model, batch, machine) if takes_tokens else 0.0
     late = context_seconds(model.llm, batch, machine) if stage.tower == "llm" else (0.0, 0.0)
-    forward = max(forward, gathered) + len(stage.policies) * (2 * reduce + late[0]) + exchange
+    forward = max(forward, gathered) + len(stage.policies) * (all_reduces(config) * reduce + late[0]) + exchange
     if not stage.has_backward:
         return forward, 0.0
-    reduces = 2 * (len(stage.policies) + recomputed_reduces(stage.policies))
+    reduces = all_reduces(config) * (len(stage.policies) + recomputed_reduces(stage.policies))
     waits = len(stage.policies) * late[1] + stage.policies.count("full") * late[0]
     return forward, max(backward, gathered + scattered) + reduces * reduce + waits + exchange
 
@@ -111,7 +113,9 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
     work = row_work(model, batch.shape)[sender.tower]
     numbers = work.positions * sender.config(model).width
     if sender.tower != receiver.tower:
-        numbers = work.tokens * connector_mlps(model.encoders[sender.tower]) * model.llm.width
+        # A generator takes the hidden states of its tokens.
+        token_work = row_work(model, batch.shape)[receiver.tower] if sender.tower == "llm" else work
+        numbers = token_work.tokens * connector_mlps(sender.config(model)) * model.llm.width
     total = numbers * sender.machine.activation * sender.shards
     largest = max(total / receiver.shards, total * receiver.machine.mesh["tensor"] / len(sender.devices))
     cluster = sender.machine.cluster

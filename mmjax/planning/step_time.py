@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,12 @@ from mmjax.config import (
     SequenceParallel,
     context_form,
 )
-from mmjax.config.towers import Encoder
+from mmjax.config.generators import Tower
+from mmjax.config.model import towers_of, with_changes
 from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
 from mmjax.planning.hardware import Cluster, Rates
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
+from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
 from mmjax.planning.work import Work, expert_parameters, layer_sizes, row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
@@ -109,11 +111,11 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
     """Estimate the time of one microbatch, without the update."""
     rates = machine.speed.rates
     frozen = frozen_modules(model)
-    towers = {"llm": model.llm, **model.encoders}
+    towers = towers_of(model)
     profiled = {name: times for name in towers if (times := machine.speed.layer(name, batch.shape[name])) is not None}
     # Layers of profiled towers are taken out of the FLOPs, and their measured times added below.
-    rest = _with_changes(model, {name: {"layers": 0, "remat": "none"} for name in profiled})
-    rest_without_remat = _with_changes(rest, {name: {"remat": "none"} for name in towers})
+    rest = with_changes(model, {name: {"layers": 0, "remat": "none"} for name in profiled})
+    rest_without_remat = with_changes(rest, {name: {"remat": "none"} for name in towers})
     # Without remat and without chunks of the loss: what both recompute is counted apart.
     compute = _seconds(rest_without_remat, batch, frozen, machine, 1)
     recompute = _seconds(rest, batch, frozen, machine, machine.loss_chunks) - compute
@@ -134,6 +136,10 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         for name, c in towers.items()
         if name not in profiled
     )
+    for name, unet in unets(model).items():
+        compute += rates.launch * (FORWARD_KERNELS + BACKWARD_KERNELS) * len(unet_blocks(unet))
+        images = work[name].tokens // unet.queries
+        activations += unet_saved_bytes(replace(unet, remat="none"), images, machine.activation, name not in frozen)[0]
     return StepTime(
         compute=compute + PASSES * activations / rates.memory,
         recompute=recompute,
@@ -177,12 +183,6 @@ def recomputed_attention(policies: Sequence[Remat]) -> int:
     return sum(policy == "full" for policy in policies)
 
 
-def _with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
-    """Return the model with these changes to its towers' configs."""
-    encoders = {name: replace(e, **towers.get(name, {})) for name, e in model.encoders.items()}
-    return replace(model, llm=replace(model.llm, **towers.get("llm", {})), encoders=encoders)
-
-
 def _seconds(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: ClusterRun, loss_chunks: int) -> float:
     """Estimate the seconds of the executed FLOPs on a device."""
     flops = executed(model, batch.shape, frozen, loss_chunks, batch.pairs)
@@ -202,7 +202,7 @@ def _weight_bytes(
     counts = parameters(model)
     part_of = machine.sharding.part_of
     trainable = sum(n * part_of(module) for module, n in counts.items() if module not in frozen)
-    towers = {"llm": model.llm, **model.encoders}
+    towers = towers_of(model)
     timed = sum(
         part_of(name) * towers[name].layers * layer_sizes(towers[name]).parameters
         for name in profiled
@@ -241,17 +241,18 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
 
 def _muon(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     """Estimate the seconds in which every device receives its layers, orthogonalizes them and sends them back."""
-    towers = {"llm": model.llm, **model.encoders}
+    towers = towers_of(model)
     return sum(muon_seconds(c, c.layers, tower, machine) for tower, c in towers.items() if tower not in frozen)
 
 
-def muon_seconds(config: DecoderConfig | Encoder, layers: int, tower: str, machine: ClusterRun) -> float:
+def muon_seconds(config: Tower, layers: int, tower: str, machine: ClusterRun) -> float:
     """Estimate the seconds of Muon's update of so many layers of a tower."""
     layer = layer_sizes(config)
     parts = machine.sharding.parts(tower)
     fsdp = machine.parameter_shards
     layers = -(-layers // (fsdp * parts))  # of the device that has most
     sides = 2 * [layer.queries] + 2 * [layer.keys] + (2 + layer.gated) * [layer.mlp]
+    sides += 4 * [layer.cross] if layer.cross else []
     flops = sum(newton_schulz_flops(layer.width, side) for side in sides)
     size = 2 * layers * layer.weights * machine.activation
     links = _all_to_all(size, fsdp, parts, machine.cluster) + _all_to_all(size, parts, 1, machine.cluster)
@@ -279,7 +280,7 @@ def exchange_seconds(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun
     # Ranks that exchange tokens are `context` x `tensor` devices apart.
     in_node = batch.peers * batch.context * tensor <= machine.cluster.per_node
     work = row_work(model, batch.shape)
-    spread = sum(work[name].tokens for name in model.encoders if name in work) * token
+    spread = sum(w.tokens for w in work.values()) * token
     within = _all_to_all(spread, batch.context, tensor, machine.cluster)
     return sent / (device.link_rate if in_node else device.network_rate) + within
 
@@ -320,37 +321,36 @@ def _nodes(group: int, stride: int, cluster: Cluster) -> int:
     return -(-group // max(1, min(group, cluster.per_node // stride)))
 
 
-def _tensor(config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun) -> float:
+def _tensor(config: Tower, positions: int, parts: int, machine: ClusterRun) -> float:
     """Estimate the seconds that a tower's tensor-parallel exchanges take, with those of layers that are recomputed."""
     forward, backward = tensor_seconds(config, positions, parts, machine)
     recomputed = recomputed_reduces(layer_policies(config))
     return (config.layers + recomputed) * forward + config.layers * backward
 
 
-def tensor_seconds(
-    config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun
-) -> tuple[float, float]:
+def tensor_seconds(config: Tower, positions: int, parts: int, machine: ClusterRun) -> tuple[float, float]:
     """Estimate what tensor-parallel neighbours' exchanges of activations add to a layer's forward and backward pass.
 
-    Two all-reduces each. With sequence parallelism tokens are gathered for two products and scattered behind two;
-    backward gathers those tokens again. Overlapped, every chunk is sent beside a product of one, and its gradients
-    beside another or, after a scatter, beside two.
+    Two all-reduces each, three with attention to a condition. With sequence parallelism tokens are gathered for two
+    products and scattered behind two; backward gathers those tokens again. Overlapped, every chunk is sent beside a
+    product of one, and its gradients beside another or, after a scatter, beside two.
     """
     way = machine.sharding.sequence_parallel
     reduce = all_reduce_seconds(config, positions, parts, machine)
     if way == "off" or parts == 1:
-        return 2 * reduce, 2 * reduce
+        return all_reduces(config) * reduce, all_reduces(config) * reduce
     layer = layer_sizes(config)
     rates = machine.speed.rates
     sends = parts - 1
     send = reduce / (2 * sends)  # of a chunk: a device's tokens between layers
     column = 2 * positions / parts * layer.width / parts / rates.flops if way == "overlap" else 0.0
-    gathered = layer.queries + 2 * layer.keys, (1 + layer.gated) * layer.mlp
-    scattered = layer.queries, layer.mlp
+    cross = [layer.cross] if layer.cross else []
+    gathered = layer.queries + 2 * layer.keys, *cross, (1 + layer.gated) * layer.mlp
+    scattered = layer.queries, *cross, layer.mlp
     forward = sum(max(0.0, send - column * n) for n in (*gathered, *scattered))
     backward = sum(2 * max(0.0, send - column * n) for n in gathered)
     backward += sum(max(0.0, send - 2 * column * n) for n in scattered)
-    launch = 4 * rates.launch if way == "overlap" else 0.0
+    launch = 2 * all_reduces(config) * rates.launch if way == "overlap" else 0.0
     return sends * (forward + FORWARD_CHUNK_KERNELS * launch), sends * (backward + BACKWARD_CHUNK_KERNELS * launch)
 
 
@@ -360,7 +360,7 @@ def overlap_pays(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun) ->
 
     def seconds(way: SequenceParallel) -> float:
         on = replace(machine, sharding=replace(machine.sharding, sequence_parallel=way))
-        towers = {"llm": model.llm, **model.encoders}
+        towers = towers_of(model)
         return sum(_tensor(c, work[name].positions, on.sharding.parts(name), on) for name, c in towers.items())
 
     return seconds("overlap") < seconds("off")
@@ -371,7 +371,12 @@ def recomputed_reduces(policies: Sequence[Remat]) -> int:
     return sum(policy in ("attention_mlp", "attention", "full") for policy in policies)
 
 
-def all_reduce_seconds(config: DecoderConfig | Encoder, positions: int, parts: int, machine: ClusterRun) -> float:
+def all_reduces(config: Tower) -> int:
+    """Count the all-reduces of a layer's forward pass among tensor-parallel neighbours."""
+    return 3 if layer_sizes(config).cross else 2
+
+
+def all_reduce_seconds(config: Tower, positions: int, parts: int, machine: ClusterRun) -> float:
     """Estimate the seconds of one all-reduce of a layer's activations among tensor-parallel neighbours."""
     # A ring all-reduce of n bytes among p devices sends 2 (p - 1) / p * n bytes from each.
     size = 2 * (parts - 1) / parts * positions * config.width * machine.activation

@@ -14,8 +14,17 @@ import numpy as np
 
 from mmjax.balance.mask_work import Mask, block_work
 from mmjax.batch import ROW, TIME, ItemBatch, TextBatch, chunk_numbers
-from mmjax.config import AudioConfig, DecoderConfig, ModelConfig, VisionConfig
-from mmjax.config.model import connector_layers
+from mmjax.config import (
+    AudioConfig,
+    DecoderConfig,
+    DiffusionTransformerConfig,
+    Generator,
+    ModelConfig,
+    UnetConfig,
+    VisionConfig,
+)
+from mmjax.config.generators import Tower
+from mmjax.config.model import Sizes, connector_layers, connector_sizes, with_changes
 from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
@@ -31,8 +40,24 @@ class Work(NamedTuple):
 
     positions: int  # in the layers: tokens, patches, frames after the stride
     pairs: float  # (query, key) pairs of one head, averaged over the layers
-    inputs: int = 0  # patches or frames that an encoder reads
+    inputs: int = 0  # patches or frames that an encoder reads, patches of latents of a generator
     tokens: int = 0  # outputs of its connector
+    blocks: int = 0  # of `min_patches` positions that a generator's rows are cut into
+    taken: int = 0  # pairs of one of a block's two images and one of its row's
+
+
+class Products(NamedTuple):
+    """Multiply-adds of one module's forward pass, by what gradients they have."""
+
+    data: int  # weights times data, which needs no gradient
+    weights: int  # weights times activations
+    attention: int  # activations times activations
+    recurrence: int = 0  # of gated delta nets, beside their weights
+    chunked: int = 0  # the same as it runs, in chunks
+    of_time: int = 0  # weights times what weights of the module alone have made: of a generator's times
+    cross: int = 0  # activations times activations of a generator's condition
+    spared_weights: int = 0  # of a frozen generator, what of `weights` comes before its condition: no gradient
+    spared_attention: int = 0  # of `attention` and `cross` in backward
 
 
 class LayerSizes(NamedTuple):
@@ -52,11 +77,12 @@ class LayerSizes(NamedTuple):
     idle: float = 0  # elements of matrices that a position does not use: of the experts that it is not sent to
     router: float = 0  # outputs of the router of experts, which no remat policy saves
     shared: float = 0  # 1 where the output of a shared expert is multiplied by a gate
+    cross: float = 0  # channels of attention to a condition, whose keys and values are counted in `idle`
 
     @property
     def weights(self) -> float:
         """Count the elements of the matrices that a position uses, which is also its multiply-adds."""
-        projections = self.width * (2 * self.queries + 2 * self.keys + self.extra + self.router)
+        projections = self.width * (2 * self.queries + 2 * self.keys + self.extra + self.router + 2 * self.cross)
         return projections + (2 + self.gated) * self.width * self.mlp
 
     @property
@@ -70,7 +96,7 @@ class LayerSizes(NamedTuple):
         return self.weights + self.idle
 
 
-def kinds_of_layers(config: DecoderConfig | Encoder) -> list[tuple[DecoderConfig | Encoder, float]]:
+def kinds_of_layers(config: Tower) -> list[tuple[Tower, float]]:
     """Return, for each kind of layer of a tower, the tower with that kind alone and the kind's share of the layers."""
     if not isinstance(config, DecoderConfig) or len(set(config.layer_kinds)) < 2:
         return [(config, 1)]
@@ -86,7 +112,7 @@ def kinds_of_layers(config: DecoderConfig | Encoder) -> list[tuple[DecoderConfig
     return [(with_kind(*kind), count / config.layers) for kind, count in Counter(config.layer_kinds).items()]
 
 
-def layer_sizes(config: DecoderConfig | Encoder) -> LayerSizes:
+def layer_sizes(config: Tower) -> LayerSizes:
     """Compute the sizes of a tower's layers."""
     kinds = kinds_of_layers(config)
     if len(kinds) == 1:
@@ -96,7 +122,7 @@ def layer_sizes(config: DecoderConfig | Encoder) -> LayerSizes:
     return LayerSizes(*means)._replace(width=config.width, gated=sizes[0].gated)
 
 
-def _with_experts(config: DecoderConfig | Encoder, sizes: LayerSizes) -> LayerSizes:
+def _with_experts(config: Tower, sizes: LayerSizes) -> LayerSizes:
     """Put experts in the place of the MLP, where all layers of a tower have them."""
     if not isinstance(config, DecoderConfig) or not any(config.expert_layers):
         return sizes
@@ -143,8 +169,29 @@ def _delta_net_sizes(config: DecoderConfig) -> LayerSizes:
     )
 
 
-def _sizes_of_kind(config: DecoderConfig | Encoder) -> LayerSizes:
+def _diffusion_sizes(config: DiffusionTransformerConfig) -> LayerSizes:
+    """Compute the sizes of a diffusion transformer's layers."""
     c = config
+    # Of both attentions, of the MLP, and of the table that the time's vectors are added to.
+    biases = sum({"up": c.mlp_width, "down": c.width}.get(name, 2 * c.width) for name in c.biases)
+    return LayerSizes(
+        width=c.width,
+        queries=c.width,
+        keys=c.width,
+        heads=c.heads,
+        mlp=c.mlp_width,
+        gated=False,
+        vectors=biases + 6 * c.width,
+        attended=c.width,
+        idle=2 * c.width * (c.width if c.condition_mlp else c.condition_width),
+        cross=c.width,
+    )
+
+
+def _sizes_of_kind(config: Tower) -> LayerSizes:
+    c = config
+    if isinstance(c, DiffusionTransformerConfig):
+        return _diffusion_sizes(c)
     queries = keys = c.width
     gated = True
     extra = 0
@@ -181,19 +228,19 @@ def _sizes_of_kind(config: DecoderConfig | Encoder) -> LayerSizes:
     )
 
 
-def head_width(config: DecoderConfig | Encoder) -> int:
+def head_width(config: Tower) -> int:
     """Return the channels of a head of attention."""
     return config.head_width if isinstance(config, DecoderConfig) else config.width // config.heads
 
 
-def norm_parameters(config: DecoderConfig | Encoder) -> int:
+def norm_parameters(config: Tower) -> int:
     """Count the parameters of one norm of a tower's layers: a scale, and a bias unless it is an RMSNorm."""
     return config.width if not isinstance(config, AudioConfig) and config.norm == "rms" else 2 * config.width
 
 
-def connector_mlps(encoder: Encoder) -> int:
-    """Count the MLPs of an encoder's connector: one, plus one per deepstack layer."""
-    return 1 + (len(encoder.deepstack) if isinstance(encoder, VisionConfig) else 0)
+def connector_mlps(module: Encoder | Generator) -> int:
+    """Count the MLPs of a connector: one, plus one per deepstack layer of an encoder."""
+    return 1 + (len(module.deepstack) if isinstance(module, VisionConfig) else 0)
 
 
 def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> ModelConfig:
@@ -203,20 +250,18 @@ def resolve_attention(model: ModelConfig, rates: Rates, context: int = 1) -> Mod
     """
     backend = "blockwise" if rates.attention is None else "flash"
 
-    def resolved(tower: Any) -> Any:
-        return replace(tower, attention=backend) if tower.attention == "auto" else tower
-
-    llm = resolved(model.llm)
-    if context > 1 and llm.attention == "dense":
-        llm = replace(llm, attention="blockwise")
-    return replace(model, llm=llm, encoders={name: resolved(e) for name, e in model.encoders.items()})
+    modules = {"llm": model.llm, **model.item_modules}
+    changes = {name: {"attention": backend} for name, config in modules.items() if config.attention == "auto"}
+    if context > 1 and model.llm.attention == "dense":
+        changes["llm"] = {"attention": "blockwise"}
+    return with_changes(model, changes)
 
 
-def _mean_pairs(config: DecoderConfig | Encoder, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
+def _mean_pairs(config: Tower, pairs: Any, window_pairs: Callable[[int], Any]) -> Any:
     """Average over a tower's layers: `pairs` without a window, `window_pairs` with one, of so many positions."""
     if isinstance(config, AudioConfig):
         return window_pairs(config.chunk_positions * config.attended_chunks) if config.chunk else pairs
-    if not config.windowed:
+    if isinstance(config, Generator) or not config.windowed:
         return pairs
     window = config.window if isinstance(config, DecoderConfig) else config.window**2
     return pairs + (window_pairs(window) - pairs) * len(config.windowed) / config.layers
@@ -232,6 +277,14 @@ def layer_positions(encoder: Encoder) -> int:
     return merged_positions(encoder) * (encoder.pool if isinstance(encoder, AudioConfig) else 1)
 
 
+def layers_of_connector(model: ModelConfig, name: str) -> Sizes:
+    """List the linear layers of an encoder's or a generator's connector in the order of the computation."""
+    if name in model.encoders:
+        return connector_layers(model.encoders[name], model.llm.width)
+    generator = model.generators[name]
+    return connector_sizes(generator.connector, model.llm.width, generator.condition_width)
+
+
 def stem_products(config: AudioConfig, work: Work) -> tuple[int, int]:
     """Count the multiply-adds of an audio encoder's stem: of the first convolution, whose input is data, and others."""
     if not config.stem_width:
@@ -245,9 +298,9 @@ def stem_products(config: AudioConfig, work: Work) -> tuple[int, int]:
     return 4 * taps * first * work.positions, later * work.positions
 
 
-def connector_weights(encoder: Encoder, outputs: int) -> int:
+def connector_weights(model: ModelConfig, name: str) -> int:
     """Count the elements of a connector's matrices, which is also the multiply-adds per token."""
-    return sum(rows * columns for rows, columns in connector_layers(encoder, outputs).values())
+    return sum(rows * columns for rows, columns in layers_of_connector(model, name).values())
 
 
 def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]) -> dict[str, Work]:
@@ -257,6 +310,7 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
     work = {"llm": Work(int((text.sample >= 0).sum()), pairs)}
     for name, batch in items.items():
         if name in model.generators:
+            work[name] = _generator_work(model.generators[name], batch.item)
             continue
         encoder = model.encoders[name]
         # Coordinates below 0 mark inputs that become no token: class tokens, which pass through the layers, and the
@@ -276,6 +330,13 @@ def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBat
         inputs, positions, tokens = (int((x >= 0).sum()) for x in (batch.item, layer_item, token_item))
         work[name] = Work(positions, pairs, inputs, tokens)
     return work
+
+
+def _generator_work(config: Generator, item: np.ndarray) -> Work:
+    """Measure the work of the images in a generator's rows, `[R, L]`, -1 = padding."""
+    positions = int((item >= 0).sum())
+    images = sum(len(np.unique(row[row >= 0])) for row in item)
+    return Work(positions, int(item_pairs(item).sum()), positions, images * config.queries)
 
 
 def _windows(encoder: Encoder, items: ItemBatch, layer_item: np.ndarray) -> np.ndarray:
@@ -306,6 +367,7 @@ def length_work(
     """Estimate the work of samples by tower from lengths alone: causal in the LLM, full inside each item.
 
     llm: int `[n]`, tokens of each sample. For every item, int `[p]`: its encoder's number, patches or frames, tokens.
+    Generators are numbered after the encoders.
     """
     length = llm.astype(np.int64)
 
@@ -317,7 +379,7 @@ def length_work(
         model.llm, causal(length), lambda window: causal(length) - causal(np.maximum(length - window, 0))
     )
     work = {"llm": Work(int(length.sum()), pairs)}
-    for k, (name, config) in enumerate(model.encoders.items()):
+    for k, (name, config) in enumerate(model.item_modules.items()):
         inputs = useful[encoder == k].astype(np.int64)
         positions = inputs
         if isinstance(config, AudioConfig):
@@ -335,13 +397,19 @@ def row_work(
 ) -> dict[str, Work]:
     """Compute the work that the backend runs for padded rows, by tower.
 
-    shape: (rows, row length) of "llm" and the encoders. pairs: those of the blocks that attention visits, where the
-    rows' contents are known (`visited_pairs`). Else dense attention runs all pairs of a row, and of other backends all
-    blocks that they may visit count: for the LLM those up to the diagonal.
+    shape: (rows, row length) of "llm", the encoders and the generators. pairs: those of the blocks that attention
+    visits, where the rows' contents are known (`visited_pairs`). Else dense attention runs all pairs of a row, and of
+    other backends all blocks that they may visit count: for the LLM those up to the diagonal.
     """
     work = {}
     for name, (rows, length) in shape.items():
-        config = model.llm if name == "llm" else model.encoders[name]
+        config = {"llm": model.llm, **model.item_modules}[name]
+        if isinstance(config, UnetConfig):
+            # Every place for an image is computed, and nothing behind the last one.
+            images = rows * config.most_images(length)
+            positions = images * config.min_patches
+            work[name] = Work(positions, positions * config.min_patches, positions, images * config.queries)
+            continue
         # Padding included: the backend computes it like everything else.
         layer_length = length // config.stride if isinstance(config, AudioConfig) else length
         positions = rows * layer_length
@@ -352,13 +420,18 @@ def row_work(
         else:
             one = np.zeros(1, np.int64)  # of each row one part, as long as the row
             work[name] = Work(positions, rows * float(visited_pairs(config, one, one, one + length, 1, length)[0]))
-        if name != "llm":
+        if isinstance(config, DiffusionTransformerConfig):
+            images = config.most_images(length)
+            blocks = rows * -(-length // config.min_patches)
+            changes = {"tokens": rows * images * config.queries, "blocks": blocks, "taken": 2 * blocks * images}
+            work[name] = work[name]._replace(inputs=positions, **changes)
+        elif name != "llm":
             tokens = positions // layer_positions(config)
             work[name] = work[name]._replace(inputs=rows * length, tokens=tokens)
     return work
 
 
-def _blocks(config: DecoderConfig | Encoder, length: int) -> tuple[int, int]:
+def _blocks(config: Tower, length: int) -> tuple[int, int]:
     """Return the queries and the keys of a block; a row that is shorter than a block is one of its own length."""
     if config.attention == "blockwise":
         return min(BLOCK, length), min(BLOCK, length)
@@ -369,7 +442,7 @@ def _blocks(config: DecoderConfig | Encoder, length: int) -> tuple[int, int]:
 
 
 def visited_pairs(
-    config: DecoderConfig | Encoder,
+    config: Tower,
     row: np.ndarray,
     offset: np.ndarray,
     length: np.ndarray,

@@ -47,6 +47,7 @@ KINDS = {
     "copies": "#b9bfca",
     "batch": "#efe8d8",
     "tokens": "#ddd3bc",
+    "images": "#d2c6ac",
     "exchange": "#c8bb9d",
     "transient": "#ad9e7c",
 }

@@ -30,6 +30,7 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
 from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.latents import latent_folders, vae_generators
 from mmjax.runtime.run_dir import AllowedChanges, RunFolder
 from mmjax.runtime.units import unit_ranks, units_topology
 
@@ -192,8 +193,10 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         config_folder=folder.path,
         leads=coordination.is_leader(),
         segment=segment,
+        latents=latent_folders(config, sources, index),
         **_ranks_of_process(config, mesh),
     )
+    loader.check_latents()
     # The number of steps per epoch is known only now that the planner is built.
     if epochs := config.training.epochs:
         # From here on the length of the run is fixed in steps, so that the learning rate schedule knows its end.
@@ -233,7 +236,7 @@ def loader_of(launch: Launch, folder: RunFolder) -> StepLoader:
         raise UserError(
             f"{index} is gone: the length index by which steps from {launch.first} on were planned; restore it"
         )
-    return StepLoader(
+    loader = StepLoader(
         config=launch.config,
         budget=launch.budget,
         layout=launch.layout,
@@ -243,6 +246,9 @@ def loader_of(launch: Launch, folder: RunFolder) -> StepLoader:
         leads=False,
         segment=launch.segment,
     )
+    if not vae_generators(launch.config.model):
+        return loader
+    return replace(loader, latents=latent_folders(launch.config, loader.sources, loader.index))
 
 
 def _index_sources(sources: Mapping[str, Source], config: Config, folder: RunFolder) -> str:

@@ -604,6 +604,32 @@ def qwen3_omni_moe(rng: np.random.Generator, vocab: int = 97, **tokens: int) -> 
     )
 
 
+def unet(rng: np.random.Generator) -> Fields:
+    """A UNet of Stable Diffusion, on images of any size that its levels can halve."""
+    levels = pick(rng, 1, 2, 2, 3)
+    groups = 2 * between(rng, 1, 2)
+    heads = [pick(rng, 1, 2, 3) for _ in range(levels)]
+    widths = [groups * h * pick(rng, 2, 3, 4) for h in heads]
+    attending = [bool(rng.integers(2)) for _ in range(levels)]
+    if one := bool(rng.integers(2)):
+        heads, widths = [2] * levels, [2 * groups * pick(rng, 2, 3) for _ in range(levels)]
+    height, width = (2 ** (levels - 1) * between(rng, 1, 3) for _ in range(2))
+    channels = between(rng, 1, 4)
+    return {
+        "in_channels": channels,
+        "out_channels": channels,
+        "sample_size": [height, width],
+        "block_out_channels": widths,
+        "down_block_types": ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in attending],
+        "up_block_types": ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(attending)],
+        "layers_per_block": pick(rng, 1, 1, 2),
+        "norm_num_groups": groups,
+        "cross_attention_dim": between(rng, 3, 20),
+        "attention_head_dim": heads[0] if one else heads,
+        "use_linear_projection": pick(rng, False, True),
+    }
+
+
 def vae(rng: np.random.Generator) -> Fields:
     """Fields of diffusers' AutoencoderKL: Stable Diffusion's, and those of SD3 and Flux without products."""
     groups = pick(rng, 1, 2, 4)
@@ -648,30 +674,4 @@ def pixart(rng: np.random.Generator) -> Fields:
         "norm_eps": pick(rng, 1e-6, 1e-3),
         "interpolation_scale": pick(rng, None, 2, 1.5),
         "use_additional_conditions": micro_conditions,
-    }
-
-
-def unet(rng: np.random.Generator) -> Fields:
-    """A UNet of Stable Diffusion, on images of any size that its levels can halve."""
-    levels = pick(rng, 1, 2, 2, 3)
-    groups = 2 * between(rng, 1, 2)
-    heads = [pick(rng, 1, 2, 3) for _ in range(levels)]
-    widths = [groups * h * pick(rng, 2, 3, 4) for h in heads]
-    attending = [bool(rng.integers(2)) for _ in range(levels)]
-    if one := bool(rng.integers(2)):
-        heads, widths = [2] * levels, [2 * groups * pick(rng, 2, 3) for _ in range(levels)]
-    height, width = (2 ** (levels - 1) * between(rng, 1, 3) for _ in range(2))
-    channels = between(rng, 1, 4)
-    return {
-        "in_channels": channels,
-        "out_channels": channels,
-        "sample_size": [height, width],
-        "block_out_channels": widths,
-        "down_block_types": ["CrossAttnDownBlock2D" if attends else "DownBlock2D" for attends in attending],
-        "up_block_types": ["CrossAttnUpBlock2D" if attends else "UpBlock2D" for attends in reversed(attending)],
-        "layers_per_block": pick(rng, 1, 1, 2),
-        "norm_num_groups": groups,
-        "cross_attention_dim": between(rng, 3, 20),
-        "attention_head_dim": heads[0] if one else heads,
-        "use_linear_projection": pick(rng, False, True),
     }

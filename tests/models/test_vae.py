@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from vae_folder import random_parameters
 
 from mmjax.config import VaeConfig
 from mmjax.models import vae as module
@@ -23,9 +24,7 @@ def model() -> VaeModel:
 
 @pytest.fixture(scope="module")
 def params(model):
-    rng = np.random.default_rng(0)
-    random = lambda leaf: rng.normal(len(leaf.shape) < 2, 0.3, leaf.shape).astype(np.float32)  # noqa: E731
-    return jax.tree.map(random, model.abstract)
+    return random_parameters(model)
 
 
 def test_images_are_computed_alone_as_together(model, params):

@@ -240,10 +240,12 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
         digest = np.array(reports.digest)
         digest[3, half] += 1
         different = reports._replace(digest=digest)
-        state, accumulated, told = executor.update(state, accumulated, hyper, np.float32(1), different, unreadable)
+        state, accumulated, told = executor.update(
+            state, accumulated, hyper, {"llm": np.float32(1)}, different, unreadable
+        )
         assert not told.agreed
         assert_unchanged(state, before)
-    state, _, told = executor.update(state, accumulated, hyper, np.float32(1), reports, unreadable)
+    state, _, told = executor.update(state, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable)
     assert told.agreed
     assert told.stop
     assert float(told.needed_flops) == 8

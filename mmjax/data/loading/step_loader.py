@@ -6,8 +6,8 @@ import hashlib
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.step_plan import PLANNER, RankLayout, StepPlan, StepPlanner, make_step_planner
 from mmjax.data.sample import Sample, SampleLengths, Source
 from mmjax.data.sources.opening import open_sources
+from mmjax.data.storage.latent_store import StoredLatents
 from mmjax.disk import read_sealed, write_sealed
 from mmjax.planning.flops import frozen_modules, needed_by_tower, step_needed
 
@@ -124,14 +125,17 @@ class StepLoader:
     encoder_ranks: EncoderRanks | None = None  # whose rows of items are loaded here; None = those of the ranks
     own: Own | None = None  # ranks and encoder ranks that no process before this one holds; None = all
     segment: Segment = WHOLE_RUN
+    # Of images to be made, stored for sources and generators by their names.
+    latents: Mapping[tuple[str, str], Path] = field(default_factory=dict)
 
     def __call__(self, step: int) -> LoadedStep:
         begin = time.perf_counter()
         plan = self.plan(int(step))
         planned = time.perf_counter()
         unreadable: dict[int, str] = {}
+        reader = replace(self.reader, item=partial(self._item, int(step))) if self.latents else self.reader
         batches = tuple(
-            pack_microbatch(m, self.arrays, self.reader, self.ranks, self.encoder_ranks, unreadable)
+            pack_microbatch(m, self.arrays, reader, self.ranks, self.encoder_ranks, unreadable)
             for m in plan.microbatches
         )
         useful, moved = zip(*map(self._useful_and_moved, plan.microbatches), strict=True)
@@ -201,6 +205,35 @@ class StepLoader:
     @cached_property
     def reader(self) -> Reader:
         return reader_of(self.sources, self.index)
+
+    @cached_property
+    def stored_latents(self) -> dict[tuple[str, str], StoredLatents]:
+        """Open the latents. Raises UserError where some are missing."""
+        samples = dict(zip(self.sources, np.diff(self.index.source_start).tolist(), strict=True))
+        return {
+            (source, generator): StoredLatents(
+                folder, samples[source], f"model.generators.{generator}: the latents of data.sources.{source}"
+            )
+            for (source, generator), folder in self.latents.items()
+        }
+
+    def check_latents(self) -> None:
+        """Raise UserError where latents are missing."""
+        _ = self.stored_latents
+
+    def _item(self, step: int, sample: int, number: int) -> np.ndarray:
+        """Read an item; of an image with stored latents, latents drawn anew in every step."""
+        index = self.index
+        k = int(index.source_of(np.array(sample)))
+        # The modules of its items up to this one.
+        *before, module = index.item_encoder[index.item_start[sample] :][: number + 1].tolist()
+        generator = list(self.arrays.modules)[module]
+        stored = self.stored_latents.get((list(self.sources)[k], generator))
+        if stored is None:
+            return self.reader.item(sample, number)
+        moments = stored.moments(int(sample - index.source_start[k]), before.count(module))
+        rng = np.random.default_rng((self.config.seed, step, sample, number))
+        return moments.draw(self.config.model.generators[generator].latents, rng)
 
     def plan(self, step: int) -> StepPlan:
         """Plan a step without loading anything."""

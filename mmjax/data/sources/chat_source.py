@@ -214,8 +214,14 @@ class ChatSource:
     def fingerprint(self) -> str:
         """Hash the records, the sizes of their media, the template, how media are prepared, and their limits."""
         digest = hashlib.sha256()
-        settings = (repr(self._processors.encoders), repr(self._limits))
-        for part in (self.conversations.fingerprint(), self.chat.fingerprint(), *settings):
+        for part in (self.media_fingerprint(), self.chat.fingerprint(), repr(self._processors.encoders)):
+            digest.update(part.encode())
+        return digest.hexdigest()[:16]
+
+    def media_fingerprint(self) -> str:
+        """Hash the records, the sizes of their media, and their limits: all but how a model takes them."""
+        digest = hashlib.sha256()
+        for part in (self.conversations.fingerprint(), repr(self._limits)):
             digest.update(part.encode())
         # Resized media change tokens, so that a batch of the same index would have another content.
         for array in (self._facts.start, self._facts.size, self._facts.bad):

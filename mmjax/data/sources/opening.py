@@ -100,10 +100,17 @@ FOLDERS: Mapping[Medium, str] = {
     "video": "videos",
 }  # where a source says that media are
 
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
 
 def cache_folder(data: DataConfig) -> Path:
     """Return the folder that caches what is learned of files."""
     return Path(data.cache).expanduser() if data.cache else user_cache() / "data"
+
+
+def part_name(source: str, split: Split) -> str:
+    """Name a split of a source for a person: by the source alone where it is train, which most sources have alone."""
+    return source if split == "train" else f"{source} {split}"
 
 
 def path_of(source: FileSource, split: Split) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, Generator, MediaLimits, NoVideo, Qwen2Video, VisionConfig
+from mmjax.config import AudioConfig, Generator, MediaLimits, NoVideo, PixelLatents, Qwen2Video, VisionConfig
 from mmjax.data.media.anyres_layout import BeforeLlm, before_llm, shrinks_frames, shrunk_frames
 from mmjax.data.media.audio_features import split_clip
 from mmjax.data.media.decode import (
@@ -209,7 +209,8 @@ class MediaProcessors:
             items = prepare_image(
                 before_encoder(encoder.images), decode_image(file.read(), self.limits), 1, self.limits
             )
-            return tuple(map(grey, items)) if encoder.latents.channels == 1 else items
+            pixels = isinstance(encoder.latents, PixelLatents)  # a VAE takes colours, however many channels it makes
+            return tuple(map(grey, items)) if pixels and encoder.latents.channels == 1 else items
         wave = decode_clip(file.read(), encoder.sample_rate, self.limits)
         # Cut after resampling, as `_items` does from the header's length.
         return tuple(wave[start:stop] for start, stop in split_clip(encoder, len(wave)))

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.config import VaeLatents
-from mmjax.data.storage.array_store import open_arrays_if_sound, save_arrays
+from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import hash_strings
 from mmjax.disk import read_sealed, remove_path, write_sealed
 from mmjax.errors import BadMedia, UserError
@@ -29,9 +29,10 @@ from mmjax.errors import BadMedia, UserError
 DESCRIPTION = "made_of.json"
 NAMES = ("items", "bad", "reasons", "values")  # arrays of a shard
 VALUES = np.dtype(np.float16)  # more exact than bfloat16, and means are within 100
-# An image: where its mean begins in the shard's values, behind which its log variance lies; and their checksum.
+# Where the mean of an image begins in the shard's values, behind which its log variance lies; and their checksum.
+# Images are numbered among those of their sample that the generator makes, whatever other modules see of it.
 ITEM = np.dtype(
-    [("sample", np.int64), ("number", np.int64), ("start", np.int64), ("shape", np.int64, 3), ("checksum", np.int64)]
+    [("sample", np.int64), ("image", np.int64), ("start", np.int64), ("shape", np.int64, 3), ("checksum", np.int64)]
 )
 BAD = np.dtype([("sample", np.int64), ("retry", np.bool_)])
 
@@ -88,6 +89,14 @@ class MadeOf:
         return stores
 
 
+class Contents(NamedTuple):
+    """Everything that a store holds."""
+
+    images: int
+    size: int  # bytes
+    bad: list[BadImages]
+
+
 @dataclass(frozen=True)
 class LatentStore:
     """A folder of the latents of one source's images, to which shards are added."""
@@ -134,16 +143,16 @@ class LatentStore:
     def write(self, samples: range, images: Mapping[tuple[int, int], Moments], bad: Sequence[BadImages]) -> None:
         """Write the shard of these samples. Raises UserError where it can't be written.
 
-        images: latents by sample and number of the image.
+        images: latents by sample and image.
         """
         items = np.zeros(len(images), ITEM)
         values = [np.empty(0, VALUES)]
         start = 0
-        for item, (sample, number) in zip(items, sorted(images), strict=True):
-            moments = images[sample, number]
+        for item, (sample, image) in zip(items, sorted(images), strict=True):
+            moments = images[sample, image]
             values.append(np.concatenate([part.astype(VALUES).ravel() for part in moments]))
-            place = sample, number, start, moments.mean.shape
-            item["sample"], item["number"], item["start"], item["shape"] = place
+            place = sample, image, start, moments.mean.shape
+            item["sample"], item["image"], item["start"], item["shape"] = place
             item["checksum"] = checksum(item, values[-1])
             start += len(values[-1])
         arrays = {
@@ -154,32 +163,48 @@ class LatentStore:
         }
         save_arrays(shard_folder(self.folder, samples), arrays)
 
+    def contents(self) -> Contents:
+        """Count what has been written, and list the samples without latents."""
+        images = 0
+        size = 0
+        bad = []
+        for samples in shards(self.folder):
+            arrays = open_arrays(shard_folder(self.folder, samples), NAMES)
+            images += len(arrays["items"])
+            size += sum(array.nbytes for array in arrays.values())
+            reasons = zip(arrays["bad"].tolist(), arrays["reasons"].tolist(), strict=True)
+            bad += [BadImages(sample, reason, retry) for (sample, retry), reason in reasons]
+        return Contents(images, size, bad)
+
 
 class StoredLatents:
     """The latents of one source's images, read one by one."""
 
-    def __init__(self, folder: Path, samples: int) -> None:
-        """samples: of the source. Raises UserError where latents of some are missing."""
+    def __init__(self, folder: Path, samples: int, what: str) -> None:
+        """Open the latents of a source with so many samples. Raises UserError, about `what`, where some are missing."""
         self._folder = folder
         self._shards = shards(folder)
         self._starts = [shard.start for shard in self._shards]
         self._opened: dict[range, Mapping[str, np.ndarray]] = {}
         if missing := sum(map(len, gaps(self._shards, samples))):
             raise UserError(
-                f"{folder} lacks the latents of {missing:,} of {samples:,} samples; make them with "
+                f"{what} are missing for {missing:,} of {samples:,} samples (in {folder}); make them with "
                 "python -m mmjax.index CONFIG --latents"
             )
 
-    def moments(self, sample: int, number: int) -> Moments:
-        """Return the moments of a sample's image, float16. Raises BadMedia where there are none, or damaged ones."""
+    def moments(self, sample: int, image: int) -> Moments:
+        """Return the moments of a sample's image, float16. Raises BadMedia where there are none, or damaged ones.
+
+        image: its number among those of the sample that the generator makes.
+        """
         shard = self._shards[bisect_right(self._starts, sample) - 1]
         arrays = self._arrays(shard)
         items = arrays["items"]
         first, last = np.searchsorted(arrays["samples"], [sample, sample + 1])
-        item = next((item for item in items[first:last] if item["number"] == number), None)
+        item = next((item for item in items[first:last] if item["image"] == image), None)
         if item is None:
             reasons = arrays["reasons"][arrays["bad"]["sample"] == sample]
-            raise BadMedia(str(reasons[0]) if len(reasons) else f"there are no latents of its item {number}")
+            raise BadMedia(str(reasons[0]) if len(reasons) else f"there are no latents of its image {image}")
         try:
             size = math.prod(item["shape"].tolist())
             values = np.asarray(arrays["values"][item["start"] : item["start"] + 2 * size])
@@ -229,5 +254,5 @@ def gaps(shards: Sequence[range], samples: int) -> list[range]:
 
 def checksum(item: np.void, values: np.ndarray) -> int:
     """Compute the checksum of an image's values and of where they are."""
-    place = [int(item[name]) for name in ("sample", "number", "start")] + item["shape"].tolist()
+    place = [int(item[name]) for name in ("sample", "image", "start")] + item["shape"].tolist()
     return zlib.crc32(values.tobytes(), zlib.crc32(repr(place).encode()))

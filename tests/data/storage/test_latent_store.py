@@ -36,14 +36,14 @@ def made(tmp_path: Path) -> tuple[LatentStore, dict[tuple[int, int], Moments]]:
 
 def test_every_image_comes_back_and_others_have_a_reason(made):
     store, images = made
-    stored = StoredLatents(store.folder, 10)
+    stored = StoredLatents(store.folder, 10, "mine")
     for key, moments in images.items():
         for found, value in zip(stored.moments(*key), moments, strict=True):
             assert found.dtype == np.float16
             np.testing.assert_array_equal(found, value)
     with pytest.raises(BadMedia, match="it is bad"):
         stored.moments(3, 0)
-    with pytest.raises(BadMedia, match="there are no latents of its item 7"):
+    with pytest.raises(BadMedia, match="there are no latents of its image 7"):
         stored.moments(2, 7)
 
 
@@ -57,10 +57,10 @@ def test_what_is_missing_damaged_or_could_not_be_read_is_made_again(made, capsys
     assert store.remaining() == [range(4, 10)]
     assert "values.npy is not what was written; it is made again" in capsys.readouterr().err
     assert [path.name for path in store.folder.iterdir()] == ["0000000000-0000000004"]
-    with pytest.raises(UserError, match=r"lacks the latents of 6 of 10 samples; make them with .*--latents"):
-        StoredLatents(store.folder, 10)
-    with pytest.raises(UserError, match="lacks the latents of 3 of 3 samples"):
-        StoredLatents(store.folder / "other", 3)
+    with pytest.raises(UserError, match=r"mine are missing for 6 of 10 samples \(in .*\); make them with .*--latents"):
+        StoredLatents(store.folder, 10, "mine")
+    with pytest.raises(UserError, match="mine are missing for 3 of 3 samples"):
+        StoredLatents(store.folder / "other", 3, "mine")
 
 
 def test_every_byte_of_an_images_latents_counts(tmp_path):
@@ -75,7 +75,7 @@ def test_every_byte_of_an_images_latents_counts(tmp_path):
             spoiled = bytearray(sound)
             spoiled[at] ^= 1 << at % 8
             file.write_bytes(spoiled)
-            stored = StoredLatents(tmp_path, 2)
+            stored = StoredLatents(tmp_path, 2, "mine")
             bad = 0
             for key, value in images.items():
                 try:
@@ -86,7 +86,7 @@ def test_every_byte_of_an_images_latents_counts(tmp_path):
         file.write_bytes(sound)
     file.write_bytes(sound[:9])
     with pytest.raises(BadMedia, match=r"its latents in .* cannot be read: ValueError"):
-        StoredLatents(tmp_path, 2).moments(0, 0)
+        StoredLatents(tmp_path, 2, "mine").moments(0, 0)
 
 
 def test_latents_are_drawn_around_their_mean_and_scaled():

@@ -21,7 +21,8 @@ from mmjax.batch import ItemBatch
 from mmjax.config import UnetConfig
 from mmjax.errors import UserError
 from mmjax.hf.diffusers_folder import write_part
-from mmjax.hf.unet import open_unet, unet_fields, unet_from_hf, unet_tensors
+from mmjax.hf.generators import generator_from_hf
+from mmjax.hf.unet import open_unet, parts, to_fields
 from mmjax.models.unet import Unet
 
 Params = dict[tuple[str, ...], np.ndarray]
@@ -39,7 +40,7 @@ def saved(folder: Path, fields: dict[str, Any], seed: int = 0) -> UNet2DConditio
 def parameters(folder: Path, config: UnetConfig) -> tuple[nnx.GraphDef, Params]:
     """The graph of our module, and its parameters as a folder has them."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Unet(config, jnp.dtype("float32"), nnx.Rngs(0))))
-    source, names = open_unet(folder), unet_tensors(config)
+    source, names = open_unet(folder), parts(config)
     flat = nnx.traversals.flatten_mapping(nnx.to_pure_dict(state))
     return graph, {path: stored_parameter(source, names.find(path), leaf.shape) for path, leaf in flat.items()}
 
@@ -55,13 +56,13 @@ def rows_of(present: np.ndarray, config: UnetConfig) -> ItemBatch:
     return ItemBatch(zeros[..., None], item, np.zeros((*item.shape, 3), item.dtype), zeros, zeros)
 
 
-@pytest.mark.default_cases("5")
+@pytest.mark.default_cases("12")
 @pytest.mark.parametrize("seed", range(16))
 def test_a_unet_is_what_diffusers_makes_of_it_with_several_images_in_a_row(seed, tmp_path):
     rng = np.random.default_rng(seed)
     fields = drawn.unet(rng)
     theirs = saved(tmp_path, fields)
-    config = unet_from_hf(tmp_path)
+    config = generator_from_hf(tmp_path)
     graph, params = parameters(tmp_path, config)
     assert set(open_unet(tmp_path).tensors) == set(theirs.state_dict())
     assert sum(value.size for value in params.values()) == sum(p.numel() for p in theirs.parameters())
@@ -138,15 +139,15 @@ def reference(
 def test_what_is_written_is_what_diffusers_reads(seed, tmp_path):
     fields = drawn.unet(np.random.default_rng(seed))
     theirs = saved(tmp_path / "unet", fields)
-    config = unet_from_hf(tmp_path)  # the whole folder, which has the UNet in one of its own
+    config = generator_from_hf(tmp_path)  # the whole folder, which has the UNet in one of its own
     _, params = parameters(tmp_path, config)
-    write_part(tmp_path / "out", unet_fields(config), unet_tensors(config), params)
+    write_part(tmp_path / "out", to_fields(config), parts(config), params)
     again = UNet2DConditionModel.from_pretrained(tmp_path / "out")
     wanted, found = theirs.state_dict(), again.state_dict()
     assert wanted.keys() == found.keys()
     for name, tensor in wanted.items():
         np.testing.assert_array_equal(found[name].numpy(), tensor.numpy(), err_msg=name)
-    assert unet_fields(unet_from_hf(tmp_path / "out")) == unet_fields(config)
+    assert to_fields(generator_from_hf(tmp_path / "out")) == to_fields(config)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +167,11 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(field, value, tmp_p
     fields = {"_class_name": "UNet2DConditionModel", "sample_size": 64, field: value}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UserError, match=field):
-        unet_from_hf(tmp_path)
+        generator_from_hf(tmp_path)
 
 
 def test_stable_diffusion_2_1_is_read_as_it_is(tmp_path):
     fields = {"attention_head_dim": [5, 10, 20, 20], "cross_attention_dim": 1024, "use_linear_projection": True}
     fields |= {"_class_name": "UNet2DConditionModel", "sample_size": 96, "upcast_attention": True, "norm_eps": 1e-05}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert unet_from_hf(tmp_path) == UnetConfig(condition_width=1024, size=(96, 96), attention="auto")
+    assert generator_from_hf(tmp_path) == UnetConfig(condition_width=1024, size=(96, 96), attention="auto")

@@ -1,0 +1,223 @@
+"""Work of a diffusion transformer: needed FLOPs are an exact count, executed ones XLA's, parameters the module's."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from image_rows import rows_of_images
+from test_flops import make_model, make_text
+
+from mmjax.config import DiffusionTransformerConfig, ModelConfig, Remat
+from mmjax.models.diffusion_transformer import DiffusionTransformer, ImageInputs
+from mmjax.models.layer_stacks import plan_stacks
+from mmjax.planning.flops import executed, layer_policies, model_flops, parameters
+from mmjax.planning.memory import saved_bytes_of_policy
+from mmjax.planning.work import length_work, useful_work
+
+TINY = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=3)
+ROWS = [[(2, 4), (3, 3), (1, 6), (5, 7)], [(4, 2), (2, 3)]]
+SHAPE = {"llm": (1, 8), "image": (2, 128)}
+WIDE = replace(TINY, width=240, heads=4, mlp_width=960, condition_width=100, min_patches=16, queries=12)
+
+
+def model_with(config: DiffusionTransformerConfig) -> ModelConfig:
+    """An LLM and a generator, and no encoder."""
+    return replace(make_model(), encoders={}, generators={"image": config})
+
+
+def module_of(config: DiffusionTransformerConfig, scanned: bool = False) -> Any:
+    """The module with abstract parameters, every layer by itself or all in one scan."""
+    plan = plan_stacks(config.layers, layer_policies(config), () if scanned else tuple(range(1, config.layers)))
+    return nnx.eval_shape(lambda: DiffusionTransformer(config, plan, jnp.dtype(jnp.float32), nnx.Rngs(0)))
+
+
+KINDS = [
+    {},
+    {"micro_conditions": True, "learned_variance": True, "biases": ("output", "up", "down")},
+    {"condition_mlp": False, "patch": 3, "biases": ()},
+]
+
+
+@pytest.mark.parametrize("changes", KINDS)
+def test_parameters_are_those_of_the_module(changes: dict) -> None:
+    config = replace(TINY, **changes)
+    counts = parameters(model_with(config))
+    assert counts["image"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module_of(config))))
+    llm_width = make_model().llm.width
+    tables = config.queries * (llm_width + config.condition_width)
+    assert counts["image.connector"] == 2 * llm_width + (llm_width + 1) * config.condition_width + tables
+
+
+def count_multiply_adds(
+    config: DiffusionTransformerConfig, item: np.ndarray, trainable: bool, upstream: bool
+) -> tuple[int, int]:
+    """(forward, backward): a walk over the module's matrices, and over all pairs of positions and condition tokens."""
+    images = sum(len(set(row[row >= 0])) for row in item)
+    positions = int((item >= 0).sum())
+    forward = backward = 0
+    for path, leaf in nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(module_of(config)))).items():
+        if path[-1] != "weight" or "table" in path or "variance" in path:
+            continue
+        of_time = path[0] in ("image_embedding", "modulation")
+        of_condition = path[0] == "condition_mlp" or path[-3:-1] in (
+            ("cross_attention", "key"),
+            ("cross_attention", "value"),
+        )
+        sides = 2 if "side" in path else 1
+        times = images * sides if of_time else images * config.queries if of_condition else positions
+        first = path[0] == "patches" or (path[0] == "image_embedding" and "up" in path)
+        first |= of_condition and not upstream and (path[0] == "layers" if not config.condition_mlp else "up" in path)
+        # Where nothing in the transformer is trained, gradients begin at its condition: not before the first layer's.
+        before = of_time or (path[:3] == ("layers", "runs", "0") and "attention" in path)
+        before |= path[:5] == ("layers", "runs", "0", "cross_attention", "query")
+        products = leaf.size * times
+        forward += products
+        backward += products * trainable
+        reached = trainable or (upstream and not before)
+        backward += products * (reached and not first)
+    for layer in range(config.layers):
+        begins = layer == 0 and not trainable
+        for row in item:
+            for q in row[row >= 0]:
+                own = int((row == q).sum())
+                forward += 2 * config.width * (own + config.queries)
+                if trainable or upstream:
+                    backward += 0 if begins else 4 * config.width * own
+                    backward += (3 if begins else 4) * config.width * config.queries
+    return forward, backward
+
+
+SETTINGS = {
+    "all trained": frozenset(),
+    "frozen": frozenset({"image"}),
+    "nothing before it": frozenset({"llm", "image.connector"}),
+    "only its connector": frozenset({"llm", "image"}),
+    "nothing": frozenset({"llm", "image", "image.connector"}),
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("changes", KINDS)
+@pytest.mark.parametrize("frozen", SETTINGS.values(), ids=SETTINGS)
+def test_needed_is_exactly_a_count_of_every_multiply_add(frozen: frozenset[str], changes: dict) -> None:
+    config = replace(TINY, **changes)
+    model = model_with(config)
+    items = rows_of_images(ROWS, 64)
+    work = useful_work(model, make_text(np.zeros((1, 4), np.int32)), {"image": items})
+    found = model_flops(model, work, frozen)
+    upstream = not {"llm", "image.connector"} <= frozen
+    wanted = count_multiply_adds(config, items.item, "image" not in frozen, upstream)
+    assert tuple(found["image"][:2]) == tuple(2 * n for n in wanted)
+    connector = 6 * config.queries * model.llm.width * config.condition_width
+    gradients = ("image.connector" not in frozen) + upstream
+    assert tuple(found["image.connector"][:2]) == (2 * connector, 2 * connector * gradients)
+    counts = [size[0] * size[1] for row in ROWS for size in row]
+    lengths = np.array([4]), np.zeros(6, np.int64), np.array(counts), np.full(6, config.queries)
+    assert length_work(model, *lengths)["image"] == work["image"]
+
+
+def xlas_count(config: DiffusionTransformerConfig, wanted: Set[str], scanned: bool) -> float:
+    """FLOPs of the compiled gradient with respect to the "state" or the "condition"."""
+    rows, length = SHAPE["image"]
+    graph, state = nnx.split(module_of(config, scanned))
+    items = rows_of_images([[(1, length)]] * rows, length)
+    images = config.most_images(length)
+    shapes = (
+        (rows, length, config.patch_values),
+        (rows, images),
+        (rows, images * config.queries, config.condition_width),
+    )
+    latents, time, condition = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+    def loss(differentiated: Any, others: Any, latents: Any, items: Any, time: Any) -> jax.Array:
+        given = differentiated | others
+        return nnx.merge(graph, given["state"])(latents, items, time, given["condition"]).sum()
+
+    given = {"state": state, "condition": condition}
+    differentiated = {name: given.pop(name) for name in sorted(wanted)}
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    arrays = jax.tree.map(jnp.asarray, items)
+    program = (
+        jax.jit(jax.grad(loss)).lower(differentiated, given, latents, arrays, time).compile(compiler_options=quick)
+    )
+    return program.cost_analysis()["flops"]
+
+
+BOTH = frozenset({"state", "condition"})
+CASES = {f"{policy}, {name}": (policy, name) for policy in get_args(Remat) for name in ("all trained", "frozen")}
+
+
+@pytest.mark.default_cases("full, frozen")
+@pytest.mark.parametrize(("policy", "setting"), CASES.values(), ids=CASES)
+def test_executed_is_within_two_percent_of_xlas_count(policy: Remat, setting: str) -> None:
+    frozen = SETTINGS[setting]
+    two, four = (
+        executed(model_with(replace(WIDE, layers=layers, remat=policy)), SHAPE, frozen)["image"].total
+        for layers in (2, 4)
+    )
+    found = xlas_count(replace(WIDE, remat=policy), BOTH if "image" not in frozen else {"condition"}, scanned=True)
+    # XLA counts a scan's body once.
+    assert two - (four - two) / 2 == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("setting", ["all trained", "frozen"])
+def test_a_first_layer_by_itself_spares_what_no_gradient_needs(setting: str) -> None:
+    frozen = SETTINGS[setting]
+    config = replace(WIDE, remat=("none", "products"))
+    found = executed(model_with(config), SHAPE, frozen)["image"].total
+    wanted = xlas_count(config, BOTH if "image" not in frozen else {"condition"}, scanned=False)
+    assert found == pytest.approx(wanted, rel=0.02)
+
+
+RESIDUALS = {
+    f"{policy}-{backend}": (policy, backend) for policy in get_args(Remat)[1:] for backend in ("dense", "blockwise")
+}
+
+
+@pytest.mark.default_cases("trained-products-blockwise", "frozen-attention_mlp-dense")
+@pytest.mark.parametrize(("policy", "backend"), RESIDUALS.values(), ids=RESIDUALS)
+@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
+def test_layers_save_what_they_were_predicted_to(policy: Remat, backend: str, trainable: bool) -> None:
+    """Bytes of the arrays that a forward pass of the layers gives to its backward pass."""
+    config = replace(WIDE, layers=4, remat=policy, attention=backend)
+    rows, length = SHAPE["image"]
+    graph, state = nnx.split(module_of(config, scanned=True))
+    items = jax.tree.map(jnp.asarray, rows_of_images([[(1, length)]] * rows, length))
+    images = config.most_images(length)
+
+    def residuals(state: Any, x: jax.Array, time: jax.Array, condition: jax.Array) -> list[jax.Array]:
+        module = nnx.merge(graph, state)
+        context = module.context(items, time, condition)
+        layers, weights = nnx.split(module.layers)
+        # Of a frozen transformer only the condition's gradient is wanted, which every layer but the first passes on.
+        given = {"weights": weights, "x": x, **context.images._asdict()}
+        names = ("weights", "x", "modulation", "condition") if trainable else ("x", "condition")
+        wanted = {name: given.pop(name) for name in names}
+
+        def run(of: Any) -> jax.Array:
+            inputs = given | of
+            layers_module = nnx.merge(layers, inputs.pop("weights"))
+            x = inputs.pop("x")
+            return layers_module(x, context._replace(images=ImageInputs(**inputs)))
+
+        _, backward = jax.vjp(run, wanted)
+        known = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
+        return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in known]
+
+    arrays = jax.eval_shape(
+        residuals,
+        state,
+        jax.ShapeDtypeStruct((rows, length, config.width), jnp.float32),
+        jax.ShapeDtypeStruct((rows, images), jnp.float32),
+        jax.ShapeDtypeStruct((rows, images * config.queries, config.condition_width), jnp.float32),
+    )
+    measured = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays if leaf.shape[:1] == (4,))
+    saved = saved_bytes_of_policy(config, policy, 4, trainable)
+    assert measured == pytest.approx(4 * rows * length * (saved.device + saved.host), rel=0.02)
