@@ -406,8 +406,8 @@ class AudioConfig:
         """Count the positions of the layers that clips of so many frames become, int or int `[n]`."""
         if not self.chunk:
             return -(-frames // self.stride)
-        whole, rest = frames // self.chunk, frames % self.chunk
-        return whole * self.chunk_positions + -(-rest // self.stride)
+        chunks, rest = frames // self.chunk, frames % self.chunk
+        return chunks * self.chunk_positions + -(-rest // self.stride)
 
 
 Encoder = VisionConfig | AudioConfig

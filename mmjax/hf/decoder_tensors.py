@@ -62,17 +62,17 @@ def decoder_parts(config: DecoderConfig, folder: HfFolder) -> TensorNames:
     # HF's `post_attention_layernorm` is the norm before the MLP, but in Gemma 2 and 3, where it comes after attention.
     gemma = f"{inner}layers.0.pre_feedforward_layernorm.weight" in folder.tensors
     before_mlp = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
-    after = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else GLM_NORMS
+    post_norms = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma else GLM_NORMS
     parts = {
         "embed": table(f"{inner}embed_tokens"),
         "layers.*.attention_norm": norm(f"{layer}input_layernorm"),
         **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{theirs}") for ours, theirs in attention.items()},
         "layers.*.attention.query_norm": norm(f"{layer}self_attn.q_norm"),
         "layers.*.attention.key_norm": norm(f"{layer}self_attn.k_norm"),
-        "layers.*.attention_after": norm(f"{layer}{after[0]}"),
+        "layers.*.attention_after": norm(f"{layer}{post_norms[0]}"),
         "layers.*.mlp_norm": norm(f"{layer}{before_mlp}"),
         **{f"layers.*.mlp.{ours}": linear(f"{layer}mlp.{theirs}") for ours, theirs in mlp.items()},
-        "layers.*.mlp_after": norm(f"{layer}{after[1]}"),
+        "layers.*.mlp_after": norm(f"{layer}{post_norms[1]}"),
         "head.norm": norm(f"{inner}norm"),
         "head.table": table(output),
     }

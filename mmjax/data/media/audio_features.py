@@ -173,8 +173,8 @@ def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
         if encoder.chunk:  # whose convolutions read no silence
             conv_frames = frames
         if encoder.stem_width and frames > encoder.chunk:  # but zeros behind a clip, up to the size of its other chunks
-            whole, rest = divmod(frames, encoder.chunk)
-            conv_frames = whole * encoder.chunk + min(-(-rest // stride) * stride, encoder.chunk)
+            chunks, rest = divmod(frames, encoder.chunk)
+            conv_frames = chunks * encoder.chunk + min(-(-rest // stride) * stride, encoder.chunk)
     if max_frames is not None and frames > max_frames:
         raise BadMedia(f"a clip of {frames} frames is longer than the {max_frames} of which the encoder has positions")
     return ClipSize(frames, conv_frames, encoder.count_positions(frames))
