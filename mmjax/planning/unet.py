@@ -272,9 +272,9 @@ def unet_saved_bytes(config: UnetConfig, images: int, activation: int, trained: 
     blocks = _reached(unet_blocks(config), trained)
     if not trained:
         blocks[0] = blocks[0]._replace(scores=0)  # it needs no gradient of its self-attention
-    in_pass = [activation * (b.saved + WIDE_ARRAYS[trained] * b.wide) + scores * b.scores for b in blocks]
+    saved = [activation * (b.saved + WIDE_ARRAYS[trained] * b.wide) + scores * b.scores for b in blocks]
     outside = [
         activation * b.output if config.remat == "full" and b.recomputed else n
-        for b, n in zip(blocks, in_pass, strict=True)
+        for b, n in zip(blocks, saved, strict=True)
     ]
-    return float(images * sum(outside)), float(images * max(in_pass))
+    return float(images * sum(outside)), float(images * max(saved))
