@@ -114,7 +114,7 @@ def step_there(model: PixArtTransformer2DModel, steps: list[Step]) -> dict[str, 
     return outputs | {"parameters": {name: p.grad.numpy() for name, p in model.named_parameters()}}
 
 
-@pytest.mark.default_cases("0", "1")
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("seed", range(24))
 def test_a_step_is_what_diffusers_makes_of_it_with_images_of_many_sizes_in_a_row(seed, tmp_path):
     rng = np.random.default_rng(seed)

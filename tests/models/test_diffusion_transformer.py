@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 from image_rows import rows_of_images
 
-from mmjax.config import DiffusionTransformerConfig, Remat
+from mmjax.config import DiffusionTransformerConfig, MeshConfig, Remat
 from mmjax.models import diffusion_transformer
 from mmjax.models.diffusion_transformer import DiffusionTransformer, ImageBlocks
 from mmjax.models.layer_stacks import plan_stacks
+from mmjax.parallel.sharding import ShardingRules, activations_on, encoding, make_mesh, sharding
 
 CONFIG = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=3, micro_conditions=True)
 ROWS = [[(2, 4), (3, 3), (1, 6), (5, 7)], [(4, 2), (2, 3)]]
@@ -155,6 +156,33 @@ def test_what_is_recomputed_gives_the_same_gradients(policy):
     given = inputs()
     wanted, found = (gradients(*build(remat=remat), *given) for remat in ("none", policy))
     for (path, a), b in zip(jax.tree.leaves_with_path(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * max(1, np.abs(a).max()), err_msg=str(path))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["off", "on", "overlap"])
+def test_on_a_mesh_with_tensor_parallelism_it_is_that_of_one_device(way):
+    graph, state = build()
+    given = inputs()
+    mesh_config = MeshConfig(fsdp=2, tensor=2, sequence_parallel=way)
+    mesh, rules = make_mesh(mesh_config, jax.devices()[:4]), ShardingRules.of(mesh_config)
+    layout = lambda x: sharding(mesh, rules, x.shape, x.get_metadata("axes"))  # noqa: E731
+    is_parameter = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    shardings = jax.tree.map(layout, state, is_leaf=is_parameter)
+    placed = jax.tree.map(
+        lambda x, where: x.replace(jax.device_put(x[...], where)), state, shardings, is_leaf=is_parameter
+    )
+
+    def loss(state, *given):
+        with activations_on(mesh, rules), encoding():
+            velocity = nnx.merge(graph, state)(*given)
+        return jnp.sum(jnp.sin(velocity)), velocity
+
+    found, output = jax.jit(jax.grad(loss, has_aux=True))(placed, *given)
+    np.testing.assert_allclose(output, velocity(graph, state, *given), rtol=0, atol=1e-5)
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(gradients(graph, state, *given)), jax.tree.leaves(found), strict=True
+    ):
         np.testing.assert_allclose(b, a, rtol=0, atol=1e-5 * max(1, np.abs(a).max()), err_msg=str(path))
 
 

@@ -14,11 +14,11 @@ from flax import nnx
 from image_rows import rows_of_images
 from test_flops import make_model, make_text
 
+from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.config import DiffusionTransformerConfig, ModelConfig, Remat
 from mmjax.models.diffusion_transformer import DiffusionTransformer, ImageInputs
 from mmjax.models.layer_stacks import plan_stacks
 from mmjax.planning.flops import executed, layer_policies, model_flops, parameters
-from mmjax.planning.memory import saved_bytes_of_policy
 from mmjax.planning.work import length_work, useful_work
 
 TINY = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=3)
@@ -177,7 +177,7 @@ def test_a_first_layer_by_itself_spares_what_no_gradient_needs(setting: str) -> 
 
 
 RESIDUALS = {
-    f"{policy}-{backend}": (policy, backend) for policy in get_args(Remat)[1:] for backend in ("dense", "blockwise")
+    f"{policy}-{backend}": (policy, backend) for policy in get_args(Remat) for backend in ("dense", "blockwise")
 }
 
 
@@ -219,5 +219,6 @@ def test_layers_save_what_they_were_predicted_to(policy: Remat, backend: str, tr
         jax.ShapeDtypeStruct((rows, images * config.queries, config.condition_width), jnp.float32),
     )
     measured = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays if leaf.shape[:1] == (4,))
-    saved = saved_bytes_of_policy(config, policy, 4, trainable)
-    assert measured == pytest.approx(4 * rows * length * (saved.device + saved.host), rel=0.02)
+    gradients = frozenset({"weights", "inputs"}) if trainable else frozenset({"inputs"})
+    saved = saved_bytes_per_layer(model_with(config), "image", (rows, length), jnp.float32, gradients)[policy]
+    assert measured == pytest.approx(4 * (saved.device + saved.host), rel=0.02)
