@@ -128,8 +128,8 @@ def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches
         following += range(begin + 1, begin + stages)
         # Of a step's bytes, those that a device sends or receives, whichever are more.
         edge += [options.edge[n]] * (stages - 1)
-        behind = counts[at_llm] + behind_llm if number < at_llm else behind_llm if name == "llm" else 0
-        depth += range(behind + stages - 1, behind - 1, -1)
+        downstream = counts[at_llm] + behind_llm if number < at_llm else behind_llm if name == "llm" else 0
+        depth += range(downstream + stages - 1, downstream - 1, -1)
         # Encoders send to the LLM, the LLM to the generator, and the last of both to nobody.
         is_last = number == len(names) - 1
         following.append(-1 if is_last else first_of_llm if number < at_llm else begin + stages)
@@ -191,9 +191,9 @@ def _score_busy(options: TowerOptions, microbatches: int) -> Scores:
     """Score as `_score_bound`, but let any number of microbatches be in flight: one more is with a generator."""
     passes, stages = options.passes, options.passes.shape[1]
     edges = options.edge[:, None]
-    before = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
+    upstream = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
     path = passes.sum(1) + 2 * (stages - 1) * options.edge
-    return Scores(path, (before + microbatches * passes).max(1), options.tail)
+    return Scores(path, (upstream + microbatches * passes).max(1), options.tail)
 
 
 def _total_bound(encoders: Scores, llm: Scores, _: int) -> np.ndarray:
