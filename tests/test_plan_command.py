@@ -168,6 +168,17 @@ def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("size", ["9b", "15b", "72b"])
+def test_models_that_make_images_are_planned_with_their_unet_as_a_module_of_rows(capsys, size):
+    found = numbers(capsys, f"mllm_{size}", "cluster=a800x120x8")
+    assert found["parameters"]["picture"] == 865_910_724
+    assert sum(found["parameters"].values()) == pytest.approx(1e9 * float(size[:-1]), rel=0.05)
+    ways = found["ways"]
+    assert ways["post"]["memory"] < found["room"]
+    assert ways["post"]["dist_ratio"]["picture"] < ways["none"]["dist_ratio"]["picture"]
+
+
+@pytest.mark.exhaustive
 def test_all_ways_of_balancing_are_compared_whichever_the_config_takes(capsys, small):
     none = numbers(capsys, *SMALL, "batch.balance=none")
     assert none["balance"] == "none"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -186,3 +188,30 @@ def test_units_of_every_large_config_are_chosen_on_a_cluster_that_holds_it(capsy
     numbers = json.loads(ended.out)
     assert {stage["name"].partition("[")[0] for stage in numbers["stages"]} == set(numbers["units"])
     assert all(sum(stage["memory"].values()) <= numbers["room"] for stage in numbers["stages"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mllm_9b cluster=a800x12x8 batch.size.count=128 batch.rows.llm=96 batch.rows.vision=96 batch.rows.picture=96 "
+        "batch.microbatches=1",
+        "mllm_15b cluster=a800x120x8",
+        "mllm_72b cluster=a800x120x8",
+    ],
+)
+def test_devices_of_a_model_with_a_unet_are_allocated_beside_one_mesh(capsys, words):
+    ended = run(capsys, plan.main, *words.split(), "units=auto", "--json")
+    assert ended.code == 0, ended.err
+    numbers = json.loads(ended.out)
+    units = numbers["units"]
+    assert units.keys() == {"vision", "llm", "picture"}
+    devices = math.prod(map(int, words.split()[1].removeprefix("cluster=a800x").split("x")))
+    assert sum(unit["devices"] for unit in units.values()) <= devices
+    assert units["llm"]["devices"] == max(unit["devices"] for unit in units.values())
+    assert 0 < numbers["bubble"] < 1
+    # Equal microbatches, full rows and no padding on one side, the data's on the other.
+    assert 0.5 < numbers["seconds"] / numbers["one_mesh"]["seconds"] < 2
+    told = run(capsys, plan.main, *words.split(), "units=auto").out
+    assert re.search(r"^  picture +\d+ +1 ", told, re.MULTILINE)
+    assert "runs have generators on one mesh; these units are for planning alone" in told

@@ -267,12 +267,12 @@ def _unet_costs(config: Config, name: str, works: Mapping[str, StepWork], speed:
     images = work.tokens // unet.queries
     flops, connector = (executed(model, shape, frozen)[module] for module in (name, f"{name}.connector"))
     saved, largest = unet_saved_bytes(unet, images, activation, name not in frozen)
-    kept = unet_saved_bytes(replace(unet, remat="none"), images, activation, name not in frozen)[0]
+    unsaved = unet_saved_bytes(replace(unet, remat="none"), images, activation, name not in frozen)[0]
     has_backward = bool(needed_gradients(name, model, frozen))
     # The kernel's operations, of both passes together, are divided like the others.
     slower = flops.attention / flops.total * (1 / (rates.attention or rates.flops) - 1 / rates.flops)
     forward, backward = (
-        flops_of_pass * (1 / rates.flops + slower) + of_connector / rates.flops + passes * kept / rates.memory
+        flops_of_pass * (1 / rates.flops + slower) + of_connector / rates.flops + passes * unsaved / rates.memory
         for flops_of_pass, of_connector, passes in (
             (flops.forward, connector.forward, 1),
             (flops.backward, connector.backward, PASSES - 1),
@@ -281,11 +281,13 @@ def _unet_costs(config: Config, name: str, works: Mapping[str, StepWork], speed:
     counts, moments = parameters(model), moment_bytes(model, frozen, config.optimizer)
     modules = (name, f"{name}.connector")
     trained = np.array([float(sum(counts[module] for module in modules if module not in frozen))])
-    still = np.array([float(sum(counts[module] for module in modules if module in frozen))])
+    fixed = np.array([float(sum(counts[module] for module in modules if module in frozen))])
     moved = np.array([float(sum(moments.get(module, 0.0) for module in modules))])
     memory = rates.memory
     cast = 0 if activation == MASTER else MASTER + activation
     blocks = len(unet_blocks(unet))
+    # Moments in host memory are loaded for the update.
+    resident, loaded = (0.0, 2 * moved / rates.host) if config.optimizer.offload else (moved, 0.0)
     return TowerCosts(
         tensor=1,
         width=unet.widths[0],
@@ -295,11 +297,11 @@ def _unet_costs(config: Config, name: str, works: Mapping[str, StepWork], speed:
         launch=(FORWARD_KERNELS * rates.launch * blocks, BACKWARD_KERNELS * rates.launch * blocks * has_backward),
         cast_forward=cast * trained / memory,
         cast_backward=(cast + 2 * activation + 2 * MASTER) * trained / memory,
-        state=(2 * MASTER + activation) * trained + activation * still + moved,
-        gathered=activation * (trained + still),
+        state=(2 * MASTER + activation) * trained + activation * fixed + resident,
+        gathered=activation * (trained + fixed),
         scattered=activation * trained,
         gradients=MASTER * trained,
-        update=(5 * MASTER * trained + 2 * moved) / memory,
+        update=(5 * MASTER * trained + 2 * moved) / memory + loaded,
         saved=np.array([saved]),
         again=np.zeros(1),
         peak=(largest, largest),

@@ -128,8 +128,8 @@ def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches
         following += range(begin + 1, begin + stages)
         # Of a step's bytes, those that a device sends or receives, whichever are more.
         edge += [options.edge[n]] * (stages - 1)
-        behind = counts[at_llm] + behind_llm if number < at_llm else behind_llm if name == "llm" else 0
-        depth += range(behind + stages - 1, behind - 1, -1)
+        downstream = counts[at_llm] + behind_llm if number < at_llm else behind_llm if name == "llm" else 0
+        depth += range(downstream + stages - 1, downstream - 1, -1)
         # Encoders send to the LLM, the LLM to the generator, and the last of both to nobody.
         is_last = number == len(names) - 1
         following.append(-1 if is_last else first_of_llm if number < at_llm else begin + stages)
@@ -166,6 +166,7 @@ class Objective(NamedTuple):
     score: Callable[[TowerOptions, int], Scores]
     merge_paths: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of two encoders
     total: Callable[[Scores, Scores, int], np.ndarray]  # of encoders and LLM
+    generator_path: float = 0.0  # share of a generator's path that counts like an encoder's
 
 
 def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
@@ -186,14 +187,23 @@ def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
     return Scores(passes.sum(1) + 2 * (stages - 1) * options.edge, alone.max(1), options.tail)
 
 
-# A lower bound: the LLM's stages begin when an encoder's path ends, and the longest path counts.
-BOUND = Objective(
-    _score_bound,
-    np.maximum,
-    lambda encoders, llm, _: (
-        np.maximum(encoders.path + llm.alone, encoders.alone) + np.maximum(encoders.tail, llm.tail)
-    ),
-)
+def _score_busy(options: TowerOptions, microbatches: int) -> Scores:
+    """Score as `_score_bound`, but let any number of microbatches be in flight: one more is with a generator."""
+    passes, stages = options.passes, options.passes.shape[1]
+    edges = options.edge[:, None]
+    upstream = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
+    path = passes.sum(1) + 2 * (stages - 1) * options.edge
+    return Scores(path, (upstream + microbatches * passes).max(1), options.tail)
+
+
+def _total_bound(encoders: Scores, llm: Scores, _: int) -> np.ndarray:
+    return np.maximum(encoders.path + llm.alone, encoders.alone) + np.maximum(encoders.tail, llm.tail)
+
+
+# A lower bound: the LLM's stages begin when an encoder's path ends, and the longest path counts. Of a generator's none
+# does: while it has a microbatch, the LLM goes on with others.
+BOUND = Objective(_score_bound, np.maximum, _total_bound)
+BOUND_WITH_GENERATOR = Objective(_score_busy, np.maximum, _total_bound)
 
 
 class OptionTable(NamedTuple):
@@ -229,12 +239,17 @@ def compatible_ranks(ranks: np.ndarray, llm: Choice) -> np.ndarray:
 def encoder_tables(
     problem: Problem, objective: Objective, microbatches: int, stages: int, rows: int
 ) -> list[OptionTable]:
-    """Tabulate the options of all encoders before an LLM of so many stages and ranks."""
-    return [
-        make_table(list_options(problem, name, microbatches, stages, rows), microbatches, objective)
-        for name in problem.towers
-        if name != "llm"
-    ]
+    """Tabulate the options of all encoders before an LLM of so many stages and ranks, and of a generator behind it."""
+    tables = []
+    for name in problem.towers:
+        if name == "llm":
+            continue
+        table = make_table(list_options(problem, name, microbatches, stages, rows), microbatches, objective)
+        if name == problem.generator:
+            scores = table.scores._replace(path=objective.generator_path * table.scores.path)
+            table = table._replace(scores=scores)
+        tables.append(table)
+    return tables
 
 
 def rank_llms(problem: Problem, objective: Objective) -> list[tuple[float, int, OptionTable, int]]:
@@ -325,7 +340,8 @@ def allocate(problem: Problem, simulations: int = SIMULATIONS) -> Allocation | N
     exactly. The result is exact if the bounds leave no more candidates than `simulations`.
     """
     best: Allocation | None = None
-    candidates = search(problem, BOUND, lambda: np.inf if best is None else best.seconds)
+    bound = BOUND_WITH_GENERATOR if problem.generator else BOUND
+    candidates = search(problem, bound, lambda: np.inf if best is None else best.seconds)
     for _, (_, count, chosen) in zip(range(simulations), candidates, strict=False):
         found = simulate_choice(problem, chosen, count)
         if best is None or found.seconds < best.seconds:

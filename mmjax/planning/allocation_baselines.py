@@ -50,6 +50,7 @@ MMSCALE = Objective(
     _score_mmscale,
     np.add,
     lambda encoders, llm, _: encoders.path + llm.path + np.maximum(encoders.alone, llm.alone),
+    generator_path=1.0,
 )
 
 
