@@ -18,7 +18,9 @@ def config() -> Config:
             llm=replace(base.model.llm, layers=40, width=5120, heads=40, kv_heads=40, mlp_width=13_824),
             encoders={"vision": replace(vision, connector=replace(vision.connector, mlp_width=5120))},
             generators={
-                "picture": replace(picture, size=(64, 64), connector=replace(picture.connector, mlp_width=5120))
+                "picture": replace(
+                    picture, size=(64, 64), connector=replace(picture.connector, mlp_width=5120), remat="none"
+                )
             },
         ),
         mesh=MeshConfig(data=-1, fsdp=32),

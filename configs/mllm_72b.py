@@ -61,6 +61,7 @@ def config() -> Config:
                     size=(128, 128),
                     connector=ConnectorConfig(merge=1, mlp_width=8192),
                     attention="auto",
+                    remat="full",
                 ),
             },
         ),
@@ -81,7 +82,7 @@ def config() -> Config:
             keep_every=4000,
             bad_numbers="skip",
         ),
-        mesh=MeshConfig(data=-1, fsdp=120),
+        mesh=MeshConfig(data=-1, fsdp=64),
         # Small, for towers that have been trained before; warm-up over 3% of the steps, then a cosine to zero.
         optimizer=AdamW(learning_rate=1e-5),
         schedule=Schedule(warmup=240, final=0.0),

@@ -36,11 +36,11 @@ def config() -> Config:
         flow=FlowMatching(condition_dropout=0.1),
         connector=ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",)),
     )
-    drawing = FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 24_000, "max_digits": 2}, weight=2.0)
+    drawing = FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 36_000, "max_digits": 2}, weight=1.5)
     return replace(
         base,
         name="tiny_draw",
         data=replace(base.data, sources={**base.data.sources, "drawing": drawing}),
-        batch=replace(base.batch, size=replace(base.batch.size, count=48), rows={"llm": 8, "vision": 2, "picture": 2}),
+        batch=replace(base.batch, size=replace(base.batch.size, count=60), rows={"llm": 8, "vision": 2, "picture": 2}),
         model=replace(base.model, generators={"picture": picture}),
     )

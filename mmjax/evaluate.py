@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from mmjax.config import Config, ManifestSource, MeshConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
@@ -23,6 +24,7 @@ from mmjax.data.sample import Split
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import cache_folder, open_sources, source_of
 from mmjax.data.toy.dataset import EmbeddedDataset, SwappedItems
+from mmjax.data.toy.drawing import DrawnDigits
 from mmjax.distributed import coordination
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
@@ -37,7 +39,9 @@ from mmjax.inference.evaluation import (
     exact_match_by_group,
 )
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS
+from mmjax.inference.image_sampler import contact_sheet, write_image
 from mmjax.inference.prompts import BatchLimits, QuestionSource
+from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
@@ -60,14 +64,38 @@ def evaluate(
     Returns `exact_match_*`, `samples`, `loss`, and the checkpoint's number of updates as `step`. swap: an encoder whose
     items are replaced by those of another sample. The questions that need them can then only be guessed, so their exact
     match should be no more than `chance_*`, and no loss is returned.
+
+    Images to be made are written into the run as one sheet. Where a source can tell what is on them, `drawn_as_asked`
+    is the share that it finds; with a generator's name as `swap`, of what another sample asks for.
     """
+    generators = RunFolder(run).read_config().model.generators
+    if swap in generators:
+        evaluator, params, step = _open_evaluator(run, split, overrides=overrides, step=step)
+        return {"step": step} | _judge_pictures(evaluator, params, run, step, swapped=True)
     evaluator, params, step = _open_evaluator(run, split, swap, overrides, step=step)
     answers = [answer for replies in evaluator.answer(params).values() for answer in replies.answered]
     scores = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
     if not swap:
-        return scores | exact_match_by_group(answers) | evaluator.loss(params)
+        pictures = _judge_pictures(evaluator, params, run, step) if generators else {}
+        return scores | exact_match_by_group(answers) | evaluator.loss(params) | pictures
     swapped = [a for a in answers if swap in a.needs]
     return scores | exact_match_by_group(swapped) | chance(swapped)
+
+
+def _judge_pictures(evaluator: Evaluator, params: Params, run: Path, step: int, swapped: bool = False) -> Scores:
+    """Make the images of samples, write them into the run as one sheet, and judge them where a source can."""
+    judged = []
+    for name, images in evaluator.pictures(params).items():
+        source = evaluator.sources[name]
+        if not swapped:
+            folder = RunFolder(run).pictures
+            folder.mkdir(exist_ok=True)
+            sheet = [image for of_sample in images.values() for image in of_sample]
+            write_image(contact_sheet(sheet), folder / f"{name.replace('/', '-')}-{step}.png")
+        if isinstance(source, DrawnDigits):
+            wanted = source.partner if swapped else int
+            judged += [source.judge(wanted(n), image) for n, of_sample in images.items() for image in of_sample]
+    return {"drawn_as_asked": float(np.mean(judged))} if judged else {}
 
 
 def ask(run: Path, samples: Sequence[int], source: str = "", split: Split = "test") -> list[Answered]:

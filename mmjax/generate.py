@@ -16,7 +16,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from PIL import Image
 
 from mmjax.config import Config, DiffusionTransformerConfig, MediaLimits, MeshConfig
 from mmjax.config.towers import head_counts
@@ -29,7 +28,7 @@ from mmjax.data.sources.processors import PROBES, MediaProcessors
 from mmjax.errors import BadMedia, UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Answer, Generator, Sampling
-from mmjax.inference.image_sampler import ImageSampler, ImageSampling, contact_sheet
+from mmjax.inference.image_sampler import ImageSampler, ImageSampling, contact_sheet, write_image
 from mmjax.inference.picture_prompts import UserPictureSource, picture_size
 from mmjax.inference.prompts import PromptRows, UserPrompt, UserPromptSource, make_prompt
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh, mesh_sizes
@@ -99,14 +98,6 @@ def generate_images(
     model, params = served.load(mesh, rules)
     images = ImageSampler(model, mesh, rules, sampling).images(params, prompts)
     return [image.pixels for image in sorted(images, key=lambda image: image.prompt)]
-
-
-def _write_images(images: Sequence[np.ndarray], path: Path) -> None:
-    picture = contact_sheet(images) if images[1:] else images[0]
-    try:
-        Image.fromarray(picture[..., 0] if picture.shape[2] == 1 else picture).save(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--out {path}: {error}") from None
 
 
 def _stream(answers: Iterable[Answer]) -> Answer:
@@ -217,7 +208,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"--count={args.count}: choose 1 or more")
         size = picture_size(served.config.model, args.size)
         image_sampling = ImageSampling(args.steps, args.guidance, args.seed)
-        _write_images(generate_images(served, prompt, size, image_sampling, args.count), args.out)
+        images = generate_images(served, prompt, size, image_sampling, args.count)
+        try:
+            write_image(contact_sheet(images) if images[1:] else images[0], args.out)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--out {args.out}: {error}") from None
         print_lines(json.dumps({"out": str(args.out)}) if args.json else f"wrote {args.out}")
         return
     show = sys.stdout.isatty() and not args.json

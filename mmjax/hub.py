@@ -15,6 +15,7 @@ from mmjax.errors import UserError
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name
 WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # no pickled weights, which are never loaded
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DIFFUSERS_SINGLE = "diffusion_pytorch_model.safetensors"
 DATASET_URL = re.compile(r"hf://datasets/(\w[\w.-]*/[\w.-]+)/([^/].*)")  # a file, or a pattern
 PARQUET, JSON = (".parquet",), (".json", ".jsonl")  # what files of data end with
 DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")  # no records

@@ -32,14 +32,21 @@ from mmjax.autotune.forecast import (
 )
 from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
 from mmjax.autotune.memory_plan import describe_shortage, device_speed
-from mmjax.config import Config
+from mmjax.config import Config, UnetConfig
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.console import count, duration, print_lines, size, table
-from mmjax.data.plan.length_index import LengthIndex, build_index, index_of_lengths, omni_corpus, read_lengths
+from mmjax.data.plan.length_index import (
+    LengthIndex,
+    build_index,
+    index_of_lengths,
+    interleaved_corpus,
+    omni_corpus,
+    read_lengths,
+)
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.parallel.sharding import mesh_sizes
-from mmjax.pipeline.choose_units import choose_units
+from mmjax.pipeline.choose_units import allocate_with_generator, choose_units
 from mmjax.pipeline.compile_stages import compile_pipeline
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.pipeline.stage_plan import memory_plan_of
@@ -50,10 +57,16 @@ from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
 from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.planning.unet import unet_blocks
 from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
 from mmjax.training.announce import describe_memory_plan, replication_warning
-from mmjax.training.pipeline_report import pipeline_numbers, report_pipeline
+from mmjax.training.pipeline_report import (
+    allocation_numbers,
+    pipeline_numbers,
+    report_allocation,
+    report_pipeline,
+)
 
 SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no data
 # Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers in it; fitted to 7
@@ -205,6 +218,9 @@ def _plan_units(
 ) -> None:
     """Forecast units, those of the config or chosen, beside one mesh, and write what the command line asks for."""
     index, weights, source = lengths
+    if config.model.generators:
+        _plan_allocation(args, config, cluster, lengths, measure_speed)
+        return
     pipeline = (choose_units if chooses else forecast_pipeline)(config, cluster, index, weights, measure_speed)
     speed = measure_speed({}) if pipeline is None else pipeline.speed
     mesh = forecast_best_mesh(config, cluster, index, weights, speed)
@@ -221,6 +237,29 @@ def _plan_units(
         # Units that a person wrote are wanted; units=auto takes what is faster.
         units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
         args.out.write_text(_units_plan(pipeline) if units else _mesh_plan(mesh, cluster))
+
+
+def _plan_allocation(
+    args: argparse.Namespace,
+    config: Config,
+    cluster: Cluster,
+    lengths: tuple[LengthIndex, list[float], str],
+    measure_speed: MeasureSpeed,
+) -> None:
+    """Allocate devices to all modules of a model with a generator, beside one mesh, which alone can be run."""
+    index, weights, source = lengths
+    allocation = allocate_with_generator(config, cluster, index, weights, measure_speed)
+    mesh = forecast_best_mesh(config, cluster, index, weights, measure_speed({}))
+    if allocation is None and mesh is None:
+        raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
+    if args.json:
+        print_lines(json.dumps(allocation_numbers(allocation, mesh)))
+    else:
+        print_lines(*report_allocation(config, cluster, allocation, mesh, source))
+    if args.out is not None:
+        if mesh is None:
+            raise UserError(f"--out {args.out}: nothing is written, for no single mesh fits")
+        args.out.write_text(_mesh_plan(mesh, cluster))
 
 
 def _parse_price(text: str | None) -> float | None:
@@ -252,7 +291,10 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[Le
     keys = ("llm_tokens", *modules)
     if files:
         return index_of_lengths(read_lengths(files, keys), modules), [1.0], f"lengths of {', '.join(map(str, files))}"
-    lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)
+    if config.model.generators:
+        lengths = interleaved_corpus(SYNTHETIC_SAMPLES, config.seed, modules)
+    else:
+        lengths = omni_corpus(SYNTHETIC_SAMPLES, config.seed)
     if missing := [key for key in keys if key not in lengths]:
         raise UserError(
             f"the config names no data and there are no made lengths for {missing[0]!r}; give your own with --lengths"
@@ -320,7 +362,7 @@ def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
     counts = parameters(config.model)
     for k, name in enumerate(("llm", *config.model.item_modules)):
         lengths = sorted({shape.lengths[k] for shape in chosen.layout.shapes})
-        policies = chosen.memory_plan.policies[name]
+        policies = chosen.memory_plan.policies.get(name) or _policies_of_blocks(config.model.generators[name])
         recomputed = sum(policy != "none" for policy in policies)
         rows.append(
             (
@@ -333,6 +375,11 @@ def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _policies_of_blocks(unet: UnetConfig) -> list[str]:
+    """List the remat policies of a UNet's blocks, all of which have one."""
+    return [unet.remat] * len(unet_blocks(unet))
 
 
 def _balance_rows(forecast: RunForecast) -> list[tuple[str, ...]]:

@@ -21,7 +21,8 @@ from mmjax.autotune.memory_plan import (
     suggest_settings,
 )
 from mmjax.balance.parts import dist_ratio
-from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples
+from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples, UnetConfig
+from mmjax.config.model import towers_of
 from mmjax.data.plan.grouping import Budget, make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan
@@ -164,7 +165,7 @@ def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
     device = cluster.device
     rates = speed.rates
     towers: dict[str, list[str]] = {}  # by where their layers were timed
-    for tower in ("llm", *config.model.item_modules):
+    for tower in towers_of(config.model):
         if tower in speed.measured:
             towers.setdefault(speed.measured[tower].source, []).append(tower)
     everywhere = sum(map(len, towers.values())) == 1 + len(config.model.item_modules)
@@ -325,7 +326,7 @@ def visited_on_device(
     """
     pairs = {}
     for k, (name, tower) in enumerate({"llm": model.llm, **model.item_modules}.items()):
-        if tower.attention == "dense":
+        if isinstance(tower, UnetConfig) or tower.attention == "dense":
             continue
         parts = microbatch.module == k
         by_row = visited_pairs(

@@ -287,7 +287,7 @@ def apply_memory_plan(config: Config, policies: Policies, loss_chunks: int) -> C
 def profiled_shapes(config: Config, layouts: Sequence[RankLayout]) -> Shapes:
     """Return the rows of each tower on a device in the shapes of these layouts, by which its layers are timed."""
     shapes = [device_microbatch(config, layout, shape).shape for layout in layouts for shape in layout.shapes]
-    return {name: (rows, [shape[name][1] for shape in shapes]) for name, (rows, _) in shapes[0].items()}
+    return {name: (shapes[0][name][0], [shape[name][1] for shape in shapes]) for name in towers_of(config.model)}
 
 
 def device_speed(config: Config, shapes: Shapes, device: jax.Device, profile: bool) -> Speed:
@@ -320,8 +320,8 @@ def plan_memory_of_run(
     """Choose the remat policies of a run whose mesh axes have these sizes. The tracer must be of the same model."""
     shapes = [device_microbatch(config, layout, shape) for shape in layout.shapes]
     by_tower = {
-        name: tracer.saved_bytes(name, rows, [shape.shape[name][1] for shape in shapes])
-        for name, (rows, _) in shapes[0].shape.items()
+        name: tracer.saved_bytes(name, shapes[0].shape[name][0], [shape.shape[name][1] for shape in shapes])
+        for name in towers_of(config.model)
     }
     # From lists over shapes, by tower, to dicts over towers, by shape.
     by_shape = [dict(zip(by_tower, layers, strict=True)) for layers in zip(*by_tower.values(), strict=True)]

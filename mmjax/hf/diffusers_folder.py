@@ -12,12 +12,13 @@ import numpy as np
 
 from mmjax.disk import atomic_write
 from mmjax.errors import UserError
-from mmjax.hf.folder import HfFolder
+from mmjax.hf.folder import CLASS_NAME, HfFolder
 from mmjax.hf.layout import TensorNames, TensorSlice
 from mmjax.hf.writing import NewTensor, write_tensors
+from mmjax.hub import DIFFUSERS_SINGLE
 
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 PIPELINE = "model_index.json"  # of a whole folder
+Piece = tuple[TensorSlice, np.ndarray]  # a parameter, and where it lies
 
 
 def open_part(path: str | Path, part: str, *names: str) -> HfFolder:
@@ -32,17 +33,22 @@ def open_part(path: str | Path, part: str, *names: str) -> HfFolder:
         if not (path / part / "config.json").is_file():
             raise UserError(f"{path} is no diffusers folder: neither config.json nor {part}/config.json is there")
         path /= part
-    folder = HfFolder.open(path, WEIGHTS)
-    folder.fields.refuse("_class_name", *names)
+    folder = HfFolder.open(path)
+    folder.fields.refuse(CLASS_NAME, *names)
     return folder
 
 
 def write_part(
-    path: Path, fields: Mapping[str, Any], names: TensorNames, parameters: Mapping[tuple[str, ...], np.ndarray]
+    path: Path,
+    fields: Mapping[str, Any],
+    names: TensorNames,
+    parameters: Mapping[tuple[str, ...], np.ndarray],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Write the folder of one model, which diffusers reads, from its parameters by their paths inside it.
 
-    fields: of its `config.json`. Raises UserError for a parameter that has no place there.
+    fields: of its `config.json`. shapes: of tensors whose parameters do not tell, by name. Raises UserError for a
+    parameter that has no place there.
     """
     pieces = defaultdict(list)
     for name, value in parameters.items():
@@ -51,22 +57,27 @@ def write_part(
         pieces[part.key].append((part, value))
     tensors = {}
     for key, parts in pieces.items():
-        # Where several parameters are one tensor, each is some of its rows.
-        parts.sort(key=lambda piece: piece[0].rows or (0, 0))
-        shapes = [_stored_shape(part, value.shape) for part, value in parts]
-        shape = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+        shape = (shapes or {}).get(key) or _joint_shape(parts)
 
-        def make(
-            parts: list[tuple[TensorSlice, np.ndarray]] = parts, shapes: list[tuple[int, ...]] = shapes
-        ) -> np.ndarray:
-            return np.concatenate([part.to_hf(value, s) for (part, value), s in zip(parts, shapes, strict=True)])
+        def make(parts: list[Piece] = parts, shape: tuple[int, ...] = shape) -> np.ndarray:
+            tensor = np.zeros(shape, np.float32)
+            for part, value in parts:
+                place = part.selected(tensor)
+                place[...] = part.to_hf(value, place.shape)
+            return tensor
 
         tensors[key] = NewTensor("F32", shape, make)
     path.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path / WEIGHTS) as partial:
+    with atomic_write(path / DIFFUSERS_SINGLE) as partial:
         write_tensors(partial, tensors)
     with atomic_write(path / "config.json") as partial:
         partial.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _joint_shape(parts: list[Piece]) -> tuple[int, ...]:
+    """Return the shape of the tensor that parameters are, or are rows of."""
+    shapes = [_stored_shape(part, value.shape) for part, value in parts]
+    return (sum(rows for rows, *_ in shapes), *shapes[0][1:])
 
 
 def _stored_shape(part: TensorSlice, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ from mmjax.hf import (
 )
 from mmjax.hf.decoder_tensors import decoder_parts, embedding_of, find_decoder, unused_in_decoder
 from mmjax.hf.decoders import decoder_of
-from mmjax.hf.folder import Fields, HfFolder
+from mmjax.hf.folder import CLASS_NAME, Fields, HfFolder
+from mmjax.hf.generators import generator_layout
 from mmjax.hf.layout import Layout
 from mmjax.hub import checkpoint_folder
 
@@ -121,6 +122,8 @@ def compose(encoders: Mapping[str, Encoder], language_model: ModelConfig, freeze
 
 def layout_of(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the modules that this model takes from a folder."""
+    if CLASS_NAME in folder.config:
+        return generator_layout(folder, model)
     return _kind(folder).layout(folder, model)
 
 

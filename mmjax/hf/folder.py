@@ -21,7 +21,9 @@ import numpy as np
 
 from mmjax.disk import read_json
 from mmjax.errors import UserError
-from mmjax.hub import SINGLE
+from mmjax.hub import DIFFUSERS_SINGLE, SINGLE
+
+CLASS_NAME = "_class_name"  # a field of every config that diffusers writes
 
 # Not None, which is a value that a caller may give as the default.
 _NEEDED = object()
@@ -106,12 +108,13 @@ class HfFolder:
     single: str = SINGLE  # name of the file
 
     @classmethod
-    def open(cls, path: str | Path, single: str = SINGLE) -> HfFolder:
+    def open(cls, path: str | Path) -> HfFolder:
         """Raises UserError where it is no such folder."""
         path = Path(path).expanduser()
         if not path.is_dir():
             raise UserError(f"{path} is no folder; give the folder of a Hugging Face checkpoint")
-        return cls(path, read_json(path / "config.json"), single)
+        config = read_json(path / "config.json")
+        return cls(path, config, DIFFUSERS_SINGLE if CLASS_NAME in config else SINGLE)
 
     @property
     def index(self) -> str:

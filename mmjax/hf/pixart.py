@@ -7,9 +7,7 @@ read the tokens themselves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ import numpy as np
 
 from mmjax.config import Activation, Biased, DiffusionTransformerConfig, VaeLatents
 from mmjax.errors import UserError
-from mmjax.hf.diffusers_folder import WEIGHTS, open_part
-from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import TRANSPOSED, LeafTensors, TensorNames, TensorSlice, convolution, linear
+from mmjax.hf.diffusers_folder import open_part, write_part
+from mmjax.hf.folder import CLASS_NAME, Fields, HfFolder
+from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, convolution, linear
 from mmjax.hf.names import QKV
 from mmjax.hf.vision import PATCHES
-from mmjax.hf.writing import NewTensor, write_tensors
 
 CLASS = "PixArtTransformer2DModel"
 CLASSES = (CLASS, "Transformer2DModel")
@@ -47,7 +44,7 @@ def open_transformer(path: str | Path) -> HfFolder:
 
 def read(folder: HfFolder) -> DiffusionTransformerConfig:
     """Read the config of a transformer. Raises UserError for a field that is not supported, naming it."""
-    name = folder.fields.get("_class_name", str)
+    name = folder.fields.get(CLASS_NAME, str)
     fields = folder.fields.over(DEFAULTS[name])
     _refuse(fields)
     heads, width = _widths(fields)
@@ -182,28 +179,9 @@ def _outputs(config: DiffusionTransformerConfig) -> dict[str, LeafTensors]:
 
 
 def write(path: Path, config: DiffusionTransformerConfig, parameters: Mapping[tuple[str, ...], np.ndarray]) -> None:
-    """Write a transformer's folder, which diffusers reads, from all its parameters, as `tensors`."""
-    path.mkdir(parents=True, exist_ok=True)
-    made = tensors(config, parameters)
-    new = {key: NewTensor("F32", value.shape, partial(value.astype, np.float32)) for key, value in made.items()}
-    write_tensors(path / WEIGHTS, new)
-    (path / "config.json").write_text(json.dumps(to_fields(config), indent=2) + "\n")
-
-
-def tensors(
-    config: DiffusionTransformerConfig, parameters: Mapping[tuple[str, ...], np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Return a checkpoint's tensors by name, made of all parameters by their paths, layers numbered."""
+    """Write a transformer's folder, which diffusers reads, from its parameters by their paths, layers numbered."""
     c = config
-    names = parts(c)
     outputs = c.patch_values * (1 + c.learned_variance)
     shapes = {"pos_embed.proj.weight": (c.width, c.latents.channels, c.patch, c.patch)}
     shapes |= {"proj_out.weight": (outputs, c.width), "proj_out.bias": (outputs,)}
-    made: dict[str, np.ndarray] = {}
-    for path, value in parameters.items():
-        part = names.find(path)
-        shape = shapes.get(part.key, value.shape[::-1] if part.order == TRANSPOSED else value.shape)
-        # Several parameters may be parts of one tensor.
-        place = part.selected(made.setdefault(part.key, np.zeros(shape, value.dtype)))
-        place[...] = part.to_hf(value, place.shape)
-    return made
+    write_part(path, to_fields(c), parts(c), parameters, shapes)

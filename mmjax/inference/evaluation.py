@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from rapidfuzz.distance import Levenshtein
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.data.sample import Question, Sample, Source, Text
+from mmjax.data.sample import BadSample, Question, Sample, Source, Text
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
 from mmjax.inference.generator import Answer, Generator
+from mmjax.inference.image_sampler import ImageSampler, ImageSampling
 from mmjax.inference.prompts import (
     BatchLimits,
     PromptRows,
@@ -40,9 +42,10 @@ from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated
 from mmjax.runtime.device_batch import put_rows
-from mmjax.runtime.losses import losses_in_chunks
+from mmjax.runtime.losses import image_sums, losses_in_chunks
 from mmjax.startup import activity
 
+PICTURES = 200  # made of each source by default
 AGREEING = 3  # people whose answer it must be to be wholly right (VQA)
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 DIGITS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
@@ -212,6 +215,8 @@ class Evaluator:
         cannot be used where the config says that is fatal.
         """
         self.sources = dict(sources)
+        self._model = model
+        self._batch_limits = batch_limits
         self._unusable = defaultdict[str, dict[int, str]](dict)
         self._groups = defaultdict[str, set[str]](set)  # families and tasks of each split's questions
         self._fatal = config.data.on_bad_sample == "raise"
@@ -253,12 +258,12 @@ class Evaluator:
             groups=_by_split(measured) if one_shape else (),
         )
 
-        def losses(params: Params, batch: Microbatch) -> tuple[jax.Array, jax.Array]:
+        def losses(params: Params, batch: Microbatch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
             with activations_on(mesh, rules):
-                hidden, table, *_ = model.outputs(params, batch)
+                hidden, table, _, errors = model.outputs(params, batch)
                 cap = model.config.llm.logit_cap
                 per_token = losses_in_chunks(hidden, table, batch.text, loss_chunks or 1, cap)
-            return per_token.sum(1), batch.text.weight.sum(1)
+            return per_token.sum(1), batch.text.weight.sum(1), image_sums(errors, batch.items)
 
         self._losses = jax.jit(losses, out_shardings=replicated(mesh))
 
@@ -307,28 +312,58 @@ class Evaluator:
                 answered[name].append(self._answered(name, sample, answers[number]))
         return {name: Replies(tuple(a), dict(self._unusable[name])) for name, a in answered.items()}
 
+    def pictures(
+        self, params: Params, sampling: ImageSampling | None = None, limit: int = PICTURES
+    ) -> dict[str, dict[int, list[np.ndarray]]]:
+        """Make the images of the first `limit` samples with any to be made of each source, by source and sample."""
+        sampler = ImageSampler(self._model, self._mesh, self._rules, sampling, self._batch_limits)
+        made: dict[str, dict[int, list[np.ndarray]]] = {}
+        for name, source in self.sources.items():
+            wanted = islice((n for n in range(len(source)) if self._has_pictures(source, n)), limit)
+            if not (samples := list(wanted)):
+                continue
+            images = made[name] = defaultdict(list)
+            spoiled = dict[int, str]()
+            with activity(f"making images of {name}", len(samples)) as under_way:
+                for image in sampler.images(params, Selection([(source, n) for n in samples]), spoiled):
+                    images[samples[image.prompt]].append(image.pixels)
+                    under_way.done = len(images)
+            self._note([(name, n) for n in samples], spoiled)
+        return made
+
+    def _has_pictures(self, source: Source, index: int) -> bool:
+        try:
+            return any(module in self._model.config.generators for module, _ in source.facts(index).items)
+        except BadSample:
+            return False
+
     def loss(self, params: Params, split: str = "") -> Scores:
         """Compute the mean loss per token over the samples of a split, or all.
 
-        Returns `loss`, and `loss/<source>` where there are several; nothing without samples.
+        Returns `loss`, `loss/<source>` where there are several, and `image_loss/<generator>`, the mean error of its
+        patches; nothing without samples.
         """
         numbers = [n for n, (name, _) in enumerate(self._measured) if name.startswith(split)]
         spoiled = dict[int, str]()
         sums = defaultdict[str, np.ndarray](lambda: np.zeros(2))  # by source: loss, weight
+        images = defaultdict[str, np.ndarray](lambda: np.zeros(2))  # by generator: errors, patches
         with activity(f"computing the {split or 'mean'} loss", len(numbers)) as under_way:
             for number, batch in self._samples.batches(numbers, spoiled):
                 values = jax.device_get(self._losses(params, put_rows(batch, self._mesh, self._rules)))
                 for row in np.flatnonzero(number >= 0):
                     sums[self._measured[number[row]][0]] += values[0][row], values[1][row]
+                for name, of_images in values[2].items():
+                    images[name] += of_images
                 under_way.done += int((number >= 0).sum())
                 self._advance(int((number >= 0).sum()))
         self._note(self._measured, spoiled)
         means = {name.split("/", 1)[1]: float(s[0] / s[1]) for name, s in sums.items() if s[1] > 0}
+        of_images = {f"image_loss/{name}": float(s[0] / s[1]) for name, s in images.items() if s[1] > 0}
         if not means:
-            return {}
+            return of_images
         loss, weight = sum(sums.values())
         by_source = {f"loss/{name}": mean for name, mean in means.items()} if len(means) > 1 else {}
-        return {"loss": float(loss / weight), **by_source}
+        return {"loss": float(loss / weight), **by_source, **of_images}
 
     def _usable(
         self, name: str, candidates: Sequence[int], check: Callable[[int], object], limit: int | None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from PIL import Image
 
 from mmjax.batch import COLUMN, ROW, ItemBatch, Microbatch
 from mmjax.config import Generator, PixelLatents
@@ -146,3 +148,8 @@ def contact_sheet(images: Sequence[np.ndarray], columns: int = 0) -> np.ndarray:
         )
         sheet[y : y + image.shape[0], x : x + image.shape[1]] = image
     return sheet
+
+
+def write_image(image: np.ndarray, path: Path) -> None:
+    """Write an image uint8 `[H, W, C]` in the format that the path's suffix names. Raises OSError and ValueError."""
+    Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(path)

@@ -11,14 +11,14 @@ import numpy as np
 
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import LINEAR, ActivationTracer
-from mmjax.config import Config, MeshConfig, ModelConfig, Remat, Unit
+from mmjax.config import Config, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
 from mmjax.config.towers import head_counts
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.planning.allocate import Allocation, allocate
-from mmjax.planning.flops import frozen_modules, needed_gradients, parameters, recompute_flops
+from mmjax.planning.flops import executed, frozen_modules, needed_gradients, parameters, recompute_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import (
     ACTIVATION,
@@ -34,8 +34,9 @@ from mmjax.planning.memory import (
     token_bytes,
 )
 from mmjax.planning.stage_time import StageRun, pass_seconds
-from mmjax.planning.step_time import BACKWARD_KERNELS, FORWARD_KERNELS, ClusterRun, Speed
+from mmjax.planning.step_time import BACKWARD_KERNELS, FORWARD_KERNELS, PASSES, ClusterRun, Speed
 from mmjax.planning.tower_options import TENSOR, Problem, TowerCosts
+from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
 from mmjax.planning.work import BLOCK, Work, layer_sizes, resolve_attention, row_work, visited_pairs
 
 ROOMS = (1.0, 0.95, 0.9, 0.8)  # shares of the memory that are tried, since costs of layers leave details out
@@ -64,6 +65,17 @@ def choose_units(
     return None
 
 
+def allocate_with_generator(
+    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
+) -> Allocation | None:
+    """Find the fastest devices of all modules of a model with a generator; None where none fit.
+
+    Raises UserError for generators that cannot be allocated devices.
+    """
+    check_generators(config.model)
+    return allocate(allocation_problem(config, cluster, index, weights, measure_speed))
+
+
 def allocation_problem(
     config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
 ) -> Problem:
@@ -79,7 +91,7 @@ def allocation_problem(
     share = samples / len(drawn)
     works = {tower: _step_work(config.model, tower, n, share) for tower, n in lengths.items()}
     row = {tower: _whole_blocks(work.long) for tower, work in works.items()}
-    speed = measure_speed({tower: (1, [n]) for tower, n in row.items()})
+    speed = measure_speed({tower: (1, [n]) for tower, n in row.items() if tower not in config.model.generators})
     measured = {
         tower: times._replace(seconds={row[tower]: times.interpolate(row[tower])})
         for tower, times in speed.measured.items()
@@ -87,7 +99,7 @@ def allocation_problem(
     speed = replace(speed, measured=measured)
     tracer = ActivationTracer(config)
     towers = {"llm": config.model.llm, **config.model.encoders}
-    costs = {
+    costs: dict[str, list[TowerCosts]] = {
         tower: [
             _tower_costs(config, cluster, tower, t, works, speed, tracer)
             for t in TENSOR
@@ -95,9 +107,20 @@ def allocation_problem(
         ]
         for tower in (*config.model.encoders, "llm")
     }
+    costs |= {name: [_unet_costs(config, name, works, speed)] for name in unets(config.model)}
     ranks = tuple(n for n in range(1, min(samples, cluster.devices) + 1) if samples % n == 0)
     room = config.mesh.memory * GB or USABLE * cluster.device.memory
-    return Problem(costs, cluster, room, ranks, MICROBATCHES, samples)
+    generator = next(iter(config.model.generators), "")
+    return Problem(costs, cluster, room, ranks, MICROBATCHES, samples, generator)
+
+
+def check_generators(model: ModelConfig) -> None:
+    """Raises UserError for generators that cannot be allocated devices of their own."""
+    if len(model.generators) > 1:
+        raise UserError(f"units=auto: {len(model.generators)} generators stand behind the LLM; keep one")
+    for name, generator in model.generators.items():
+        if not isinstance(generator, UnetConfig):
+            raise UserError(f"units=auto: model.generators.{name} is no UNet, which alone can be allocated devices")
 
 
 def _lengths(model: ModelConfig, index: LengthIndex, samples: np.ndarray) -> dict[str, np.ndarray]:
@@ -105,7 +128,7 @@ def _lengths(model: ModelConfig, index: LengthIndex, samples: np.ndarray) -> dic
     first, count = index.item_start[samples], np.diff(index.item_start)[samples]
     items = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
     lengths = {"llm": index.llm_tokens[samples].astype(np.int64)}
-    for k, name in enumerate(model.encoders):
+    for k, name in enumerate(model.item_modules):
         lengths[name] = index.item_useful[items][index.item_encoder[items] == k].astype(np.int64)
     return {tower: n if len(n) else np.ones(1, np.int64) for tower, n in lengths.items()}
 
@@ -138,8 +161,8 @@ def _whole_blocks(length: float) -> int:
 
 def _pairs(model: ModelConfig, tower: str, lengths: np.ndarray) -> float:
     """Count the pairs that attention visits, every sample or item at the beginning of a row."""
-    config = model.llm if tower == "llm" else model.encoders[tower]
-    if config.attention == "dense":
+    config = {"llm": model.llm, **model.item_modules}[tower]
+    if isinstance(config, UnetConfig) or config.attention == "dense":
         return float((lengths**2).sum())
     longest = _whole_blocks(float(lengths.max()))
     rows = np.arange(len(lengths))
@@ -229,6 +252,59 @@ def _tower_costs(
         peak=(whole, max(whole, loss)),
         passed=float(work.positions * of.width * activation),
         tokens=0.0 if tower == "llm" else float(max(work.tokens, 1) * model.llm.width * activation),
+    )
+
+
+def _unet_costs(config: Config, name: str, works: Mapping[str, StepWork], speed: Speed) -> TowerCosts:
+    """Count what a UNet costs in a step: one stage, since blocks on the way up take what those on the way down made."""
+    model = config.model
+    unet = model.generators[name]
+    rates = speed.rates
+    activation = ACTIVATION[config.training.precision]
+    frozen = frozen_modules(model)
+    shape = {tower: (1, max(1, int(work.positions))) for tower, work in works.items()}
+    work = row_work(model, shape)[name]
+    images = work.tokens // unet.queries
+    flops, connector = (executed(model, shape, frozen)[module] for module in (name, f"{name}.connector"))
+    saved, largest = unet_saved_bytes(unet, images, activation, name not in frozen)
+    kept = unet_saved_bytes(replace(unet, remat="none"), images, activation, name not in frozen)[0]
+    has_backward = bool(needed_gradients(name, model, frozen))
+    # The kernel's operations, of both passes together, are divided like the others.
+    slower = flops.attention / flops.total * (1 / (rates.attention or rates.flops) - 1 / rates.flops)
+    forward, backward = (
+        flops_of_pass * (1 / rates.flops + slower) + of_connector / rates.flops + passes * kept / rates.memory
+        for flops_of_pass, of_connector, passes in (
+            (flops.forward, connector.forward, 1),
+            (flops.backward, connector.backward, PASSES - 1),
+        )
+    )
+    counts, moments = parameters(model), moment_bytes(model, frozen, config.optimizer)
+    modules = (name, f"{name}.connector")
+    trained = np.array([float(sum(counts[module] for module in modules if module not in frozen))])
+    still = np.array([float(sum(counts[module] for module in modules if module in frozen))])
+    moved = np.array([float(sum(moments.get(module, 0.0) for module in modules))])
+    memory = rates.memory
+    cast = 0 if activation == MASTER else MASTER + activation
+    blocks = len(unet_blocks(unet))
+    return TowerCosts(
+        tensor=1,
+        width=unet.widths[0],
+        forward=np.array([forward]),
+        backward=np.array([backward * has_backward]),
+        smallest={count: n / shape[name][1] for count, n in works[name].longest.items()},
+        launch=(FORWARD_KERNELS * rates.launch * blocks, BACKWARD_KERNELS * rates.launch * blocks * has_backward),
+        cast_forward=cast * trained / memory,
+        cast_backward=(cast + 2 * activation + 2 * MASTER) * trained / memory,
+        state=(2 * MASTER + activation) * trained + activation * still + moved,
+        gathered=activation * (trained + still),
+        scattered=activation * trained,
+        gradients=MASTER * trained,
+        update=(5 * MASTER * trained + 2 * moved) / memory,
+        saved=np.array([saved]),
+        again=np.zeros(1),
+        peak=(largest, largest),
+        passed=0.0,
+        tokens=float(max(work.tokens, 1) * model.llm.width * activation),
     )
 
 

@@ -105,12 +105,22 @@ def _makespan(forward, backward, following, edge, depth, microbatches):
 
 def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches: int) -> Allocation:
     """Simulate a step with equal microbatches. Links of a node count only where the cluster is one node."""
-    names = [*(name for name in chosen if name != "llm"), "llm"]
+    last = [problem.generator] if problem.generator in chosen else []
+    names = [*(name for name in chosen if name not in ("llm", *last)), "llm", *last]
     counts = [len(chosen[name][0].cuts) + 1 for name in names]
-    first_of_llm = sum(counts[:-1])
+    at_llm = names.index("llm")
+    first_of_llm = sum(counts[:at_llm])
+    behind_llm = sum(counts[at_llm + 1 :])
     forward, backward, following, edge, depth = [], [], [], [], []
     llm, k = chosen["llm"]
-    for name, stages in zip(names, counts, strict=True):
+
+    def transfer(name: str) -> float:
+        """Return the seconds in which tokens travel between the LLM and another tower."""
+        options, n = chosen[name]
+        sent = options.share[n] * options.costs.tokens / link_bandwidth(problem.cluster)
+        return sent * max(options.ranks[n] / llm.ranks[k], llm.costs.tensor / options.costs.tensor)
+
+    for number, (name, stages) in enumerate(zip(names, counts, strict=True)):
         options, n = chosen[name]
         begin = len(forward)
         forward += options.forward[n].tolist()
@@ -118,11 +128,12 @@ def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches
         following += range(begin + 1, begin + stages)
         # Of a step's bytes, those that a device sends or receives, whichever are more.
         edge += [options.edge[n]] * (stages - 1)
-        depth += range((0 if name == "llm" else counts[-1]) + stages - 1, (0 if name == "llm" else counts[-1]) - 1, -1)
-        following.append(-1 if name == "llm" else first_of_llm)
-        sent = options.share[n] * options.costs.tokens / link_bandwidth(problem.cluster)
-        fan = max(options.ranks[n] / llm.ranks[k], llm.costs.tensor / options.costs.tensor)
-        edge.append(0.0 if name == "llm" else sent * fan)
+        behind = counts[at_llm] + behind_llm if number < at_llm else behind_llm if name == "llm" else 0
+        depth += range(behind + stages - 1, behind - 1, -1)
+        # Encoders send to the LLM, the LLM to the generator, and the last of both to nobody.
+        is_last = number == len(names) - 1
+        following.append(-1 if is_last else first_of_llm if number < at_llm else begin + stages)
+        edge.append(0.0 if is_last else transfer(name if number < at_llm else names[-1]))
     arrays = [np.array(column, np.float64) for column in (forward, backward, edge)]
     following_, depth_ = np.array(following, np.int64), np.array(depth, np.int64)
     makespan = float(_makespan(arrays[0], arrays[1], following_, arrays[2], depth_, microbatches))

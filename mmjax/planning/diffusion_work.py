@@ -64,7 +64,7 @@ def diffusion_products(config: DiffusionTransformerConfig, work: Work, trainable
         data=c.patch_values * width * work.inputs + features * images + first * work.tokens * (not upstream),
         weights=weights + first * work.tokens * upstream,
         attention=c.layers * of_attention,
-        own=embedded * images,
+        of_time=embedded * images,
         cross=c.layers * cross,
         # The first layer up to its queries of the condition, all of which time and latents alone decide.
         spared_weights=spares * 5 * width**2 * work.positions,

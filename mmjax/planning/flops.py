@@ -150,12 +150,12 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
         trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
         # MFU counts what is needed, whatever a scan then computes in vain.
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=True)
-        backward = trainable * (p.data + p.weights + 2 * p.own) + lora.backward
+        backward = trainable * (p.data + p.weights + 2 * p.of_time) + lora.backward
         if trainable or upstream or has_adapters:
             # With any trainable parameter here or before, gradients flow through the activations.
             backward += p.weights - lora.spared_weights - p.spared_weights + 2 * (p.attention + p.cross + p.recurrence)
             backward -= lora.spared_attention + p.spared_attention
-        forward = p.data + p.own + p.weights + p.attention + p.cross + p.recurrence + lora.forward
+        forward = p.data + p.of_time + p.weights + p.attention + p.cross + p.recurrence + lora.forward
         flops[module] = Flops(2 * forward, 2 * backward)
     for name, unet in _running_unets(model, work).items():
         trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
@@ -213,9 +213,10 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
     """Return whether a module is trainable, whether anything that feeds it is, and whether it has adapters."""
     adapters = set(adapted_modules(model))
     tower = module.removesuffix(".connector")
-    # An encoder is fed by nothing, its connector by it, the LLM by all that run, a generator's connector by the LLM.
-    encoders = [name for name in model.encoders if name in running]
-    feeding_llm = {*encoders, *(f"{name}.connector" for name in encoders)}
+    # An encoder is fed by nothing, its connector by it, the LLM by all that run, a generator's connector by the LLM,
+    # whose inputs have the connector's learned queries among them.
+    encoders = {name for name in model.encoders if name in running}
+    feeding_llm = encoders | {f"{name}.connector" for name in model.item_modules if name in running}
     if module == "llm":
         feeding = feeding_llm
     elif tower in model.generators:
@@ -304,7 +305,7 @@ def executed(
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
         # The blockwise kernel computes the gradients of queries, keys and values together, needed or not.
         attention -= lora.spared_attention if config.attention == "dense" else 0
-        backward = trainable * (p.data + p.weights + 2 * p.own) + lora.backward
+        backward = trainable * (p.data + p.weights + 2 * p.of_time) + lora.backward
         # A chunk's forward pass runs again in backward, under any policy.
         backward += has_backward * (p.weights - lora.spared_weights + attention + 3 * p.chunked)
         recompute = again = cross = 0
@@ -327,7 +328,7 @@ def executed(
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
         backward = 2 * backward + has_backward * (backward_ops + recompute)
-        forward = 2 * (p.data + p.own + p.weights + p.attention + cross + p.chunked + lora.forward) + forward_ops
+        forward = 2 * (p.data + p.of_time + p.weights + p.attention + cross + p.chunked + lora.forward) + forward_ops
         kernel = flash * (2 * p.attention + has_backward * (2 * attention + again))
         flops[module] = Flops(forward, backward, kernel)
     for name, unet in _running_unets(model, work).items():
@@ -349,8 +350,8 @@ def stage_flops(
 
     layers: of the stage. policies: of those that count, all or none: measured times stand for the others.
     """
-    whole = towers_of(model)[tower]
-    last = layers.stop == whole.layers
+    config = towers_of(model)[tower]
+    last = layers.stop == config.layers
     part = {"layers": len(policies), "remat": tuple(policies)}
     for kind in ("delta_net", "experts") if tower == "llm" else ():
         if policies and (section := getattr(model.llm, kind)):
@@ -366,8 +367,8 @@ def stage_flops(
         share = layers.start == 0  # the connector stands before the layers
     if tower in model.encoders:
         # The connector's MLP, and one more for each layer of a deepstack.
-        deepstack = whole.deepstack if isinstance(whole, VisionConfig) else ()
-        share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(whole)
+        deepstack = config.deepstack if isinstance(config, VisionConfig) else ()
+        share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(config)
     if tower != "llm":
         connector = flops[f"{tower}.connector"]
         return Flops(forward + share * connector.forward, backward + share * connector.backward, attention)

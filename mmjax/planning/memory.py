@@ -232,15 +232,16 @@ def _unet_bytes(
     model: ModelConfig, work: Mapping[str, Work], frozen: Set[str], activation: int
 ) -> tuple[float, list[float]]:
     """Count the bytes that all UNets keep for backward, and of each those of its largest block's backward pass."""
-    kept, peaks = 0.0, []
+    saved = 0.0
+    peaks = []
     for name, unet in unets(model).items():
         if not needed_gradients(name, model, frozen):
             continue
         images = work[name].tokens // unet.queries if name in work else 0
         of_images, largest = unet_saved_bytes(unet, images, activation, name not in frozen)
-        kept += of_images
+        saved += of_images
         peaks.append((1 + ALIVE) * largest if unet.remat == "full" else ALIVE * largest)
-    return kept, peaks
+    return saved, peaks
 
 
 def update_bytes(
@@ -319,8 +320,8 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
     if tower == "llm":
         # One of the text's fields, the position, has an entry for each axis.
         axes = max(len(model.llm.rope_sections), 1)
-        # One column of `slots` for each encoder, beside the fields.
-        return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.encoders))
+        # One column of `slots` for each encoder and generator, beside the fields.
+        return 4 * rows * length * (TEXT_FIELDS - 1 + axes + len(model.item_modules))
     if tower in model.generators:
         # Pixels are bytes, latents float32.
         generator = model.generators[tower]

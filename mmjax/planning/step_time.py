@@ -24,6 +24,7 @@ from mmjax.config.model import towers_of, with_changes
 from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
 from mmjax.planning.hardware import Cluster, Rates
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
+from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
 from mmjax.planning.work import Work, expert_parameters, layer_sizes, row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
@@ -135,6 +136,10 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         for name, c in towers.items()
         if name not in profiled
     )
+    for name, unet in unets(model).items():
+        compute += rates.launch * (FORWARD_KERNELS + BACKWARD_KERNELS) * len(unet_blocks(unet))
+        images = work[name].tokens // unet.queries
+        activations += unet_saved_bytes(replace(unet, remat="none"), images, machine.activation, name not in frozen)[0]
     return StepTime(
         compute=compute + PASSES * activations / rates.memory,
         recompute=recompute,

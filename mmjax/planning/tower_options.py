@@ -71,6 +71,7 @@ class Problem(NamedTuple):
     ranks: tuple[int, ...]  # numbers of ranks that a tower may have, such as the divisors of a step's samples
     microbatches: tuple[int, ...]
     samples: float = np.inf  # of a step; every rank has one in each microbatch
+    generator: str = ""  # the tower that stands behind the LLM, if there is one
 
 
 class TowerOptions(NamedTuple):
@@ -109,8 +110,12 @@ def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 
     """List the ways to run a tower that fit, by degree of tensor parallelism and number of stages.
 
     behind: the LLM's stages behind an encoder, for each of which a microbatch more is in flight. rows: that an encoder
-    has in a microbatch at least, the LLM's ranks.
+    has in a microbatch at least, the LLM's ranks. Behind the LLM is the generator, behind which there is nothing.
     """
+    if tower == problem.generator:
+        behind = 0
+    elif problem.generator:
+        behind += 1  # a generator is one stage
     found = []
     for costs in problem.towers[tower]:
         if problem.cluster.per_node % costs.tensor:  # a group lies within a node

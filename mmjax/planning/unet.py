@@ -233,8 +233,8 @@ def _backward_products(blocks: list[UnetBlock], trained: bool, upstream: bool, r
         return of_weights + of_inputs
     if not upstream:
         return 0.0
-    first, *others = _reached(blocks, trained)
-    rest = sum(b.weights - b.time + b.condition + ratio * b.attention + 2 * b.cross for b in others)
+    first, *later = _reached(blocks, trained)
+    rest = sum(b.weights - b.time + b.condition + ratio * b.attention + 2 * b.cross for b in later)
     return first.downstream + first.condition + 1.5 * first.cross + rest
 
 
@@ -272,9 +272,9 @@ def unet_saved_bytes(config: UnetConfig, images: int, activation: int, trained: 
     blocks = _reached(unet_blocks(config), trained)
     if not trained:
         blocks[0] = blocks[0]._replace(scores=0)  # it needs no gradient of its self-attention
-    own = [activation * (b.saved + WIDE_ARRAYS[trained] * b.wide) + scores * b.scores for b in blocks]
+    saved = [activation * (b.saved + WIDE_ARRAYS[trained] * b.wide) + scores * b.scores for b in blocks]
     outside = [
         activation * b.output if config.remat == "full" and b.recomputed else n
-        for b, n in zip(blocks, own, strict=True)
+        for b, n in zip(blocks, saved, strict=True)
     ]
-    return float(images * sum(outside)), float(images * max(own))
+    return float(images * sum(outside)), float(images * max(saved))

@@ -54,7 +54,7 @@ class Products(NamedTuple):
     attention: int  # activations times activations
     recurrence: int = 0  # of gated delta nets, beside their weights
     chunked: int = 0  # the same as it runs, in chunks
-    own: int = 0  # weights times what weights of the module alone have made: of a generator's times
+    of_time: int = 0  # weights times what weights of the module alone have made: of a generator's times
     cross: int = 0  # activations times activations of a generator's condition
     spared_weights: int = 0  # of a frozen generator, what of `weights` comes before its condition: no gradient
     spared_attention: int = 0  # of `attention` and `cross` in backward

@@ -116,12 +116,17 @@ def image_loss(
     errors and the number of patches by generator, float32 `[2]`. totals: patches of the whole step.
     """
     loss: jax.Array | float = 0.0
-    sums = {}
-    for name, error in errors.items():
-        total = error.sum()
-        sums[name] = jnp.stack([total, (items[name].item >= 0).sum(dtype=jnp.float32)])
+    sums = image_sums(errors, items)
+    for name, (total, _) in sums.items():
         loss += model.generators[name].flow.weight * total / jnp.maximum(totals[name], 1)
     return loss, sums
+
+
+def image_sums(errors: Mapping[str, jax.Array], items: Mapping[str, ItemBatch]) -> dict[str, jax.Array]:
+    """Sum the errors of every generator's patches and count these, float32 `[2]`."""
+    return {
+        name: jnp.stack([error.sum(), (items[name].item >= 0).sum(dtype=jnp.float32)]) for name, error in errors.items()
+    }
 
 
 def worst_samples(losses: jax.Array, text: TextBatch) -> tuple[jax.Array, jax.Array, jax.Array]:

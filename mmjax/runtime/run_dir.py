@@ -128,6 +128,7 @@ class RunFolder:
     oversize = _path_in_run("oversize.jsonl")  # samples that fit no budget, a JSON object each
     quarantine = _path_in_run("quarantine.jsonl")  # unusable samples and why, a JSON object each
     scores = _path_in_run("test.json")  # the test split's scores, once the run has ended
+    pictures = _path_in_run("pictures")  # sheets of the images that generators made for the samples of a split
     stacks = _path_in_run("stacks")  # the stack of each process when the run was found stuck
 
     def __post_init__(self) -> None:

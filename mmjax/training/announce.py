@@ -213,6 +213,8 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
             by_task = "  ".join(f"{task} {v:.2f}" for task, v in tasks.items())
             lines.append((name, f"{value:.3f}{guessed}", by_task))
     loss = [f"loss {scores['loss']:.4g} of the {split} split"] if "loss" in scores else []
+    if "drawn_as_asked" in scores:
+        loss.append(f"{scores['drawn_as_asked']:.1%} of what the {split} split asks for is on the images made")
     if not lines:
         return loss
     return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines), *loss]

@@ -115,6 +115,9 @@ def test_the_shipped_configs_are_what_their_names_say() -> None:
         ("omni_10b", (7, 2, 0.6)),
         ("omni_18b", (14, 3, 0.6)),
         ("omni_84b", (72, 6, 6)),
+        ("mllm_9b", (7.5, 0.63, 0.87)),
+        ("mllm_15b", (14, 0.63, 0.87)),
+        ("mllm_72b", (70, 0.63, 0.87)),
         ("internvl_26b", (20, 6)),
         ("internvl llm=8b", (8, 6)),
         ("internvl llm=34b", (34, 6)),
@@ -125,7 +128,7 @@ def test_the_large_configs_have_the_published_parameters(name: str, billions: tu
     config, *words = name.split()
     model = load(config, words).model
     counts = parameters(model)
-    assert [counts[module] / 1e9 for module in ("llm", *model.encoders)] == pytest.approx(billions, rel=0.12)
+    assert [counts[module] / 1e9 for module in ("llm", *model.item_modules)] == pytest.approx(billions, rel=0.12)
 
 
 @pytest.mark.parametrize("name", ["omni_10b", "internvl_26b"])

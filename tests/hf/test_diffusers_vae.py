@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from mmjax.config import VaeLatents
 from mmjax.errors import UserError
-from mmjax.hf.diffusers_folder import WEIGHTS
 from mmjax.hf.vae import open_vae, read_vae, vae_fingerprint, vae_latents, write_vae
+from mmjax.hub import DIFFUSERS_SINGLE
 from mmjax.models.vae import VaeModel
 from mmjax.runtime.vae import load_parameters, load_vae
 
@@ -79,7 +79,7 @@ def test_means_log_variances_and_pictures_are_those_of_diffusers_and_the_export_
 
     by_path = {tuple(key.key for key in path): np.asarray(x) for path, x in jax.tree.leaves_with_path(params)}
     write_vae(tmp_path / "here", config, by_path)
-    written, source = (load_file(tmp_path / name / WEIGHTS) for name in ("here", "there"))
+    written, source = (load_file(tmp_path / name / DIFFUSERS_SINGLE) for name in ("here", "there"))
     assert written.keys() == source.keys()
     for name in written:
         np.testing.assert_array_equal(written[name], source[name], err_msg=name)
@@ -93,13 +93,13 @@ def test_means_log_variances_and_pictures_are_those_of_diffusers_and_the_export_
 def test_the_attention_of_old_checkpoints_is_read_by_its_old_names(folder, tmp_path):
     shutil.copytree(folder / "vae", tmp_path / "old")
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
-    tensors = load_file(tmp_path / "old" / WEIGHTS)
+    tensors = load_file(tmp_path / "old" / DIFFUSERS_SINGLE)
     renamed = {}
     for name, tensor in tensors.items():
         for new, before in old.items():
             name = name.replace(f".{new}.", f".{before}.")
         renamed[name] = tensor
-    save_file(renamed, tmp_path / "old" / WEIGHTS)
+    save_file(renamed, tmp_path / "old" / DIFFUSERS_SINGLE)
     assert renamed.keys() != tensors.keys()
     ours = [load_parameters(f, VaeModel.build(read_vae(f))) for f in (open_vae(folder), open_vae(tmp_path / "old"))]
     jax.tree.map(np.testing.assert_array_equal, *ours)
@@ -140,16 +140,16 @@ def test_a_folder_that_does_not_hold_its_vae_is_refused(folder, tmp_path):
     shutil.copytree(folder / "vae", tmp_path / "vae")
     opened = open_vae(tmp_path)
     model = VaeModel.build(read_vae(opened))
-    tensors = load_file(opened.path / WEIGHTS)
+    tensors = load_file(opened.path / DIFFUSERS_SINGLE)
     for change, message in (
         ({"more.weight": np.zeros(3, np.float32)}, r"has 1 tensors that its VAE lacks, such as more.weight"),
         ({"encoder.conv_in.bias": np.zeros(99, np.float32)}, r"encoder.conv_in.bias has shape \[99\]"),
     ):
-        save_file(tensors | change, opened.path / WEIGHTS)
+        save_file(tensors | change, opened.path / DIFFUSERS_SINGLE)
         with pytest.raises(UserError, match=message):
             load_parameters(open_vae(tmp_path), model)
     del tensors["decoder.conv_out.weight"]
-    save_file(tensors, opened.path / WEIGHTS)
+    save_file(tensors, opened.path / DIFFUSERS_SINGLE)
     with pytest.raises(UserError, match=r"has no tensor decoder.conv_out.weight"):
         load_parameters(open_vae(tmp_path), model)
 
@@ -157,6 +157,8 @@ def test_a_folder_that_does_not_hold_its_vae_is_refused(folder, tmp_path):
 def test_the_fingerprint_is_of_the_config_and_the_weights(folder, tmp_path):
     shutil.copytree(folder / "vae", tmp_path / "vae")
     assert vae_fingerprint(tmp_path) == vae_fingerprint(folder)
-    tensors = load_file(tmp_path / "vae" / WEIGHTS)
-    save_file(tensors | {"encoder.conv_in.bias": tensors["encoder.conv_in.bias"] + 1}, tmp_path / "vae" / WEIGHTS)
+    tensors = load_file(tmp_path / "vae" / DIFFUSERS_SINGLE)
+    save_file(
+        tensors | {"encoder.conv_in.bias": tensors["encoder.conv_in.bias"] + 1}, tmp_path / "vae" / DIFFUSERS_SINGLE
+    )
     assert vae_fingerprint(tmp_path) != vae_fingerprint(folder)

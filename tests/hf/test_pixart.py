@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import drawn
@@ -18,15 +19,20 @@ import torch
 from diffusers import PixArtTransformer2DModel
 from flax import nnx
 from image_rows import rows_of_images
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from mmjax.config import DiffusionTransformerConfig, VaeLatents
+from mmjax.config import DecoderConfig, DiffusionTransformerConfig, MeshConfig, ModelConfig, VaeLatents
 from mmjax.errors import UserError
 from mmjax.hf import pixart
-from mmjax.hf.diffusers_folder import WEIGHTS
+from mmjax.hf.folder import HfFolder
 from mmjax.hf.generators import generator_from_hf
+from mmjax.hub import DIFFUSERS_SINGLE
 from mmjax.models.diffusion_transformer import DiffusionTransformer
 from mmjax.models.layer_stacks import plan_stacks
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.state import parameter_shardings
+from mmjax.runtime.weights import Exporter, load_pretrained
 
 Path_ = tuple[str, ...]
 Tensors = dict[str, Any]  # by name
@@ -181,7 +187,7 @@ def close(found: Any, wanted: np.ndarray, exact: np.ndarray, name: str, relative
 def test_what_is_written_is_what_diffusers_reads(seed, tmp_path):
     theirs = saved(tmp_path / "transformer", drawn.pixart(np.random.default_rng(seed)))
     config = generator_from_hf(tmp_path / "transformer")
-    tensors = load_file(tmp_path / "transformer" / WEIGHTS)
+    tensors = load_file(tmp_path / "transformer" / DIFFUSERS_SINGLE)
     params = {numbered(path): value for path, value in ours(tensors, config).items()}
     pixart.write(tmp_path / "out", config, params)
     again = PixArtTransformer2DModel.from_pretrained(tmp_path / "out")
@@ -190,6 +196,42 @@ def test_what_is_written_is_what_diffusers_reads(seed, tmp_path):
     for name, tensor in wanted.items():
         np.testing.assert_array_equal(found[name].numpy(), tensor.numpy(), err_msg=name)
     assert generator_from_hf(tmp_path / "out") == replace(config, weights=str(tmp_path / "out"))
+
+
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("seed", range(6))
+def test_a_model_starts_from_a_folder_and_is_written_over_it(seed, tmp_path):
+    theirs = saved(tmp_path / "transformer", drawn.pixart(np.random.default_rng(seed)))
+    config = generator_from_hf(tmp_path)
+    model = ModelConfig(DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9), generators={"picture": config})
+    built = Model.build(model, jnp.float32, {"picture": tuple(range(1, config.layers))})
+    mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
+    loaded = load_pretrained(built, parameter_shardings(built, mesh, ShardingRules()))
+    wanted = ours({name: p.detach().numpy() for name, p in theirs.named_parameters()}, config)
+    found = nnx.traversals.flatten_mapping(loaded["generators"]["picture"])
+    assert found.keys() == wanted.keys()
+    for path, value in wanted.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=".".join(path))
+    trained = {("generators", "picture", *numbered(path)): np.asarray(x) + 1 for path, x in found.items()}
+    shapes = {name: value.shape for name, value in trained.items()}
+    checkpoint = SimpleNamespace(shapes=shapes, read=lambda names: {name: trained[name] for name in names})
+    (tmp_path / "out").mkdir()
+    count = Exporter(model, checkpoint).rewrite(HfFolder.open(config.weights), ["picture"], tmp_path / "out")
+    before, after = (load_file(tmp_path / folder / DIFFUSERS_SINGLE) for folder in ("transformer", "out"))
+    assert count == len(after) == len(before)
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name], tensor + 1, err_msg=name)
+
+
+def test_a_tensor_that_the_transformer_lacks_is_refused(tmp_path):
+    saved(tmp_path / "transformer", drawn.pixart(np.random.default_rng(0)))
+    file = tmp_path / "transformer" / DIFFUSERS_SINGLE
+    save_file(load_file(file) | {"adaln_single.more": np.zeros(3, np.float32)}, file)
+    model = ModelConfig(DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9), generators={"picture": generator_from_hf(tmp_path)})
+    built = Model.build(model, jnp.float32)
+    shardings = parameter_shardings(built, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
+    with pytest.raises(UserError, match=r"1 tensors that this model lacks, such as adaln_single\.more"):
+        load_pretrained(built, shardings)
 
 
 FIELDS = {

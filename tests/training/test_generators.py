@@ -8,53 +8,14 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from tiny_run import MESHES, gradients, load_steps, make_executor, scattered, state_with, tiny_config, worst_leaf
+from drawing import drawing_config
+from tiny_run import MESHES, gradients, load_steps, make_executor, scattered, state_with, worst_leaf
 
 from mmjax.batch import PADDING
-from mmjax.config import (
-    Config,
-    DiffusionTransformerConfig,
-    EmbeddedSource,
-    FunctionSource,
-    NoBalance,
-    PixelLatents,
-    PostBalance,
-)
+from mmjax.config import NoBalance, PostBalance
 from mmjax.data.plan.placement import ONE_RANK, Topology
 
-PICTURE = DiffusionTransformerConfig(
-    layers=2,
-    width=32,
-    heads=2,
-    mlp_width=64,
-    condition_width=24,
-    latents=PixelLatents(channels=1),
-    min_patches=16,
-    queries=4,
-    grid=4,
-    biases=("query", "value", "output", "up", "down"),  # a key's has a gradient of rounding alone
-)
-
-
 APART = PostBalance(locality="off")  # every phase by itself, so that nearly all conditions travel
-
-
-def drawing_config(**changes) -> Config:
-    """Questions about images, texts, and prompts with one to three digits to draw."""
-    base = tiny_config()
-    sources = {
-        "embedded": EmbeddedSource(modalities=("image", "text"), samples=300),
-        "drawing": FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 300}),
-    }
-    model = replace(base.model, encoders={"vision": base.model.encoders["vision"]}, generators={"picture": PICTURE})
-    rows = {"llm": 3, "vision": 1, "picture": 2}
-    return replace(
-        base,
-        data=replace(base.data, sources=sources),
-        batch=replace(base.batch, rows=rows),
-        model=model,
-        **changes,
-    )
 
 
 @pytest.fixture(scope="module")

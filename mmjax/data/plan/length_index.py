@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
-from mmjax.config import AudioConfig, Generator
+from mmjax.config import AudioConfig, Generator, UnetConfig
 from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
 from mmjax.data.sample import BadSample, SampleLengths, Source
 from mmjax.data.storage.array_store import Damaged, open_arrays, print_recomputation, save_arrays
@@ -83,32 +83,61 @@ def omni_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     return {key: value.astype(np.int64) for key, value in lengths.items()}
 
 
+def interleaved_corpus(samples: int, seed: int, modules: ItemModules) -> Mapping[str, np.ndarray]:
+    """Draw sequences of up to 8,192 tokens in which texts and images take turns, as MMScale's of LAION-400M.
+
+    Images of 256 to 1,024 pixels a side are seen, a token for every 16 x 16 pixels, or made by one of the generators.
+    """
+    rng = np.random.default_rng(seed)
+    turns = samples, 12
+    image = np.clip(rng.lognormal(6.6, 0.7, turns), 256, 4096)
+    text = np.clip(rng.lognormal(4.0, 1.0, turns), 5, 1000)
+    generators = {name: m for name, m in modules.items() if isinstance(m, Generator)}
+    # 0: seen; else the number of the generator.
+    role = np.where(rng.random(turns) < 0.5, 0, rng.integers(1, len(generators) + 1, turns))
+    queries = np.array([0, *(generator.queries for generator in generators.values())])
+    tokens = text + np.where(role == 0, image, queries[role])
+    fits = np.cumsum(tokens, axis=1) <= 8192
+    lengths = {"vision": (image * ((role == 0) & fits)).sum(1), "llm_tokens": (tokens * fits).sum(1)}
+    for number, (name, generator) in enumerate(generators.items(), 1):
+        lengths[name] = generator.min_patches * ((role == number) & fits).sum(1)
+    return {key: value.astype(np.int64) for key, value in lengths.items()}
+
+
 def index_of_lengths(lengths: Mapping[str, np.ndarray], modules: ItemModules) -> LengthIndex:
     """Make the index of samples of which only lengths are known: `llm_tokens`, and of every module by name, int `[n]`.
 
     A module's lengths count positions in its layers; where there are any, they are one item, which an encoder rounds up
-    to whole tokens. The rest of a sample's LLM tokens is text.
+    to whole tokens. Those of a UNet, all of whose images have one size, are cut into images. The rest of a sample's LLM
+    tokens is text.
     """
     llm = np.asarray(lengths["llm_tokens"], np.int64)
     per_token = np.array([positions_per_token(module) for module in modules.values()], np.int64)
     stride = np.array([m.stride if isinstance(m, AudioConfig) else 1 for m in modules.values()], np.int64)
     useful = np.stack([np.asarray(lengths[name], np.int64) for name in modules], axis=1) * stride
-    sample, encoder = np.nonzero(useful)
     queries = np.array([m.queries if isinstance(m, Generator) else 0 for m in modules.values()], np.int64)
-    tokens = np.where(queries > 0, (useful > 0) * queries, -(-useful // per_token))
+    size = np.array([m.min_patches if isinstance(m, UnetConfig) else 0 for m in modules.values()], np.int64)
+    items = np.where(size > 0, -(-useful // np.maximum(size, 1)), useful > 0)
+    useful = np.where(size > 0, items * size, useful)
+    tokens = np.where(queries > 0, items * queries, -(-useful // per_token))
     positions = np.where(queries > 0, useful, tokens * per_token)
     llm = np.maximum(llm, tokens.sum(1) + 1)  # at least one token of text
-    item_tokens = tokens[sample, encoder]
+    sample, encoder = np.nonzero(items)
+    count = items[sample, encoder]
+
+    def per_item(total: np.ndarray) -> np.ndarray:
+        return np.repeat(total[sample, encoder] // count, count).astype(np.int32)
+
     return LengthIndex(
         source_name=np.array(["lengths"]),
         source_start=np.array([0, len(llm)]),
         text_tokens=(llm - tokens.sum(1)).astype(np.int32),
         totals=np.concatenate([llm[:, None], positions], axis=1).astype(np.int32),
-        item_start=np.concatenate([[0], np.cumsum((useful > 0).sum(1))]),
-        item_encoder=encoder.astype(np.int32),
-        item_positions=positions[sample, encoder].astype(np.int32),
-        item_useful=useful[sample, encoder].astype(np.int32),
-        item_tokens=item_tokens.astype(np.int32),
+        item_start=np.concatenate([[0], np.cumsum(items.sum(1))]),
+        item_encoder=np.repeat(encoder, count).astype(np.int32),
+        item_positions=per_item(positions),
+        item_useful=per_item(useful),
+        item_tokens=per_item(tokens),
         positions_per_token=per_token.astype(np.int32),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 
 import numpy as np
 
@@ -52,6 +53,15 @@ class DrawnDigits:
     def item(self, index: int, number: int) -> np.ndarray:
         """Render the picture, uint8 `[8, 8 * digits, 1]`."""
         return digits.render_strip(self.strip(index), self._rng(index, 1) if self.split == "train" else None)
+
+    def judge(self, index: int, picture: np.ndarray) -> float:
+        """Return the share of a sample's digits that a picture shows in their places."""
+        return float(np.mean([a == b for a, b in zip(name_digits(picture), self.strip(index).text, strict=True)]))
+
+    def partner(self, index: int) -> int:
+        """Find another sample with as many digits; it may lie beyond the end of the split."""
+        count = len(self.strip(index).text)
+        return next(k for k in itertools.count(index + 1) if len(self.strip(k).text) == count)
 
     def strip(self, index: int) -> Strip:
         """Draw the digits of a sample."""

@@ -1,0 +1,67 @@
+"""Generators that cannot work are refused by key, with the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from drawing import PICTURE, drawing_config
+
+from mmjax.config import ConnectorConfig, FlowMatching, MeshConfig, PixelLatents, UnetConfig, Unit
+from mmjax.config.loading import from_json, to_json
+from mmjax.config.validation import validate
+from mmjax.errors import UserError
+from mmjax.parallel.sharding import check_heads, mesh_sizes
+
+UNET = UnetConfig(condition_width=8, widths=(8, 16), heads=(1, 2), attending=(True, False), groups=4, size=(8, 8))
+
+
+def with_generator(generator, name="picture"):
+    config = drawing_config()
+    rows = {module: n for module, n in config.batch.rows.items() if module != "picture"} | {name: 2}
+    model = replace(config.model, generators={name: generator})
+    return replace(config, model=model, batch=replace(config.batch, rows=rows))
+
+
+@pytest.mark.parametrize("generator", [PICTURE, UNET])
+def test_a_config_with_a_generator_is_valid_and_is_stored_whole(generator):
+    config = with_generator(generator)
+    validate(config)
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("generator", "said"),
+    [
+        (replace(PICTURE, queries=17), r"queries=17: an image of min_patches=16 has fewer patches"),
+        (replace(PICTURE, width=33), r"width=33 does not divide by heads=2"),
+        (replace(PICTURE, connector=ConnectorConfig(merge=2)), r"connector\.merge=2: it reads the hidden state"),
+        (replace(PICTURE, flow=FlowMatching(condition_dropout=1.0)), r"flow\.condition_dropout=1\.0"),
+        (replace(PICTURE, flow=FlowMatching(weight=0.0)), r"flow\.weight=0\.0: must be more than 0"),
+        (replace(PICTURE, latents=PixelLatents(3, (0.5, 0.5))), r"latents\.mean has 2 values for channels=3"),
+        (replace(UNET, heads=(1,)), r"heads names 1 levels, widths 2"),
+        (replace(UNET, groups=3), r"groups=3 does not divide the width 8"),
+        (replace(UNET, size=(8, 9)), r"size=\(8, 9\): 2 levels halve it 1 times; use multiples of 2"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_by_key(generator, said):
+    with pytest.raises(UserError, match=rf"model\.generators\.picture.*{said}"):
+        validate(with_generator(generator))
+
+
+def test_names_that_other_modules_have_and_rows_that_are_missing_are_refused():
+    with pytest.raises(UserError, match=r"model\.generators\.vision: an encoder has this name"):
+        validate(with_generator(PICTURE, "vision"))
+    config = drawing_config()
+    rows = {"llm": 3, "vision": 1}
+    with pytest.raises(UserError, match=r"batch\.rows has no 'picture'"):
+        validate(replace(config, batch=replace(config.batch, rows=rows)))
+
+
+def test_layouts_that_do_not_run_generators_are_refused():
+    config = drawing_config()
+    mesh = MeshConfig(1, context=2)
+    with pytest.raises(UserError, match=r"mesh\.context=2: model\.generators read hidden states of whole rows"):
+        check_heads(mesh_sizes(mesh, 2), mesh, config.model)
+    with pytest.raises(UserError, match=r"model\.generators\.picture: units do not run generators"):
+        validate(replace(config, units={"llm": Unit(data=1, modules=("llm", "vision"))}))
