@@ -83,9 +83,9 @@ class MadeOf:
         subjects = {"records": "the data", "images": "the preparation of images", "vae": "the VAE"}
         stores = []
         for path in sorted((cache / "latents").glob(f"*/{DESCRIPTION}")):
-            other = read_sealed(path) or {}
-            if (other.get("source"), other.get("generator")) == (self.source, self.generator):
-                changes = [what for key, what in subjects.items() if other.get(key) != getattr(self, key)]
+            record = read_sealed(path) or {}
+            if (record.get("source"), record.get("generator")) == (self.source, self.generator):
+                changes = [what for key, what in subjects.items() if record.get(key) != getattr(self, key)]
                 stores += [(" and ".join(changes), path.parent)] if changes else []
         return stores
 
