@@ -235,7 +235,10 @@ def write(replayed: Replayed, rows: Sequence[PackedRow], out: Path) -> Path:
             for item in sample.items:
                 stem = f"{name}-{sample.name}-item{item.number}"
                 encoder = replayed.loader.config.model.item_modules[item.encoder]
-                value = replayed.item(sample.id, item.number)
+                try:
+                    value = replayed.item(sample.id, item.number)
+                except (OSError, ValueError):  # its sample was left out, as is printed above
+                    continue
                 if isinstance(encoder, AudioConfig):
                     _write_clip(out / f"{stem}.wav", value, encoder.clips.sample_rate)
                 else:

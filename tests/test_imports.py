@@ -126,7 +126,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
             *(f"mmjax.{part}" for part in ("balance", "batch", "hub")),
             *BASE,
         ),
-        frozenset({"jax", "numpy", "rapidfuzz"}),
+        frozenset({"jax", "numpy", "rapidfuzz", "PIL"}),
     ),
     "pipeline": May(
         (

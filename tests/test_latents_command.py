@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import run
+from PIL import Image
 from vae_folder import DRAWINGS, drawing_words, save_vae
 
 sys.path.append(str(Path(__file__).parent / "data"))
 from files_made import asked
 
-from mmjax import index, train
+from mmjax import generate, index, inspect, train
 from mmjax.config import Generator
 from mmjax.config.loading import find_config, load
 from mmjax.data.loading.step_loader import StepLoader
@@ -146,6 +147,21 @@ def test_training_sees_other_latents_of_an_image_in_every_step_and_the_same_agai
         spread = scale * np.exp(0.5 * moments.log_variance.astype(np.float32)).max()
         mean = scale * moments.mean.astype(np.float32).mean()
         assert abs(np.mean(values[0]) - mean) < 4 * spread
+
+
+@pytest.mark.exhaustive  # it compiles the programs of a whole run
+def test_a_run_trains_on_latents_is_replayed_and_draws(words, tmp_path, capsys):
+    made(capsys, tmp_path, *words)
+    short = ["training.steps=3", "schedule.warmup=0", "batch.size.count=4", "data.max_bad_share=0.5"]
+    ended = run(capsys, train.main, *words, *short, f"run={tmp_path}/run")
+    assert ended.code == 0, ended.err
+    assert f"left out drawings[{DRAWINGS}], which cannot be used: item 0 (picture): truncated PNG" in ended.out
+    for step in (1, 2, 3):
+        ended = run(capsys, inspect.main, tmp_path / "run", "--step", step, f"--out={tmp_path}/step{step}")
+        assert "as it was logged" in ended.out
+    ended = run(capsys, generate.main, tmp_path / "run", "draw 3", f"--out={tmp_path}/3.png", "--size=16x8")
+    assert ended.code == 0, ended.err
+    assert Image.open(tmp_path / "3.png").size == (8, 16)
 
 
 def test_a_config_without_a_vae_is_refused(words, capsys):

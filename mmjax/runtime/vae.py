@@ -61,8 +61,8 @@ class Vae:
 
     def _in_batch(self, compute: Callable, arrays: np.ndarray, size: tuple[int, int]) -> Array:
         missing = self.batch(*size) - len(arrays)
-        whole = np.pad(arrays, ((0, missing), (0, 0), (0, 0), (0, 0)))
-        return compute(self.params, jax.device_put(whole, NamedSharding(self.mesh, PartitionSpec("images"))))
+        padded = np.pad(arrays, ((0, missing), (0, 0), (0, 0), (0, 0)))
+        return compute(self.params, jax.device_put(padded, NamedSharding(self.mesh, PartitionSpec("images"))))
 
     @cached_property
     def _encode(self) -> Callable:
@@ -89,8 +89,8 @@ def load_vae(latents: VaeLatents, key: str) -> Vae:
     folder = open_vae(latents.weights)
     config = read_vae(folder)
     for name in ("channels", "factor", "scale", "shift"):
-        if (here := getattr(config, name)) != (said := getattr(latents, name)):
-            raise UserError(f"{key}.{name}={said}, but {folder.path} says {here}; use {key}.{name}={here}")
+        if (value := getattr(config, name)) != (configured := getattr(latents, name)):
+            raise UserError(f"{key}.{name}={configured}, but {folder.path} says {value}; use {key}.{name}={value}")
     if config.image_channels != 3:
         raise UserError(f"{folder.path}: in_channels={config.image_channels} is not supported: images have 3 channels")
     model = VaeModel.build(config)

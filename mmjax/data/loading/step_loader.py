@@ -226,12 +226,12 @@ class StepLoader:
         index = self.index
         k = int(index.source_of(np.array(sample)))
         # The modules of its items up to this one.
-        *before, module = index.item_encoder[index.item_start[sample] :][: number + 1].tolist()
+        *preceding, module = index.item_encoder[index.item_start[sample] :][: number + 1].tolist()
         generator = list(self.arrays.modules)[module]
         stored = self.stored_latents.get((list(self.sources)[k], generator))
         if stored is None:
             return self.reader.item(sample, number)
-        moments = stored.moments(int(sample - index.source_start[k]), before.count(module))
+        moments = stored.moments(int(sample - index.source_start[k]), preceding.count(module))
         rng = np.random.default_rng((self.config.seed, step, sample, number))
         return moments.draw(self.config.model.generators[generator].latents, rng)
 

@@ -25,6 +25,7 @@ from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, sa
 from mmjax.data.storage.files import hash_strings
 from mmjax.disk import read_sealed, remove_path, write_sealed
 from mmjax.errors import BadMedia, UserError
+from mmjax.startup import activity
 
 DESCRIPTION = "made_of.json"
 NAMES = ("items", "bad", "reasons", "values")  # arrays of a shard
@@ -82,9 +83,9 @@ class MadeOf:
         subjects = {"records": "the data", "images": "the preparation of images", "vae": "the VAE"}
         stores = []
         for path in sorted((cache / "latents").glob(f"*/{DESCRIPTION}")):
-            other = read_sealed(path) or {}
-            if (other.get("source"), other.get("generator")) == (self.source, self.generator):
-                changes = [what for key, what in subjects.items() if other.get(key) != getattr(self, key)]
+            record = read_sealed(path) or {}
+            if (record.get("source"), record.get("generator")) == (self.source, self.generator):
+                changes = [what for key, what in subjects.items() if record.get(key) != getattr(self, key)]
                 stores += [(" and ".join(changes), path.parent)] if changes else []
         return stores
 
@@ -130,14 +131,16 @@ class LatentStore:
         """
         for path in [*self.folder.glob("*.partial"), *self.folder.glob("*.old")]:  # of a process that was killed
             remove_path(path)
+        listed = shards(self.folder)
         sound = []
-        for samples in shards(self.folder):
-            path = shard_folder(self.folder, samples)
-            arrays = open_arrays_if_sound(path, NAMES)
-            if arrays is None or arrays["bad"]["retry"].any():
-                remove_path(path)
-            else:
-                sound.append(samples)
+        with activity("verifying latents", len(listed)) as verified:
+            for verified.done, samples in enumerate(listed, start=1):
+                path = shard_folder(self.folder, samples)
+                arrays = open_arrays_if_sound(path, NAMES)
+                if arrays is None or arrays["bad"]["retry"].any():
+                    remove_path(path)
+                else:
+                    sound.append(samples)
         return gaps(sound, self.samples)
 
     def write(self, samples: range, images: Mapping[tuple[int, int], Moments], bad: Sequence[BadImages]) -> None:
@@ -169,9 +172,10 @@ class LatentStore:
         size = 0
         bad = []
         for samples in shards(self.folder):
-            arrays = open_arrays(shard_folder(self.folder, samples), NAMES)
+            path = shard_folder(self.folder, samples)
+            arrays = open_arrays(path, ("items", "bad", "reasons"))  # values may be hundreds of gigabytes
             images += len(arrays["items"])
-            size += sum(array.nbytes for array in arrays.values())
+            size += sum(file.stat().st_size for file in path.iterdir())
             reasons = zip(arrays["bad"].tolist(), arrays["reasons"].tolist(), strict=True)
             bad += [BadImages(sample, reason, retry) for (sample, retry), reason in reasons]
         return Contents(images, size, bad)
