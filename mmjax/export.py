@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mmjax.config import ModelConfig
 from mmjax.config.codec import did_you_mean, encode
-from mmjax.config.model import adapted_modules, module_names
+from mmjax.config.model import adapted_modules, module_names, towers_of, with_changes
 from mmjax.console import print_lines, table
 from mmjax.disk import atomic_folder, remove_path
 from mmjax.errors import UserError, exit_process, run_command
@@ -63,7 +64,7 @@ def export(
     opened = {path: (_open_source(path, names), names) for path, names in modules_by_folder(model).items()}
     _check_out(out, [folder.path, *opened], again)
     # Cut after every layer, so that parameters are read a layer at a time and never all at once.
-    cuts = {name: tuple(range(1, c.layers)) for name, c in {"llm": model.llm, **model.encoders}.items()}
+    cuts = {name: tuple(range(1, c.layers)) for name, c in towers_of(model).items()}
     built = Model.build(model, jnp.float32, cuts)
     exporter = Exporter(model, SavedParameters(folder.checkpoints, step, built))
     with _new_folder(out, again) as partial:
@@ -99,14 +100,11 @@ def _with_sources(model: ModelConfig, sources: Sequence[str]) -> ModelConfig:
 
 
 def _with_weights(model: ModelConfig, modules: Sequence[str], path: str) -> ModelConfig:
-    def set_weights(section, module: str):
-        return replace(section, weights=path) if module in modules else section
-
-    encoders = {
-        name: replace(set_weights(e, name), connector=set_weights(e.connector, f"{name}.connector"))
-        for name, e in model.encoders.items()
-    }
-    return replace(model, llm=set_weights(model.llm, "llm"), encoders=encoders)
+    changes: dict[str, dict[str, Any]] = {module: {"weights": path} for module in modules if "." not in module}
+    for name, section in model.item_modules.items():
+        if f"{name}.connector" in modules:
+            changes.setdefault(name, {})["connector"] = replace(section.connector, weights=path)
+    return with_changes(model, changes)
 
 
 def _open_source(path: Path, modules: Sequence[str]) -> HfFolder:
@@ -194,7 +192,8 @@ def _section(model: ModelConfig, module: str):
     if module == "llm":
         return model.llm
     name = module.removesuffix(".connector")
-    return model.encoders[name] if name == module else model.encoders[name].connector
+    section = model.item_modules[name]
+    return section if name == module else section.connector
 
 
 def _write_adapter(

@@ -26,6 +26,7 @@ from mmjax.autotune.memory_plan import plan_memory_on_mesh
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config, NoBalance
 from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
+from mmjax.config.model import towers_of, with_changes
 from mmjax.config.towers import Attention
 from mmjax.console import print_lines, print_note, table
 from mmjax.data.loading.context import spread_over_context
@@ -143,8 +144,8 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
             yield x
 
     features = {}
-    for name, items in batch.items.items():
-        encoder, connector = module.encoders[name], module.connectors[name]
+    for name, encoder in module.encoders.items():
+        items, connector = batch.items[name], module.connectors[name]
         with encoding():
             context = module.context(name, items, None)
             outputs = list(layers(name, encoder, items, context, encoder.embedded(items)))
@@ -159,6 +160,10 @@ def layer_states(model: Model, params: Params, batch: Microbatch, loss_chunks: i
     record("llm final norm", "llm final norm", module.llm, batch.text, context, hidden)
     losses = losses_in_chunks(hidden, output_table, batch.text, loss_chunks, model.config.llm.logit_cap)
     record(LOSSES, LOSSES, module.llm, batch.text, context, losses)
+    for name, errors in module.generator_errors(hidden, batch.text, batch.items, None).items():
+        items = batch.items[name]
+        owner = jnp.where(items.item >= 0, items.owner, PADDING)
+        states[Place(len(states), f"{name} errors", f"{name} errors")] = State(owner, items.offset, errors)
     return states
 
 
@@ -311,7 +316,7 @@ class Verifier:
         index, topology = self.data.index, self.loader.layout.topology
         samples = [samples_of(batch) for batch in batches]
         parts = index.parts(np.concatenate(samples))
-        modules = 1 + len(self.config.model.encoders)
+        modules = 1 + len(self.config.model.item_modules)
         unit = math.lcm(self.config.batch.alignment, *index.positions_per_token.tolist())
         lengths = -(-np.maximum(parts.largest(modules), 1) // unit) * unit
         items = [np.bincount(parts.sample()[parts.module == k], minlength=1).max() for k in range(modules)]
@@ -332,9 +337,8 @@ class Programs:
     def __init__(self, run: Verifier, backend: Attention) -> None:
         self.run = run
         config = run.model.config
-        encoders = {name: replace(encoder, attention=backend) for name, encoder in config.encoders.items()}
-        config = replace(config, llm=replace(config.llm, attention=backend), encoders=encoders)
-        single = {name: tuple(range(1, tower.layers)) for name, tower in {"llm": config.llm, **encoders}.items()}
+        config = with_changes(config, {name: {"attention": backend} for name in ("llm", *config.item_modules)})
+        single = {name: tuple(range(1, tower.layers)) for name, tower in towers_of(config).items()}
         layered = Model.build(config, run.model.dtype, single, run.model.functions)
         self.executor = executor = run.executor(Model.build(config, run.model.dtype, functions=run.model.functions))
 
@@ -396,7 +400,7 @@ def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attenti
     steps = run.load_steps(samples)
     batches = [batch for step in steps for batch in step]
     rounding = ROUNDING[run.config.training.precision]
-    fullest = {name: int(max(b.items[name].item.max() for b in batches)) + 1 for name in run.config.model.encoders}
+    fullest = {name: int(max(b.items[name].item.max() for b in batches)) + 1 for name in run.config.model.item_modules}
     fullest = {"samples": int(max(batch.text.sample.max() for batch in batches)) + 1} | fullest
     if fullest["samples"] < 2:
         raise UserError("no row holds two samples, so nothing is packed: raise batch.size or lower batch.rows.llm")

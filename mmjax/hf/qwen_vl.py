@@ -338,8 +338,9 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         tower = tuple(key for key in folder.tensors if key.startswith(first) and not key.startswith(mergers))
         prefixes |= {name: tower, f"{name}.connector": mergers}
         # The checkpoint has mergers for all of its own deepstack layers, the model perhaps for fewer.
-        listed = {key.removeprefix(mergers[1]).split(".")[0] for key in folder.tensors if key.startswith(mergers[1])}
-        unused += tuple(f"{mergers[1]}{n}.*" for n in sorted(listed) if int(n) >= len(config.deepstack))
+        thinker = folder.config.get("thinker_config", folder.config)  # of an Omni model
+        listed = len(thinker.get("vision_config", {}).get("deepstack_visual_indexes", ()))
+        unused += tuple(f"{mergers[1]}{n}.*" for n in range(len(config.deepstack), listed))
     return Layout(parts, prefixes, unused)
 
 

@@ -113,7 +113,7 @@ def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_onc
     reports = one.put_report(ProcessReport())
     reported = reports, one.merge_unreadable(reports.unreadable)
     for _ in range(3):  # donates the arrays that are being written
-        state, accumulated, _ = one.update(state, accumulated, hyper, np.float32(1), *reported)
+        state, accumulated, _ = one.update(state, accumulated, hyper, {"llm": np.float32(1)}, *reported)
     jax.block_until_ready(state)
     checkpoints.close()
     after = values(restored(tmp_path, one))
@@ -188,7 +188,7 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_momen
             gradients = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape).astype(x.dtype), accumulated.gradients)
             gradients = jax.device_put(gradients, on.shardings.trainable)
             state, _, report = on.update(
-                state, accumulated._replace(gradients=gradients), hyper, np.float32(1), *reported
+                state, accumulated._replace(gradients=gradients), hyper, {"llm": np.float32(1)}, *reported
             )
             assert report.finite
         return state
@@ -209,7 +209,7 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_momen
     state = restored(tmp_path, on)
     before = jax.device_get(state)
     infinite = on.zeros()._replace(loss=jnp.array([jnp.inf]))
-    state, _, report = on.update(state, infinite, hyper, np.float32(1), *reported)
+    state, _, report = on.update(state, infinite, hyper, {"llm": np.float32(1)}, *reported)
     assert not report.finite
     assert_equal(state, before)
 

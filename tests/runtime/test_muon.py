@@ -79,7 +79,12 @@ def test_under_fsdp_a_device_receives_its_shards_twice_and_no_whole_matrix():
     hyper = hyperparameters(config, executor.modules, 0)
     text = (
         executor.update.lower(
-            state, executor.zeros(), hyper, np.float32(1), reports, executor.merge_unreadable(reports.unreadable)
+            state,
+            executor.zeros(),
+            hyper,
+            {"llm": np.float32(1)},
+            reports,
+            executor.merge_unreadable(reports.unreadable),
         )
         .compile()
         .as_text()

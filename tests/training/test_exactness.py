@@ -172,7 +172,7 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
     reports = executor.put_report(ProcessReport())
     unreadable = executor.merge_unreadable(reports.unreadable)
     state = state_with(executor, parameters)
-    state, _, _ = executor.update(state, accumulated, hyper, np.float32(1), reports, unreadable)
+    state, _, _ = executor.update(state, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable)
     rate, decay = hyper["learning_rate/vision"], hyper["weight_decay/vision"]
     before, after = (paths(tree["encoders"]["vision"]) for tree in (parameters, jax.device_get(state.trainable)))
     for name, p in before.items():

@@ -19,6 +19,7 @@ from mmjax.data.plan.step_plan import StepPlan
 from mmjax.data.sample import Sample, Source, Text
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.toy.dataset import ALPHABET, END, EmbeddedDataset
+from mmjax.data.toy.drawing import DrawnDigits
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def spoken(source: Any, tokens: Sequence[int]) -> str:
     """Decode tokens, special ones too; give their numbers where the source cannot decode."""
     if isinstance(source, ChatSource):
         return source.chat.tokenizer.decode(tokens, skip_special=False)
-    if isinstance(source, EmbeddedDataset):
+    if isinstance(source, EmbeddedDataset | DrawnDigits):
         return "".join("|" if token == END else ALPHABET[token - 2] for token in tokens if token >= END)
     return " ".join(map(str, tokens))
 
