@@ -26,7 +26,13 @@ def traced(config: Config) -> Any:
     text = tower_batch(config.model, "llm", (RANKS, 32))
     nothing = jax.ShapeDtypeStruct((RANKS, RANKS, 0), np.int32)
     text = text._replace(slots=dict.fromkeys(items, text.token), send=dict.fromkeys(items, nothing))
-    args = executor.abstract.trainable, {}, jax.eval_shape(executor.zeros), Microbatch(text, items), np.float32(1)
+    args = (
+        executor.abstract.trainable,
+        {},
+        jax.eval_shape(executor.zeros),
+        Microbatch(text, items),
+        {"llm": np.float32(1)},
+    )
     return jax.make_jaxpr(executor.accumulate)(*args).jaxpr
 
 

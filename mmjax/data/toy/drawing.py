@@ -24,15 +24,18 @@ class DrawnDigits:
     Splits share no digit image. A sample depends on seed, split and its index alone.
     """
 
-    def __init__(self, split: Split, samples: int, max_digits: int, generator: str, seed: int) -> None:
+    def __init__(
+        self, split: Split, samples: int, max_digits: int, generator: str, seed: int, held_out: int = HELD_OUT
+    ) -> None:
         self.split = split
         self.samples = samples
         self.max_digits = max_digits
         self.generator = generator
         self.seed = seed
+        self.held_out = held_out
 
     def __len__(self) -> int:
-        return self.samples if self.split == "train" else HELD_OUT
+        return self.samples if self.split == "train" else self.held_out
 
     def fingerprint(self) -> str:
         made_by = ("drawing-1", self.split, self.samples, self.max_digits, self.generator, self.seed)
@@ -78,10 +81,15 @@ class DrawnDigits:
 
 
 def drawings(
-    split: Split, samples: int = 100_000, max_digits: int = 3, generator: str = "picture", seed: int = 0
+    split: Split,
+    samples: int = 100_000,
+    max_digits: int = 3,
+    generator: str = "picture",
+    seed: int = 0,
+    held_out: int = HELD_OUT,
 ) -> DrawnDigits:
     """Open the source, as a `FunctionSource` names it."""
-    return DrawnDigits(split, samples, max_digits, generator, seed)
+    return DrawnDigits(split, samples, max_digits, generator, seed, held_out)
 
 
 def name_digits(picture: np.ndarray) -> str:
