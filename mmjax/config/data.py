@@ -261,3 +261,7 @@ class DataConfig:
     workers: int = 2  # processes that load, decode and pack; 0 does it in the training process
     prefetch: int = 4  # steps that each worker loads ahead
     on_oversize: Literal["skip", "raise"] = "skip"  # a sample too long for any row: listed, then skipped or fatal
+    # local: `workers` processes of this host; or a Ray cluster that loads: auto, host:port, ray://host:port
+    pool: str = "local"
+    pool_steps: int = 64  # steps of a training process that the pool loads ahead at most
+    pool_memory: float = 4.0  # GB of these
