@@ -8,6 +8,7 @@ process that is connected when the cluster's control plane dies.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import pickle
 import signal
@@ -22,7 +23,6 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mmjax
 from mmjax.config import DataConfig
 from mmjax.console import print_lines, size
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
@@ -162,15 +162,16 @@ class PoolClient:
 
     def _check_code(self, ray: Any, nodes: list[str]) -> None:
         """Raise UserError where a node has other code of mmjax, or cannot see the data."""
+        module = __name__
         folders = [os.getcwd(), str(self.loader.index_folder.absolute())]
 
         def check() -> tuple[str, list[str]]:  # travels by value, so that it runs where mmjax is another or none
             try:
-                from mmjax.data.loading.ray_pool import code_version
-
-                return code_version(), [folder for folder in folders if not os.path.isdir(folder)]
+                return importlib.import_module(module).code_version(), [
+                    folder for folder in folders if not os.path.isdir(folder)
+                ]
             except ImportError as error:
-                return f"none that could be used ({error})", []
+                return str(error), []
 
         where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         remote = ray.remote(num_cpus=0, max_retries=TASK_RETRIES)(check)
@@ -178,8 +179,8 @@ class PoolClient:
         for version, missing in ray.get(found, timeout=PATIENCE):
             if version != code_version():
                 raise UserError(
-                    f"data.pool={self.address}: a node has mmjax {version}, and this process {code_version()}; install "
-                    "the same on all of them"
+                    f"data.pool={self.address}: the code of mmjax on a node ({version}) is not this process's "
+                    f"({code_version()}); install the same version on all of them"
                 )
             if missing:
                 raise UserError(
@@ -269,13 +270,13 @@ def _opened(described: bytes) -> StepLoader:
 
 @cache
 def code_version() -> str:
-    """Return mmjax's version with a hash of its code: what is loaded must be the same to the byte."""
-    folder = Path(mmjax.__file__).parent
+    """Hash mmjax's code: what is loaded must be the same to the byte."""
+    folder = Path(__file__).parents[2]
     digest = hashlib.blake2b(digest_size=4)
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode())
         digest.update(file.read_bytes())
-    return f"{mmjax.__version__} ({digest.hexdigest()})"
+    return digest.hexdigest()
 
 
 def _import_ray() -> Any:
