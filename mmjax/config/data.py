@@ -252,6 +252,9 @@ class DataConfig:
 
     # training data, by a name of your own
     sources: dict[str, EmbeddedSource | FunctionSource | FileSource] = field(default_factory=dict)
+    # A source's share of the samples is its weight times (its number of samples) ** (1 / temperature): with 1 weights
+    # are epochs, with more, small sources come more often; 0: the weight alone
+    temperature: float = 0.0
     cache: str = ""  # a folder for headers and lengths of the sources' files; empty: ~/.cache/mmjax/data
     on_bad_sample: Literal["skip", "raise"] = "skip"  # an unreadable sample: listed, then skipped or fatal
     max_bad_share: float = 0.01  # of the samples; more unreadable ones are fatal even if skipped

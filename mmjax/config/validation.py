@@ -51,6 +51,10 @@ def check_data(data: DataConfig) -> None:
         not weights or sum(weights.values()) > 0,
         f"{', '.join(weights)} sum to zero: nothing could be drawn; give one a weight above 0",
     )
+    check(
+        data.temperature == 0 or data.temperature >= 0.1,
+        f"data.temperature={data.temperature}: choose 0 (weights alone), 1 (weights are epochs) or more",
+    )
     repeated = ", ".join(sorted({repr(c) for c in data.alphabet if data.alphabet.count(c) > 1}))
     check(not repeated, f"data.alphabet holds {repeated} more than once; each character is one token")
     at_least(0, "data", data, ("workers",))
