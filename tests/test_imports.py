@@ -20,6 +20,7 @@ DISTRIBUTIONS = {  # where an import is not called as its distribution
     "array_record": "array-record",
     "orbax": "orbax-checkpoint",
     "PIL": "pillow",
+    "yaml": "pyyaml",
 }
 
 
@@ -67,7 +68,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
             "mmjax.hub",
             *BASE,
         ),
-        frozenset({"numpy", "numba", "array_record", "pyarrow", "fsspec"}),
+        frozenset({"numpy", "numba", "array_record", "pyarrow", "fsspec", "yaml"}),
     ),
     "data.plan": May(
         (

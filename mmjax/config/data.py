@@ -195,6 +195,23 @@ class ParquetSource:
 
 
 @dataclass(frozen=True)
+class WebDatasetSource:
+    """WebDataset's shards, or a folder that Megatron Energon has prepared: members of one name are a sample.
+
+    Its text is its .json (messages, conversations, or a question and an answer) or its .txt, an answer to `prompt`.
+    """
+
+    path: str  # shards of the training split: `*`, {000..127}, or a URL; or a folder of Energon's, with all splits
+    question: str = "question"  # key of the question in a .json
+    answer: str = "answer"  # key of the answer
+    prompt: str = "Describe the image."  # the question where a sample has none
+    validation: str = ""  # shards of that split
+    test: str = ""  # shards of that split
+    kind: Literal["webdataset"] = "webdataset"
+    weight: float = 1.0  # share of the samples
+
+
+@dataclass(frozen=True)
 class ArrayRecordSource:
     """A folder written by `python -m mmjax.index --to arrayrecord`: the format to train on at scale."""
 
@@ -206,7 +223,14 @@ class ArrayRecordSource:
 
 
 FileSource = (
-    LlavaSource | ShareGptSource | MessagesSource | QuestionsSource | ManifestSource | ParquetSource | ArrayRecordSource
+    LlavaSource
+    | ShareGptSource
+    | MessagesSource
+    | QuestionsSource
+    | ManifestSource
+    | ParquetSource
+    | WebDatasetSource
+    | ArrayRecordSource
 )
 
 
