@@ -114,7 +114,8 @@ def test_a_pool_that_grows_is_used_and_one_whose_nodes_are_gone_is_left(cluster,
 
 
 @pytest.mark.exhaustive
-def test_a_pool_with_other_code_is_refused(cluster, pool, tmp_path):
+def test_a_pool_with_other_code_is_refused(cluster, pool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Ray's processes look for modules in the folder of the process that they serve
     shutil.copytree(ROOT / "mmjax", tmp_path / "other" / "mmjax")
     with (tmp_path / "other" / "mmjax" / "disk.py").open("a") as file:
         file.write("# changed\n")
