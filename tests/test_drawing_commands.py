@@ -7,14 +7,20 @@ import io
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from commands import TINY_DRAWING, run
+from llava_folder import save_tokenizer
 from PIL import Image
 from restarts import steps_of
+from started import ROOT
+
+sys.path.append(str(Path(__file__).parent / "data"))
+from files_made import lines, picture, write
 
 from mmjax import evaluate, generate, inspect, train
 from mmjax.config.loading import load
@@ -111,3 +117,45 @@ def test_a_run_goes_on_over_other_devices_with_the_same_images_noise_and_losses(
         assert found[step]["samples"] == record["samples"]
         for loss in ("loss", "image_loss/picture"):
             assert found[step][loss] == pytest.approx(record[loss], rel=1e-5 if step < 6 else 1e-4)
+
+
+@pytest.mark.exhaustive
+def test_pairs_stories_and_questions_of_one_chat_file_are_trained_on_made_and_judged(tmp_path, capsys):
+    """The records of docs/data.md, and one whose image is cut off."""
+    (records,) = re.findall(r"```json\n(\{.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    save_tokenizer(tmp_path / "chat")
+    images = {"cat.png": picture(16, 24, 90), "sea.png": picture(40, 20, 200), "cut.png": picture(9, 9)[:-20]}
+    write(tmp_path, images)
+    pair, story, question, redrawn = map(json.loads, records.splitlines())
+    lines(tmp_path / "train.jsonl", [pair, story, question, redrawn, pair | {"image": "cut.png"}] * 5)
+    lines(tmp_path / "test.jsonl", [pair, story, question, redrawn])
+    resized = ("images=fixed_size", "images.resize=8,8", "images.crop=8,8")
+    words = (
+        "model.llm.vocab=320",
+        *(f"model.{module}.{change}" for module in ("encoders.vision", "generators.picture") for change in resized),
+        f"data.chat.folder={tmp_path / 'chat'}",
+        "data.chat.placeholders.image.written=<image>",
+        "data.sources={}",
+        "data.sources.mine=llava",
+        *(f"data.sources.mine.{key}={tmp_path / name}.jsonl" for key, name in (("path", "train"), ("test", "test"))),
+        f"data.cache={tmp_path / 'cache'}",
+        "data.max_bad_share=0.5",
+    )
+    training = ("training.steps=4", "training.evaluate_every=0")
+    ended = run(capsys, train.main, TINY_DRAWING, f"run={tmp_path / 'run'}", *words, *training)
+    assert ended.code == 0, ended.err
+    assert re.search(
+        r"left out mine\[(4|9|14|19|24)\], which cannot be used: item 0 \(picture\): truncated PNG", ended.out
+    )
+    assert all(record["image_loss/picture"] > 0 for record in steps_of(tmp_path / "run").values())
+
+    asked = (tmp_path / "run", "Draw a cat.", "--size", "8x8", "--steps", 2, "--out", tmp_path / "cat.png")
+    assert run(capsys, generate.main, *asked).code == 0
+    assert Image.open(tmp_path / "cat.png").size == (8, 8)
+    scores = evaluate.evaluate(tmp_path / "run")
+    assert scores["image_loss/picture"] > 0
+    assert scores["samples"] > 0
+    sheet = json.loads((tmp_path / "run" / "pictures" / "test-mine-4.json").read_text())
+    assert [prompt.count("<picture>") for prompt in sheet["prompts"]] == [0, 0, 1, 0]
+    assert ["a cat swam" in prompt for prompt in sheet["prompts"]] == [False, False, True, False]
+    assert "<vision>" in sheet["prompts"][3]
