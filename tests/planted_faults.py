@@ -117,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "positions that go on from the sample before",
-        "data/loading/packing.py",
+        "data/loading/text_rows.py",
         "position: dict[int, int] = {0: 0}  #",
         "position: dict[int, int] = {0: first_span}  #",
         ("data/loading/test_packing.py::test_every_token_stands_as_the_slow_reference_says",),

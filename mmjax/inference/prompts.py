@@ -25,7 +25,8 @@ from mmjax.config import (
     SplitTiles,
 )
 from mmjax.data.loading.context import spread_over_context
-from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.loading.packing import Reader, pack_microbatch
+from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.plan.length_index import build_index

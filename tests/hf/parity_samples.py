@@ -28,8 +28,9 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.data.loading.packing import Arrays, pack_microbatch
+from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.image_transforms import prepare_image
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner

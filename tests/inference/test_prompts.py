@@ -8,8 +8,9 @@ from made import plan_of
 
 from mmjax.config import EmbeddedSource
 from mmjax.config.loading import default_config, load
-from mmjax.data.loading.packing import Arrays, pack_microbatch
+from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.sample import BadSample
 from mmjax.data.toy.dataset import EmbeddedDataset

@@ -18,7 +18,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from mmjax.config import DeltaNetConfig, LoraConfig, MeshConfig
 from mmjax.config.model import adapter_parameters
 from mmjax.config.model_validation import check_model
-from mmjax.data.loading.packing import Arrays, empty_text, stretch, write_sample
+from mmjax.data.loading.text_rows import Arrays, empty_text, stretch, write_sample
 from mmjax.data.sample import Sample, Text
 from mmjax.errors import UserError
 from mmjax.kernels.masks import encoder_mask

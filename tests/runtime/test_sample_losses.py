@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmjax.batch import PADDING
-from mmjax.data.loading.packing import Arrays, empty_text
+from mmjax.data.loading.text_rows import Arrays, empty_text
 from mmjax.runtime.losses import MAX_WORST, highest_losses, worst_samples
 
 

@@ -20,8 +20,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mmjax import export, train
 from mmjax.config import AnyRes, Callbacks, MeshConfig
 from mmjax.config.loading import apply_overrides, find_config, load, resolve_callbacks
-from mmjax.data.loading.packing import Arrays, pack_microbatch
+from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources

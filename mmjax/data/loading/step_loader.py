@@ -16,7 +16,8 @@ import numpy as np
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Config, NoBalance
 from mmjax.data.loading.context import spread_over_context
-from mmjax.data.loading.packing import Arrays, Reader, pack_microbatch
+from mmjax.data.loading.packing import Reader, pack_microbatch
+from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.plan.data_change import WHOLE_RUN, Segment
 from mmjax.data.plan.grouping import Budget, StepGrouper
 from mmjax.data.plan.length_index import LengthIndex

@@ -12,8 +12,9 @@ from planned import BALANCE_KINDS, BALANCES
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoGrouping, Samples
-from mmjax.data.loading.packing import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_MODULES, Arrays, pack_microbatch
+from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import FIRST_BRANCH_BIT, MAX_BRANCHES, MAX_MODULES, Arrays
 from mmjax.data.media.patches import encoder_input
 from mmjax.data.plan.placement import MicrobatchPlan, Topology
 from mmjax.data.sample import Item, SampleLengths, Text

@@ -14,8 +14,9 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from mmjax.config import AnyRes, AsIs, BatchConfig, ChatFormat, Config, DataConfig, LlavaSource, Samples, TrainingConfig
-from mmjax.data.loading.packing import Arrays, pack_microbatch
+from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.anyres_layout import any_res_rows, interpolate_tokens, layout_in_order
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner

@@ -27,8 +27,9 @@ from mmjax.config import (
     WhisperMel,
 )
 from mmjax.config.loading import apply_overrides, from_json, to_json
-from mmjax.data.loading.packing import Arrays, pack_microbatch
+from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.decode import decode_clip
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner

@@ -46,8 +46,9 @@ from mmjax.config import (
     VisionConfig,
     WhisperMel,
 )
-from mmjax.data.loading.packing import Arrays, pack_microbatch
+from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.image_texts import image_texts
 from mmjax.data.media.image_transforms import before_encoder, prepared_sizes
 from mmjax.data.media.patches import item_size
