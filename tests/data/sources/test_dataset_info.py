@@ -84,7 +84,7 @@ def test_what_an_entry_says_and_cannot_be_read_is_refused_in_a_line(info, messag
 def test_a_name_that_is_not_there_and_tools_are_refused(tmp_path: Path) -> None:
     (tmp_path / "d.json").write_text(json.dumps([{"conversations": [], "tools": "[{}]"}]))
     info = {"file_name": "d.json", "formatting": "sharegpt", "columns": {"tools": "tools"}}
-    with pytest.raises(UserError, match="has no data set 'mina'.*did you mean mine"):
+    with pytest.raises(UserError, match=r"has no data set 'mina': did you mean 'mine'\?"):
         opened(tmp_path, info, entry="mina")
     with pytest.raises(BadSample, match="has tools="):
         opened(tmp_path, info).conversation(0)
