@@ -328,6 +328,7 @@ class VisionConfig:
     kind: Literal["vision"] = "vision"
     embed_norm_first: bool = False  # embed_norm comes before learned positions are added
     registers: int = 0  # further learned tokens beside the class token, without positions
+    norm_place: Literal["before", "after"] = "before"  # a layer's norms: of the inputs of attention and MLP, or outputs
 
     @property
     def own_tokens(self) -> int:
