@@ -115,6 +115,7 @@ ALIVE = 0.7
 # What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide as the layer.
 MLP_ARRAYS, STREAMS = 4, 4
 COPIES = 4  # arrays as wide as the layer of the copies of tokens that go to experts, and of their gradients
+ARRIVED = 5  # the same of tokens that come from other devices, before they are copied for their experts
 
 
 @dataclass(frozen=True)
@@ -415,9 +416,12 @@ def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -
 def dispatch_bytes(llm: DecoderConfig, positions: int, sharding: ModelSharding, activation: int) -> float:
     """Count the bytes of the copies of tokens, one for each of their experts, that backward makes of a layer.
 
-    A device has room for those of all tokens of the devices that share the experts, which may all take its own.
+    Where devices share the experts, these are as many as it computes at once, beside the tokens that come at once.
     """
-    e = llm.experts
-    copies = positions * e.per_token * sharding.experts
-    hidden = MLP_ARRAYS * e.width / sharding.llm * (sharding.experts > 1)  # else counted with the layer's MLP
-    return activation * copies * (COPIES * llm.width + hidden)
+    e, devices = llm.experts, sharding.experts
+    copies = e.computed_at_once(positions * devices, devices)
+    if devices == 1:  # the hidden layer is counted with the layer's MLP
+        return activation * copies * COPIES * llm.width
+    arrived = devices * e.sent_at_once(positions, devices)
+    hidden = MLP_ARRAYS * e.width / sharding.llm
+    return activation * (copies * (COPIES * llm.width + hidden) + arrived * ARRIVED * llm.width)
