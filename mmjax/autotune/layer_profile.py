@@ -50,7 +50,7 @@ def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) ->
         return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
     if tower in config.generators:
         generator = replace(config.generators[tower], layers=layers, remat=remat)
-        return ModelConfig(replace(llm, layers=1), generators={tower: generator})
+        return ModelConfig(replace(llm, layers=1), generators={tower: generator}, lora=config.lora)
     encoder = replace(config.encoders[tower], layers=layers, remat=remat)
     if isinstance(encoder, VisionConfig):
         # Layers that feed the LLM (deepstack) would split the stack into several scans.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from drawing import PICTURE, drawing_config
 
-from mmjax.config import ConnectorConfig, FlowMatching, MeshConfig, PixelLatents, UnetConfig, Unit
+from mmjax.config import ConnectorConfig, FlowMatching, LoraConfig, MeshConfig, PixelLatents, UnetConfig, Unit
 from mmjax.config.loading import from_json, to_json
 from mmjax.config.validation import validate
 from mmjax.errors import UserError
@@ -47,6 +47,17 @@ def test_a_config_with_a_generator_is_valid_and_is_stored_whole(generator):
 def test_what_cannot_be_built_is_refused_by_key(generator, said):
     with pytest.raises(UserError, match=rf"model\.generators\.picture.*{said}"):
         validate(with_generator(generator))
+
+
+def test_unets_and_generators_connectors_take_no_adapters():
+    for generator, pattern, said in (
+        (UNET, "picture.*", r"'picture\.\*': model\.generators\.picture is a UNet, whose blocks take no adapters"),
+        (PICTURE, "picture.connector.*", r"'picture\.connector\.\*' matches no linear layer"),
+    ):
+        config = with_generator(generator)
+        lora = {"one": LoraConfig((pattern,), 4)}
+        with pytest.raises(UserError, match=rf"model\.lora\.one\.layers: {said}"):
+            validate(replace(config, model=replace(config.model, lora=lora)))
 
 
 def test_names_that_other_modules_have_and_rows_that_are_missing_are_refused():
