@@ -37,6 +37,7 @@ from mmjax.config.data import (
     Samples,
     ShareGptSource,
     Tokens,
+    WebDatasetSource,
 )
 from mmjax.config.generators import (
     DiffusionTransformerConfig,

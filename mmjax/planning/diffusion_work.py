@@ -80,7 +80,7 @@ def diffusion_products(
 
 
 class _Reach(NamedTuple):
-    """Which inputs of the first layer's parts have a gradient, where only adapters and perhaps the condition do."""
+    """Tell which inputs of the first layer's parts have a gradient, where adapters and perhaps the condition do."""
 
     output: bool  # of self-attention: its queries, keys or values have adapters
     queries: bool  # of cross-attention, by the stream

@@ -23,6 +23,7 @@ from mmjax.config import (
     ModelConfig,
     ParquetSource,
     QuestionsSource,
+    WebDatasetSource,
 )
 from mmjax.config.loading import resolve, resolve_callbacks
 from mmjax.data.sample import Files, Medium, Source, Split
@@ -31,6 +32,7 @@ from mmjax.data.sources.chat_files import ChatFiles, parse_chat, parse_manifest_
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.parquet import ParquetRecords, column_names
+from mmjax.data.sources.webdataset import WebDatasetRecords, list_shards
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
 from mmjax.data.text.chat import Chat, load_chat
@@ -62,7 +64,9 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
     """
     if os.path.isfile(os.path.join(path, INDEX)):
         return ArrayRecordSource(path)
-    paths = list_files(path, option)
+    paths = list_shards(path, option)
+    if paths[0].endswith(".tar"):
+        return WebDatasetSource(path)
     if paths[0].endswith(".parquet"):
         return _parquet(path, paths[0], option)
     records = JsonRecords(paths, cache)
@@ -141,6 +145,8 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
     where = f"{key}.{'path' if split == 'train' else split}"
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
+    if isinstance(source, WebDatasetSource):
+        return WebDatasetRecords(path, source, split, cache, where)
     if is_dataset(path):
         paths = dataset_files(path, split, PARQUET if isinstance(source, ParquetSource) else JSON, where)
         path = paths[0]
