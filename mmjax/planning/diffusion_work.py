@@ -96,12 +96,12 @@ class _Reach(NamedTuple):
 
 
 def _reach(adapters: Collection[str], upstream: bool) -> _Reach:
-    own = any(f"attention.{name}" in adapters for name in ("query", "key", "value"))
-    queries = own or "attention.output" in adapters
-    made = [queries or "cross_attention.query" in adapters]
-    made += [upstream or f"cross_attention.{name}" in adapters for name in ("key", "value")]
-    mlp = any(made) or "cross_attention.output" in adapters
-    return _Reach(own, queries, *made, mlp, mlp or "mlp.up" in adapters)
+    output = any(f"attention.{name}" in adapters for name in ("query", "key", "value"))
+    queries = output or "attention.output" in adapters
+    inputs = [queries or "cross_attention.query" in adapters]
+    inputs += [upstream or f"cross_attention.{name}" in adapters for name in ("key", "value")]
+    mlp = any(inputs) or "cross_attention.output" in adapters
+    return _Reach(output, queries, *inputs, mlp, mlp or "mlp.up" in adapters)
 
 
 def _spared_weights(config: DiffusionTransformerConfig, work: Work, reach: _Reach) -> int:
@@ -116,10 +116,10 @@ def _spared_attention(
 ) -> float:
     """Count the products inside attention's backward that nobody needs: of the first layer, and of condition tokens."""
     layer = layer_sizes(config)
-    own = 4 - attention_gradients(adapters)
+    spared = 4 - attention_gradients(adapters)
     cross = (not (reach.own_queries or reach.keys)) + (not reach.own_queries)
     cross += config.layers * ((not reach.keys) + (not reach.values))
-    return own * layer.attended * work.pairs + cross * layer.cross * config.queries * work.positions
+    return spared * layer.attended * work.pairs + cross * layer.cross * config.queries * work.positions
 
 
 def attention_gradients(adapters: Collection[str]) -> int:
