@@ -5,6 +5,7 @@ A model of XLA's allocation, accurate to a few percent where it was compiled for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -337,13 +338,15 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
 def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: int) -> float:
     """Count the bytes of an encoder's outputs before and after the exchange, with what its connector saves.
 
-    Of a generator those of its inputs, which its connector takes in the LLM's width.
+    Of a generator those of its inputs, which its connector takes in the LLM's width; where devices share rows of the
+    LLM, each has the whole rows' outputs too, as they came and in order.
     """
     if name in model.generators:
         generator = model.generators[name]
         c = generator.connector
         numbers = 2 * model.llm.width + (2 + c.gated) * c.mlp_width + generator.condition_width
-        return row_work(model, batch.shape)[name].tokens * numbers * activation
+        whole = 2 * batch.context * math.prod(batch.shape["llm"]) * model.llm.width if batch.context > 1 else 0
+        return (row_work(model, batch.shape)[name].tokens * numbers + whole) * activation
     encoder = model.encoders[name]
     # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice, and
     # what a patch merger makes, with a projection three times more.
@@ -363,8 +366,9 @@ def sent_slots(model: ModelConfig, batch: DeviceBatch) -> dict[str, int]:
     """Count the tokens for which a device's sends have room, by module: `send` and `spread` of a TextBatch."""
     work = row_work(model, batch.shape) if batch.context > 1 else {}
     slots = {name: batch.peers * width for name, width in batch.widths.items()}
-    # Each of the rank's devices may get all that came and that is here.
-    return {name: n + (batch.context * (n + work[name].tokens) if work else 0) for name, n in slots.items()}
+    # Each of the rank's devices may get all that came and that is here, but of what goes to a generator.
+    spread = set(work) - set(model.generators)
+    return {name: n + (batch.context * (n + work[name].tokens) if name in spread else 0) for name, n in slots.items()}
 
 
 def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:
