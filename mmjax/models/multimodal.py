@@ -19,7 +19,7 @@ from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder, logits_of
 from mmjax.models.diffusion_transformer import DiffusionTransformer
 from mmjax.models.encoders import AudioEncoder, VisionEncoder
-from mmjax.models.generation import Conditioner, condition_of, draw, euler, velocity_errors
+from mmjax.models.generation import Conditioner, condition_of, draw, euler, query_states, velocity_errors
 from mmjax.models.layer_stacks import KVCache, LayerStack
 from mmjax.models.layers import (
     Context,
@@ -174,8 +174,9 @@ class MultimodalModel(nnx.Module):
             config, batch = generator.config, items[name]
             with encoding():
                 draws = draw(np.zeros(2, np.uint32) if noise is None else noise, name, config, batch)
-            condition = condition_of(self.connectors[name], hidden, text, name, batch, draws.dropped)
+            states = query_states(hidden, text, name)
             with encoding():
+                condition = condition_of(self.connectors[name], states, batch, draws.dropped)
                 errors[name] = velocity_errors(generator, config, batch, condition, draws)
         return errors
 
@@ -196,11 +197,12 @@ class MultimodalModel(nnx.Module):
             batch = items[name]
             with encoding():
                 start = draw(noise, name, generator.config, batch)
-            conditions = tuple(
-                condition_of(self.connectors[name], hidden, text, name, batch, jnp.full_like(start.dropped, dropped))
-                for dropped in (False, True)
-            )
+            states = query_states(hidden, text, name)
             with encoding():
+                conditions = tuple(
+                    condition_of(self.connectors[name], states, batch, jnp.full_like(start.dropped, dropped))
+                    for dropped in (False, True)
+                )
                 x = euler(generator, batch, start.noise, conditions, steps, guidance)
                 latents[name] = jnp.where((batch.item >= 0)[..., None], x, 0)
         return latents
