@@ -83,18 +83,31 @@ def evaluate(
 
 
 def _judge_pictures(evaluator: Evaluator, params: Params, run: Path, step: int, swapped: bool = False) -> Scores:
-    """Make the images of samples, write them into the run as one sheet, and judge them where a source can."""
+    """Make the images of samples, and judge them where a source can.
+
+    Those of a source are written into the run as one sheet, and beside it their prompts and the judgement, for the
+    report.
+    """
     judged = []
     for name, images in evaluator.pictures(params).items():
         source = evaluator.sources[name]
-        if not swapped:
-            folder = RunFolder(run).pictures
-            folder.mkdir(exist_ok=True)
-            sheet = [image for of_sample in images.values() for image in of_sample]
-            write_image(contact_sheet(sheet), folder / f"{name.replace('/', '-')}-{step}.png")
+        scores = []
         if isinstance(source, DrawnDigits):
             wanted = source.partner if swapped else int
-            judged += [source.judge(wanted(n), image) for n, of_sample in images.items() for image in of_sample]
+            scores = [source.judge(wanted(n), image) for n, of_sample in images.items() for image in of_sample]
+        judged += scores
+        if swapped:
+            continue
+        folder = RunFolder(run).pictures
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{name.replace('/', '-')}-{step}.png"
+        write_image(contact_sheet([image for of_sample in images.values() for image in of_sample]), path)
+        sheet = {"source": name, "step": step, "prompts": [p for n in images for p in evaluator.image_prompts(name, n)]}
+        path.with_suffix(".json").write_text(json.dumps(sheet | _share_as_asked(scores), ensure_ascii=False))
+    return _share_as_asked(judged)
+
+
+def _share_as_asked(judged: Sequence[float]) -> Scores:
     return {"drawn_as_asked": float(np.mean(judged))} if judged else {}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +14,11 @@ from mmjax.errors import UserError
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")  # owner/name
 WANTED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")  # no pickled weights, which are never loaded
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
 DIFFUSERS_SINGLE = "diffusion_pytorch_model.safetensors"
+# Of a diffusers repository what generators and their VAEs are made of: no text encoders, no half-precision variants.
+GENERATOR_PARTS = (".", "transformer", "unet", "vae")
+GENERATOR_WANTED = ("*.json", DIFFUSERS_SINGLE, f"*/{DIFFUSERS_SINGLE}", "*diffusion_pytorch_model-*-of-*.safetensors")
 DATASET_URL = re.compile(r"hf://datasets/(\w[\w.-]*/[\w.-]+)/([^/].*)")  # a file, or a pattern
 PARQUET, JSON = (".parquet",), (".json", ".jsonl")  # what files of data end with
 DESCRIPTIONS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")  # no records
@@ -36,12 +39,21 @@ def checkpoint_folder(named: str | Path) -> Path:
     cache is taken as it is; where it is missing or not whole, it is downloaded. Raises UserError where that cannot be.
     A name that can be no repository's is given back: whoever reads it says that there is no such folder.
     """
+    return _folder_of(named, is_whole, WANTED)
+
+
+def generator_folder(named: str | Path) -> Path:
+    """Find the diffusers folder that a name stands for, as `checkpoint_folder` does of transformers' folders."""
+    return _folder_of(named, _is_whole_generator, GENERATOR_WANTED)
+
+
+def _folder_of(named: str | Path, is_whole: Callable[[Path], bool], wanted: Sequence[str]) -> Path:
     if not _is_id(named):
         return Path(named).expanduser()
     cached = _cached("models", str(named))
     if cached and is_whole(cached):
         return cached
-    folder = _download("models", str(named), str(named), allow_patterns=list(WANTED))
+    folder = _download("models", str(named), str(named), allow_patterns=list(wanted))
     if not is_whole(folder):
         raise UserError(f"{named} of the Hugging Face Hub has no safetensors; pickled weights are never loaded")
     return folder
@@ -99,17 +111,23 @@ def cache_folder() -> Path:
     return (Path(home).expanduser() if home else user_cache("huggingface")) / "hub"
 
 
-def is_whole(folder: Path) -> bool:
+def is_whole(folder: Path, single: str = SINGLE) -> bool:
     """Return whether a folder has a config.json and every file of the safetensors that it says."""
+    index = folder / f"{single}.index.json"
     if not (folder / "config.json").is_file():
         return False
-    if not (folder / INDEX).is_file():
-        return (folder / SINGLE).is_file()
+    if not index.is_file():
+        return (folder / single).is_file()
     try:
-        names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        names = set(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return all((folder / name).is_file() for name in names)
+
+
+def _is_whole_generator(folder: Path) -> bool:
+    parts = [folder / part for part in GENERATOR_PARTS if (folder / part / "config.json").is_file()]
+    return bool(parts) and all(is_whole(part, DIFFUSERS_SINGLE) for part in parts)
 
 
 def _is_id(named: str | Path) -> bool:

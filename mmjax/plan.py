@@ -43,6 +43,7 @@ from mmjax.data.plan.length_index import (
     omni_corpus,
     read_lengths,
 )
+from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.parallel.sharding import mesh_sizes
@@ -259,7 +260,7 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[Le
                 path, Path(folder)
             )  # a FunctionSource looks its function up in a run folder's copy of the config
             index = build_index(open_sources(config, "train", Path(folder)), modules)
-        return index, [s.weight for s in config.data.sources.values()], f"{len(index):,} samples"
+        return index, mixture_weights(config.data, index), f"{len(index):,} samples"
     keys = ("llm_tokens", *modules)
     if files:
         return index_of_lengths(read_lengths(files, keys), modules), [1.0], f"lengths of {', '.join(map(str, files))}"

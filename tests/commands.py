@@ -18,6 +18,7 @@ from mmjax.errors import run_command
 
 TINY = str(ROOT / "tests" / "tiny.py")
 TINY_MEDIA = str(ROOT / "tests" / "tiny_media.py")
+TINY_DRAWING = str(ROOT / "tests" / "tiny_drawing.py")
 MEDIA_WORDS = ("training.steps=6", "training.keep=3", "batch.microbatches=2")
 
 

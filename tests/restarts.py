@@ -25,10 +25,10 @@ def last(run: Path) -> int:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """The loss of every step, of which none stands there twice."""
+    """The loss of every step, of which none stands there twice; where images are made, theirs is added to it."""
     found = records(run)
     assert len({r["step"] for r in found}) == len(found)
-    return {r["step"]: r["loss"] for r in found}
+    return {r["step"]: r["loss"] + r.get("image_loss/picture", 0.0) for r in found}
 
 
 def steps_of(run: Path) -> dict[int, dict[str, Any]]:

@@ -61,6 +61,20 @@ def test_fill_compares_balances_on_ranks(capsys, a_short_dry_run):
     assert found["none", "post"]["fill_audio"] > found["none", "none"]["fill_audio"]
 
 
+def test_ranks_make_as_many_patches_of_images_of_many_sizes_and_their_rows_are_full(capsys, a_short_dry_run):
+    """1 to 12 images a sample, of 256 to 1,024 pixels a side, 16 samples a rank."""
+    config = f"--config={Path(__file__).with_name('text_to_image.py')}"
+    samples = "data.sources.sizes.arguments.samples=3000"
+    found = {
+        (r["grouping"], r["balance"]): r
+        for r in rows(capsys, "fill", config, "--ranks=8", "--seeds=1", "--steps=16", samples)
+    }
+    for grouping in ("pack", "none"):
+        assert found[grouping, "post"]["dist_ratio_picture"] <= 0.03
+        assert found[grouping, "post"]["fill_picture"] >= 0.9
+    assert found["none", "none"]["dist_ratio_picture"] > 0.1
+
+
 def made_lengths(folder: Path, samples: int = 4000) -> Path:
     np.savez(folder / "made.npz", **omni_corpus(samples, 0))
     return folder / "made.npz"

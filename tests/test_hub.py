@@ -15,18 +15,24 @@ import pytest
 from commands import run
 from llava_folder import save_checkpoint
 from PIL import Image
+from vae_folder import save_vae
 
 from mmjax import generate, index
-from mmjax.config import ChatFormat, LlavaSource, ParquetSource
+from mmjax.config import ChatFormat, DiffusionTransformerConfig, LlavaSource, ParquetSource, VaeLatents
 from mmjax.config.loading import load
 from mmjax.data.sample import BadSample, Split
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.storage.files import Conversations
 from mmjax.data.text.chat import load_chat
 from mmjax.errors import UserError
+from mmjax.hf import pixart
+from mmjax.hf.diffusers_folder import write_part
 from mmjax.hf.families import from_hf
-from mmjax.hub import cache_folder, checkpoint_folder
+from mmjax.hf.generators import generator_from_hf
+from mmjax.hf.layout import TensorNames
+from mmjax.hub import DIFFUSERS_SINGLE, cache_folder, checkpoint_folder
 
+PICTURE = DiffusionTransformerConfig(1, 24, 2, mlp_width=96, condition_width=16, latents=VaeLatents())
 NAME, COMMIT = "someone/Tiny-llava.1", "0123abcd" * 5
 
 
@@ -94,6 +100,21 @@ def test_offline_one_line_says_what_to_do(missing, checkpoint, capsys):
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert f"error: {NAME} is no folder here, and the Hugging Face cache" in ended.err
     assert f"hf download {NAME}" in ended.err
+
+
+def test_a_generator_is_read_by_a_name_too_and_its_text_encoder_is_not_missed(tmp_path):
+    folder = tmp_path / "made"
+    save_vae(folder / "vae")
+    write_part(folder / "transformer", pixart.to_fields(PICTURE), TensorNames({}), {})
+    (folder / "model_index.json").write_text("{}")
+    snapshot = into_cache(folder)
+    generator = generator_from_hf(NAME)
+    assert generator == generator_from_hf(snapshot)
+    assert generator.weights == str(snapshot / "transformer")
+    assert generator.latents.weights == str(snapshot)
+    (snapshot / "vae" / DIFFUSERS_SINGLE).unlink()
+    with pytest.raises(UserError, match=rf"^{NAME} is no folder here, and the Hugging Face cache .*hf download {NAME}"):
+        generator_from_hf(NAME)
 
 
 def test_where_there_is_a_network_it_is_downloaded(checkpoint, monkeypatch):

@@ -20,6 +20,7 @@ DISTRIBUTIONS = {  # where an import is not called as its distribution
     "array_record": "array-record",
     "orbax": "orbax-checkpoint",
     "PIL": "pillow",
+    "yaml": "pyyaml",
 }
 
 
@@ -67,7 +68,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
             "mmjax.hub",
             *BASE,
         ),
-        frozenset({"numpy", "numba", "array_record", "pyarrow", "fsspec"}),
+        frozenset({"numpy", "numba", "array_record", "pyarrow", "fsspec", "yaml"}),
     ),
     "data.plan": May(
         (
@@ -80,7 +81,8 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         NUMERIC,
     ),
     "data.loading": May(
-        ("mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch", *BASE), frozenset({"numpy", "grain", "absl"})
+        ("mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch", "mmjax.console", *BASE),
+        frozenset({"numpy", "grain", "absl", "ray"}),
     ),
     "hf": May(
         ("mmjax.hf", "mmjax.hub", "mmjax.config", "mmjax.disk", "mmjax.errors"), frozenset({"numpy", "ml_dtypes"})
@@ -157,6 +159,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "grain": ("mmjax.data.loading.workers",),
     "absl": ("mmjax.data.loading.workers",),
+    "ray": ("mmjax.data.loading.ray_pool",),
     "array_record": ("mmjax.data.sources.array_records", "mmjax.data.sources.array_record_writing"),
     "pyarrow": ("mmjax.data.sources.parquet",),
     "orbax": ("mmjax.runtime.checkpoint",),
@@ -280,7 +283,7 @@ def test_every_package_has_its_rules() -> None:
 def test_everything_imported_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["wandb"], *extras["hub"], *extras["video"]]
+    lines = [*project["dependencies"], *extras["wandb"], *extras["hub"], *extras["video"], *extras["pool"]]
     declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower() for line in lines}
     modules = modules_of(ROOT / "mmjax")
     tops = {i.split(".")[0] for name, path in modules.items() for i in imports_of(name, path, modules)}

@@ -49,7 +49,8 @@ def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) ->
         llm = replace(llm, **kinds)
         return ModelConfig(replace(llm, layers=layers, remat=remat), lora=config.lora)
     if tower in config.generators:
-        generator = replace(config.generators[tower], layers=layers, remat=remat)
+        # A frozen one's first layer would be a stack of its own.
+        generator = replace(config.generators[tower], layers=layers, remat=remat, frozen=False)
         return ModelConfig(replace(llm, layers=1), generators={tower: generator})
     encoder = replace(config.encoders[tower], layers=layers, remat=remat)
     if isinstance(encoder, VisionConfig):

@@ -26,9 +26,10 @@ from mmjax.config import (
     PostBalance,
     Samples,
 )
-from mmjax.config.loading import default_config, find_config, load
+from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.data.plan.length_index import LengthIndex, build_index, read_lengths
 from mmjax.data.plan.placement import MicrobatchPlan, Topology
+from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.samples < 0 or args.epochs < 0:
         raise UserError("--samples and --epochs: give 0 or more")
     check(args, "ranks", "steps", "seeds", "scale", "per_rank")
-    config = load(find_config(args.config) if args.config else default_config(), args.overrides)
+    path = find_config(args.config) if args.config else default_config()
+    config = load(path, args.overrides)
     topology = _make_topology(args)
     rows: list[dict[str, Any]] = []
     for seed in range(args.seeds):
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             index = index_of_samples(read, encoders, args.samples or len(read["llm_tokens"]), args.scale)
             weights = [1.0]
         else:
-            index, weights = _index_sources(config)
+            index, weights = _index_sources(config, path)
         for name, batch in _variants(config, args):
             measured = _measure(replace(config, batch=batch), index, weights, topology, args)
             rows.append({"grouping": name, "balance": batch.balance.kind, "seed": seed} | measured)
@@ -109,17 +111,18 @@ def _variants(config: Config, args: argparse.Namespace) -> list[tuple[str, Batch
     ]
 
 
-def _index_sources(config: Config) -> tuple[LengthIndex, list[float]]:
-    """Build the index of the config's data; return it and the weights of its sources."""
-    with tempfile.TemporaryDirectory() as nowhere:
-        index = build_index(open_sources(config, "train", Path(nowhere)), config.model.encoders)
-    return index, [source.weight for source in config.data.sources.values()]
+def _index_sources(config: Config, path: Path) -> tuple[LengthIndex, list[float]]:
+    """Build the index of the data of the config in `path`; return it and the weights of its sources."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_config(path, Path(folder))  # where a FunctionSource looks its function up
+        index = build_index(open_sources(config, "train", Path(folder)), config.model.item_modules)
+    return index, mixture_weights(config.data, index)
 
 
 def _measure(
     config: Config, index: LengthIndex, weights: Sequence[float], topology: Topology, args: argparse.Namespace
 ) -> dict[str, Any]:
-    modules = ("llm", *config.model.encoders)
+    modules = ("llm", *config.model.item_modules)
     planner, _ = make_planner(index, config, weights, topology)
     planner.plan(0)  # compiles
     steps = planner.grouper.steps_for_epochs(args.epochs) if args.epochs else args.steps

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.width < 64 or args.width % 64 or min(args.microbatches) < 1:
         raise UserError("--width must be a multiple of 64, and --microbatches at least 1")
     devices = jax.devices()
-    steps = {count: _step(_config(args.width, len(devices), count), devices) for count in args.microbatches}
+    steps = {count: make_step(spmd_config(args.width, len(devices), count), devices) for count in args.microbatches}
     programs: dict[int | str, Callable[[], Any]] = {count: step.run for count, step in steps.items()}
     first = next(iter(steps.values()))
     for tower, shape in first.batch.shape.items():
@@ -114,14 +114,15 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     layers = {tower: sharing * typical[tower] / STACK for tower in first.batch.shape}
     rows = []
     for count, step in steps.items():
-        predicted = _predict(step, layers, device_description(devices[0], clock))
+        predicted = predict_step(step, layers, device_description(devices[0], clock))
         row = {"devices": len(devices), "microbatches": count, "measured": typical[count], "predicted": predicted.total}
         row["ratio"] = predicted.total / typical[count]
         rows.append(row | {"layers": LAYERS * count * sum(layers.values()), "update": predicted.update})
     return rows
 
 
-def _config(width: int, devices: int, microbatches: int) -> Config:
+def spmd_config(width: int, devices: int, microbatches: int) -> Config:
+    """Configure an LLM and an encoder of one width, with a row of each on every device."""
     heads = width // 64
     common = {"layers": LAYERS, "width": width, "heads": heads, "mlp_width": 4 * width, "remat": POLICY}
     llm = DecoderConfig(**common, kv_heads=heads, head_width=64, vocab=VOCAB)
@@ -138,7 +139,8 @@ def _config(width: int, devices: int, microbatches: int) -> Config:
     )
 
 
-def _step(config: Config, devices: list[jax.Device]) -> Step:
+def make_step(config: Config, devices: list[jax.Device]) -> Step:
+    """Compile a config's step, and load its first batch."""
     mesh = make_mesh(config.mesh, devices)
     with tempfile.TemporaryDirectory() as path:
         data = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh)
@@ -163,14 +165,14 @@ def _step(config: Config, devices: list[jax.Device]) -> Step:
 
     def run() -> Any:
         nonlocal state, accumulated
-        state, accumulated, report = executor.step(state, accumulated, batches, hyper)
+        state, accumulated, report = executor.step(state, accumulated, batches, hyper, noise=np.zeros(2, np.uint32))
         return state, report
 
     batch = device_microbatch(config, layout, layout.shapes[0])
     return Step(config=config, mesh=mesh, plan=plan, batch=batch, run=run)
 
 
-def _predict(step: Step, layers: Mapping[str, float], device: Device) -> StepTime:
+def predict_step(step: Step, layers: Mapping[str, float], device: Device) -> StepTime:
     """Predict the seconds of a step from those of a layer of each tower, with all devices at work."""
     config, plan = step.config, step.plan
     times = {

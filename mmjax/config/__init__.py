@@ -17,6 +17,7 @@ from mmjax.config.data import (
     ChatFormat,
     ConversationFiles,
     DataConfig,
+    DatasetInfoSource,
     EmbeddedSource,
     FileSource,
     FunctionSource,
@@ -37,6 +38,7 @@ from mmjax.config.data import (
     Samples,
     ShareGptSource,
     Tokens,
+    WebDatasetSource,
 )
 from mmjax.config.generators import (
     DiffusionTransformerConfig,

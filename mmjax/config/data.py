@@ -195,6 +195,36 @@ class ParquetSource:
 
 
 @dataclass(frozen=True)
+class DatasetInfoSource:
+    """A data set that LLaMA-Factory's dataset_info.json describes, in alpaca's or ShareGPT's form."""
+
+    path: str  # the dataset_info.json, or its folder
+    entry: str  # name of the training split's data set in it
+    validation: str = ""  # name of that split's data set
+    test: str = ""  # name of that split's data set
+    outside: Outside = "refuse"  # references that lead out of its folder
+    kind: Literal["dataset_info"] = "dataset_info"
+    weight: float = 1.0  # share of the samples
+
+
+@dataclass(frozen=True)
+class WebDatasetSource:
+    """WebDataset's shards, or a folder that Megatron Energon has prepared: members of one name are a sample.
+
+    Its text is its .json (messages, conversations, or a question and an answer) or its .txt, an answer to `prompt`.
+    """
+
+    path: str  # shards of the training split: `*`, {000..127}, or a URL; or a folder of Energon's, with all splits
+    question: str = "question"  # key of the question in a .json
+    answer: str = "answer"  # key of the answer
+    prompt: str = "Describe the image."  # the question where a sample has none
+    validation: str = ""  # shards of that split
+    test: str = ""  # shards of that split
+    kind: Literal["webdataset"] = "webdataset"
+    weight: float = 1.0  # share of the samples
+
+
+@dataclass(frozen=True)
 class ArrayRecordSource:
     """A folder written by `python -m mmjax.index --to arrayrecord`: the format to train on at scale."""
 
@@ -206,7 +236,15 @@ class ArrayRecordSource:
 
 
 FileSource = (
-    LlavaSource | ShareGptSource | MessagesSource | QuestionsSource | ManifestSource | ParquetSource | ArrayRecordSource
+    LlavaSource
+    | ShareGptSource
+    | MessagesSource
+    | QuestionsSource
+    | ManifestSource
+    | ParquetSource
+    | WebDatasetSource
+    | DatasetInfoSource
+    | ArrayRecordSource
 )
 
 
@@ -252,6 +290,9 @@ class DataConfig:
 
     # training data, by a name of your own
     sources: dict[str, EmbeddedSource | FunctionSource | FileSource] = field(default_factory=dict)
+    # A source's share of the samples is its weight times (its number of samples) ** (1 / temperature): with 1 weights
+    # are epochs, with more, small sources come more often; 0: the weight alone
+    temperature: float = 0.0
     cache: str = ""  # a folder for headers and lengths of the sources' files; empty: ~/.cache/mmjax/data
     on_bad_sample: Literal["skip", "raise"] = "skip"  # an unreadable sample: listed, then skipped or fatal
     max_bad_share: float = 0.01  # of the samples; more unreadable ones are fatal even if skipped
@@ -261,3 +302,7 @@ class DataConfig:
     workers: int = 2  # processes that load, decode and pack; 0 does it in the training process
     prefetch: int = 4  # steps that each worker loads ahead
     on_oversize: Literal["skip", "raise"] = "skip"  # a sample too long for any row: listed, then skipped or fatal
+    # local: `workers` processes of this host; or a Ray cluster that loads: auto, host:port, ray://host:port
+    pool: str = "local"
+    pool_steps: int = 64  # steps of a training process that the pool loads ahead at most
+    pool_memory: float = 4.0  # GB of these

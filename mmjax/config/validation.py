@@ -52,10 +52,19 @@ def check_data(data: DataConfig) -> None:
         not weights or sum(weights.values()) > 0,
         f"{', '.join(weights)} sum to zero: nothing could be drawn; give one a weight above 0",
     )
+    check(
+        data.temperature == 0 or data.temperature >= 0.1,
+        f"data.temperature={data.temperature}: choose 0 (weights alone), 1 (weights are epochs) or more",
+    )
     repeated = ", ".join(sorted({repr(c) for c in data.alphabet if data.alphabet.count(c) > 1}))
     check(not repeated, f"data.alphabet holds {repeated} more than once; each character is one token")
     at_least(0, "data", data, ("workers",))
-    at_least(1, "data", data, ("prefetch",))
+    at_least(1, "data", data, ("prefetch", "pool_steps"))
+    check(
+        data.pool in ("local", "auto") or bool(re.fullmatch(r"(ray://)?[\w.-]+:\d+", data.pool)),
+        f"data.pool={data.pool}: give local, auto, or a Ray cluster's host:port or ray://host:port",
+    )
+    check(data.pool_memory > 0, f"data.pool_memory={data.pool_memory}: it is in GB, and must be above 0")
     share = data.max_bad_share
     check(0 <= share <= 1, f"data.max_bad_share={share}: it is a part of the samples; choose 0 to 1")
     check_limits("data.limits", data.limits)

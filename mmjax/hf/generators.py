@@ -11,15 +11,16 @@ from mmjax.hf import pixart, unet
 from mmjax.hf.folder import HfFolder
 from mmjax.hf.layout import Layout, TensorNames
 from mmjax.hf.vae import PART, vae_latents
+from mmjax.hub import generator_folder
 
 
 def generator_from_hf(folder: str | Path) -> Generator:
     """The generator of a diffusers folder, whose weights it will start from, with a connector that starts at random.
 
-    folder: the whole one, whose VAE then makes the latents, or the transformer's or UNet's own. Raises UserError for a
-    folder or field that cannot be read.
+    folder: the whole one, whose VAE then makes the latents, or the transformer's or UNet's own; or a name on the Hub
+    (`mmjax.hub`). Raises UserError for a folder or field that cannot be read.
     """
-    path = Path(folder).expanduser().absolute()
+    path = generator_folder(folder).absolute()
     generator = unet.read(unet.open_unet(path)) if _is_unet(path) else pixart.read(pixart.open_transformer(path))
     return replace(generator, latents=vae_latents(path)) if (path / PART / "config.json").is_file() else generator
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rapidfuzz.distance import Levenshtein
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
+from mmjax.data.loading.replay import spoken
 from mmjax.data.sample import BadSample, Question, Sample, Source, Text
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
@@ -322,14 +324,30 @@ class Evaluator:
             wanted = islice((n for n in range(len(source)) if self._has_pictures(source, n)), limit)
             if not (samples := list(wanted)):
                 continue
-            images = made[name] = defaultdict(list)
+            images = defaultdict[int, list[np.ndarray]](list)
             spoiled = dict[int, str]()
             with activity(f"making images of {name}", len(samples)) as under_way:
                 for image in sampler.images(params, Selection([(source, n) for n in samples]), spoiled):
                     images[samples[image.prompt]].append(image.pixels)
                     under_way.done = len(images)
             self._note([(name, n) for n in samples], spoiled)
+            if images:
+                made[name] = dict(sorted(images.items()))
         return made
+
+    def image_prompts(self, name: str, sample: int) -> list[str]:
+        """Return the text before each image to be made of a sample of a source, in the order of `pictures`."""
+        source = self.sources[name]
+        text = ""
+        prompts: list[tuple[str, str]] = []
+        for segment in source.sample(sample).segments:
+            if isinstance(segment, Text):
+                text += spoken(source, segment.tokens.tolist())
+                continue
+            if segment.encoder in self._model.config.generators:
+                prompts.append((segment.encoder, text))
+            text += f"<{segment.encoder}>"
+        return [prompt for _, prompt in sorted(prompts, key=itemgetter(0))]
 
     def _has_pictures(self, source: Source, index: int) -> bool:
         try:

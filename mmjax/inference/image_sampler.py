@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,17 +123,19 @@ class SampledLatents(NamedTuple):
 
 
 def latents_of_images(generator: Generator, items: ItemBatch, patches: np.ndarray) -> Iterator[SampledLatents]:
-    """Cut the images' latents out of a generator's rows `[R, L, F]`."""
+    """Cut the images' latents out of a generator's rows `[R, L, F]`, by prompt and number."""
+    places = []
     for row in range(len(patches)):
         for number in range(int(items.item[row].max(initial=-1)) + 1):
             at = np.flatnonzero(items.item[row] == number)
+            places.append((int(items.owner[row, at[0]]), int(items.offset[row, at[0]]), row, at))
+    # A prompt's images follow each other by the offsets of their first patches in it.
+    for prompt, images in groupby(sorted(places, key=lambda place: place[:2]), key=lambda place: place[0]):
+        for number, (_, _, row, at) in enumerate(images):
             rows, columns = (items.coordinates[row, at].max(0) + 1)[[ROW, COLUMN]]
             size = generator.patch
             latents = patches[row, at].reshape(rows, columns, size, size, -1).swapaxes(1, 2)
-            latents = latents.reshape(rows * size, columns * size, -1)
-            # The index of its first patch tells how many of the sample's images come before, where all have one size.
-            before = int(items.offset[row, at[0]]) // len(at)
-            yield SampledLatents(int(items.owner[row, at[0]]), before, latents)
+            yield SampledLatents(prompt, number, latents.reshape(rows * size, columns * size, -1))
 
 
 def contact_sheet(images: Sequence[np.ndarray], columns: int = 0) -> np.ndarray:

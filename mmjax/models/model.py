@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import LoraConfig, ModelConfig, UnetConfig, VisionConfig
+from mmjax.config import DiffusionTransformerConfig, LoraConfig, ModelConfig, UnetConfig, VisionConfig
 from mmjax.config.model import adapters_by_layer, frozen_by_adapters, layers_of, lora_scale
 from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing
@@ -82,6 +82,8 @@ class Model:
             # A deepstack of n layers is added behind the LLM's layers 0 .. n - 1.
             layers = range(max(map(len, deepstacks.values()), default=0)) if name == "llm" else deepstacks.get(name, ())
             borders = [i + 1 for i in layers if i + 1 < c.layers]
+            if isinstance(c, DiffusionTransformerConfig) and c.frozen and c.layers > 1:
+                borders.append(1)  # of the first layer a gradient needs less than a scan computes for all
             remat = "none" if c.remat == "auto" else c.remat  # "auto" that no plan has resolved
             kinds = c.layer_kinds if name == "llm" else ()
             runs[name] = plan_stacks(c.layers, remat, (*(cuts or {}).get(name, ()), *borders), kinds)

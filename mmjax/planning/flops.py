@@ -301,7 +301,8 @@ def executed(
             p = p._replace(attention=p.attention * _padding(config))
         attention = _ATTENTION_PRODUCTS[config.attention] * p.attention // 2
         # If the first two layers have one policy they are one scan, whose body computes every gradient for all of them.
-        unscanned = len(policies) < 2 or policies[0] != policies[1]  # the first layer
+        apart = isinstance(config, DiffusionTransformerConfig) and config.frozen  # as `Model.build` cuts it
+        unscanned = len(policies) < 2 or policies[0] != policies[1] or apart  # the first layer
         lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
         # The blockwise kernel computes the gradients of queries, keys and values together, needed or not.
         attention -= lora.spared_attention if config.attention == "dense" else 0
@@ -319,7 +320,7 @@ def executed(
             if isinstance(config, DiffusionTransformerConfig):
                 cross, cross_backward = executed_cross(config, work[tower], trainable)
                 backward += has_backward * cross_backward
-                if unscanned and not trainable:
+                if unscanned and not trainable and config.layers:
                     # Of the first layer there is but the gradient of the condition.
                     backward -= has_backward * (p.spared_weights + attention // config.layers)
                     backward_ops -= layer_elementwise(config, work[tower])[1]

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
+from PIL import Image
 
 from mmjax.config.loading import describe, differences, from_json
 from mmjax.console import count, duration
 from mmjax.disk import atomic_write, read_json_lines
 from mmjax.errors import UserError
 from mmjax.reporting.charts import Figure
-from mmjax.reporting.rows import WORST_LISTED, Shower, ShownRow, ShownSample
+from mmjax.reporting.rows import WORST_LISTED, Shower, ShownRow, ShownSample, image_picture
 from mmjax.reporting.run import Run, plan_again
 from mmjax.reporting.training import (
     balance_figures,
@@ -36,6 +39,7 @@ from mmjax.reporting.training import (
 from mmjax.training.pass_times import StepTimelines, read_timelines
 
 LISTED = 40  # samples that were left out
+SHEET = 800  # largest side of a sheet of images in pixels
 # Keys of the history that are compared between launches, with their headings.
 COMPARED = {
     "version": "mmjax",
@@ -55,6 +59,16 @@ class LeftOut:
     total: int
     reasons: Sequence[tuple[str, int]]  # the most frequent, with their counts
     rows: Rows  # name and reason of the first samples
+
+
+@dataclass(frozen=True)
+class ShownSheet:
+    """Images that generators made of the samples of a source, on one sheet."""
+
+    caption: str
+    picture: str  # a data URI; empty: left out
+    width: int  # on the page, in pixels
+    prompts: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -169,6 +183,27 @@ def left_out(path: Path) -> LeftOut:
     return LeftOut(reasons.total(), reasons.most_common(8), rows)
 
 
+def sheets_of(folder: Path, budget: int) -> list[ShownSheet]:
+    """Read the newest sheet of every source, up to `budget` bytes; what an evaluation is still writing is skipped."""
+    newest: dict[str, tuple[int, Path, dict[str, Any]]] = {}
+    for path in folder.glob("*.json"):
+        with suppress(OSError, ValueError):
+            sheet = json.loads(path.read_text())
+            entry = (int(sheet["step"]), path.with_suffix(".png"), sheet)
+            newest[sheet["source"]] = max(newest.get(sheet["source"], entry), entry, key=itemgetter(0))
+    shown = []
+    for source, (step, path, sheet) in sorted(newest.items()):
+        with suppress(OSError):
+            picture, width = image_picture(np.asarray(Image.open(path)), SHEET, SHEET**2)
+            share = sheet.get("drawn_as_asked")
+            judged = "" if share is None else f", {percent(share)} drawn as asked"
+            caption = f"{source} after step {step:,}: {len(sheet['prompts'])} images{judged}"
+            budget -= len(picture)
+            width *= max(1, SHEET // width)
+            shown.append(ShownSheet(caption, picture if budget >= 0 else "", width, sheet["prompts"]))
+    return shown
+
+
 def worst_table(run: Run, limit: int) -> Rows:
     """Tabulate the samples with the largest losses of the last steps; the first row is the heading."""
     rows = [(worst.sample, f"{worst.loss:.4g}", f"{worst.step:,}") for worst in run.metrics.worst[:limit]]
@@ -193,6 +228,7 @@ class RunPart:
     time: Sequence[Figure] = ()
     time_table: Rows = field(default_factory=list)
     slowest: Rows = field(default_factory=list)
+    sheets: Sequence[ShownSheet] = ()
     timelines: StepTimelines | None = None  # of a pipeline
     passes: str = ""  # a data URI
     row: ShownRow | None = None
@@ -235,6 +271,7 @@ def sections_of(parts: Sequence[RunPart]) -> dict[str, str]:
         "lengths": ("Lengths and rows", any(part.missing or part.lengths for part in parts)),
         "balance": ("Balance", any(part.work or (part.ranks != 1 and part.balance) for part in parts)),
         "time": ("Time", any(part.time for part in parts)),
+        "pictures": ("Images made", any(part.sheets for part in parts)),
         "passes": ("Pipeline", any(part.timelines for part in parts)),
         "row": ("A packed row", any(part.row or part.missing_row for part in parts)),
         "worst": ("Worst samples", any(part.worst for part in parts)),
@@ -253,6 +290,7 @@ def part_of(run: Run, media: int) -> RunPart:
         time=list(time_figures(run)),
         time_table=time_table(run),
         slowest=slowest_table(run),
+        sheets=sheets_of(run.folder.pictures, media // 2),
         timelines=read_timelines(run.folder.passes),
         worst=worst_table(run, WORST_LISTED),
         quarantine=left_out(run.folder.quarantine),

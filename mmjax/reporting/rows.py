@@ -279,15 +279,18 @@ def item_image(value: np.ndarray) -> Image.Image:
     return Image.fromarray(value[..., 0] if value.shape[-1] == 1 else value)
 
 
-def image_picture(value: np.ndarray) -> tuple[str, int]:
-    """Encode an image item as a data URI. Returns it and its width on the page, where small images are enlarged."""
+def image_picture(value: np.ndarray, side: int = SIDE, plain: int = PLAIN_PIXELS) -> tuple[str, int]:
+    """Encode an image as a data URI. Returns it and its width on the page, where small images are enlarged.
+
+    side: the largest in pixels. plain: images of up to so many pixels are stored without loss.
+    """
     image = item_image(value)
     file = io.BytesIO()
-    if image.width * image.height <= PLAIN_PIXELS:
+    if image.width * image.height <= plain:
         image.save(file, "PNG", optimize=True)
         zoom = max(1, min(6, 120 // max(image.size)))
         return data_uri("png", file.getvalue()), image.width * zoom
-    image.thumbnail((SIDE, SIDE))
+    image.thumbnail((side, side))
     image.convert("RGB").save(file, "JPEG", quality=80)
     return data_uri("jpeg", file.getvalue()), image.width
 

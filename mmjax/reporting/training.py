@@ -158,7 +158,9 @@ def _maximum(what: str, spell: Formatter) -> Title:
 CHARTS = (
     Chart("loss", _change("Loss"), "Pale: every step. Bold: moving average over a twentieth.", noisy=True, wide=True),
     Chart("loss/", _change("Loss by source"), noisy=True),
+    Chart("image_loss/", _change("Loss of images"), "Squared error of the velocity.", noisy=True),
     Chart("validation/loss", _change("Validation loss")),
+    Chart("validation/image_loss/", _change("Validation loss of images")),
     Chart("validation/exact_match_", _last("Validation, exact match", percent), spell=percent, from_zero=True),
     Chart("gradient_norm", _typical("Gradient norm", count), "On a logarithmic scale.", logarithmic=True, noisy=True),
     Chart("learning_rate/", _maximum("Learning rate", count), from_zero=True),

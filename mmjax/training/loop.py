@@ -30,6 +30,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import Config, MeshConfig, ModelConfig
 from mmjax.config.loading import resolve_callbacks, to_json
 from mmjax.console import ProgressLine, print_lines, size
+from mmjax.data.loading.ray_pool import pool_steps
 from mmjax.data.loading.step_loader import LoadedStep, spelled
 from mmjax.data.loading.workers import refuse_in_worker, steps
 from mmjax.distributed import coordination
@@ -293,7 +294,10 @@ class Trainer:
             microbatches = self.config.batch.microbatches
             write_planned(self.folder.passes, self.executor, self.stages, microbatches, self.profiled)
         data = self.config.data
-        self.batches = steps(self.loader, self.first_step, self.end_step, data.workers, data.prefetch)
+        if data.pool == "local":
+            self.batches = steps(self.loader, self.first_step, self.end_step, data.workers, data.prefetch)
+        else:
+            self.batches = pool_steps(self.loader, self.first_step, self.end_step, data)
 
     def compile(self, state: Any, example: Microbatch) -> Accumulated | None:
         """Compile every program ahead: gradients of each shape, update, saving, answering. Returns zero gradients.
@@ -416,9 +420,10 @@ class Trainer:
         if self.metrics.steps == WARM_STEPS:
             if (used := peak_memory_used(self.mesh)) is not None:
                 print_lines(f"memory {size(used)} of a device used so far, {size(self.memory_plan.device)} predicted")
-            load_seconds = float(loaded.load_seconds)  # the first steps' includes opening everything
-            workers = self.config.data.workers
-            print_lines(announce.loader_verdict(load_seconds, workers, self.metrics.typical_seconds()))
+            if self.config.data.pool == "local":
+                load_seconds = float(loaded.load_seconds)  # the first steps' includes opening everything
+                workers = self.config.data.workers
+                print_lines(announce.loader_verdict(load_seconds, workers, self.metrics.typical_seconds()))
 
     def log(self, done: int, scalars: Mapping[str, MetricValue]) -> None:
         """Log numbers after `done` steps, on process 0."""

@@ -21,6 +21,7 @@ from mmjax.data.plan.data_change import WHOLE_RUN, Held, Segment, carried, still
 from mmjax.data.plan.grouping import Budget
 from mmjax.data.plan.length_index import LengthIndex, cached_index
 from mmjax.data.plan.placement import Shape, Topology
+from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.data.sample import Files, Source
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
@@ -169,7 +170,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     # Process 0 builds the index once; the call below only opens it, on every process.
     coordination.run_on_leader(lambda: _index_sources(sources, config, folder))
     index, index_folder = cached_index(sources, config.model.item_modules, folder.index)
-    weights = [source.weight for source in config.data.sources.values()]
+    weights = mixture_weights(config.data, index)
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
     segment = WHOLE_RUN

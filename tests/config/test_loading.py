@@ -26,7 +26,13 @@ from mmjax.errors import UserError
 from mmjax.planning.flops import parameters
 
 ROOT = Path(__file__).parents[2]
-ASKING = {"llava_style", "llava_alignment", "llava_lora", "internvl"}  # for a checkpoint and its data, or an LLM
+ASKING = {
+    "llava_style",
+    "llava_alignment",
+    "llava_lora",
+    "internvl",
+    "mmscale",
+}  # a checkpoint and its data, an LLM, parts
 SHIPPED = sorted({path.stem for path in (ROOT / "configs").glob("*.py")} - ASKING)
 
 VARIANT = """

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from commands import TINY, TINY_MEDIA, run
+from commands import TINY, TINY_DRAWING, TINY_MEDIA, run
 from restarts import last, steps_of
 from started import LOCAL, Ended, begin, environment, finish, free_port, launch, process_of, wait_until
 
@@ -45,32 +45,38 @@ def test_two_processes_give_the_losses_of_one_which_goes_on_from_their_checkpoin
 
 
 @pytest.mark.exhaustive
-def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_number(runs, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "modules"),
+    [(TINY_MEDIA, ("vision", "audio")), (TINY_DRAWING, ("vision", "picture"))],
+    ids=["seeing and hearing", "seeing and drawing"],
+)
+def test_ten_steps_and_a_resume_give_the_losses_of_one_process_whatever_their_number(config, modules, runs, tmp_path):
     words = ("training.steps=10", "schedule.warmup=2", "training.checkpoint_every=5", "training.evaluate_every=0")
-    one, two = runs / "one", runs / "two"
-    assert together(1, TINY_MEDIA, f"run={one}", *words, devices=8).code == 0
-    ended = together(2, TINY_MEDIA, f"run={two}", *words, devices=4)
+    one, two = (runs / f"{number}_{modules[-1]}" for number in ("one", "two"))
+    assert together(1, config, f"run={one}", *words, devices=8).code == 0
+    ended = together(2, config, f"run={two}", *words, devices=4)
     assert ended.code == 0, ended
     assert ended.out.count("programs compiled after the start") == 1  # one process speaks for all
     assert "; 0 programs compiled after the start" in ended.out
     wanted, found = steps_of(one), steps_of(two)
     assert list(wanted) == list(found) == list(range(1, 11))
-    same = ("samples", "fill/llm", "fill/vision", "fill/audio", "dist_ratio/llm", "straggler_wait")
+    same = ("samples", "fill/llm", *(f"fill/{module}" for module in modules), "dist_ratio/llm", "straggler_wait")
+    kinds = ("loss", "image_loss/picture") if "picture" in modules else ("loss",)
     for step, record in wanted.items():
-        assert found[step]["loss"] == pytest.approx(record["loss"], rel=1e-4)
+        assert [found[step][kind] for kind in kinds] == pytest.approx([record[kind] for kind in kinds], rel=1e-4)
         assert {key: found[step][key] for key in same} == {key: record[key] for key in same}
 
     # Half of it again, from the first half's checkpoint, by another number of processes.
     (two / "checkpoints" / "10").rename(tmp_path / "10")
     (two / "test.json").unlink()
-    ended = together(4, TINY_MEDIA, f"run={two}", "--resume", *words, devices=2)
+    ended = together(4, config, f"run={two}", "--resume", *words, devices=2)
     assert ended.code == 0, ended
     assert "at step 5" in ended.out
     again = steps_of(two)
     assert list(again) == list(range(1, 11))
     for step, record in wanted.items():
         assert again[step]["samples"] == record["samples"]
-        assert again[step]["loss"] == pytest.approx(record["loss"], rel=1e-4)
+        assert [again[step][kind] for kind in kinds] == pytest.approx([record[kind] for kind in kinds], rel=1e-4)
 
 
 @pytest.mark.exhaustive

@@ -176,6 +176,12 @@ def test_a_first_layer_by_itself_spares_what_no_gradient_needs(setting: str) -> 
     assert found == pytest.approx(wanted, rel=0.02)
 
 
+def test_without_its_layers_which_were_timed_a_frozen_one_executes_the_rest() -> None:
+    rest, one = (executed(model_with(replace(WIDE, layers=n)), SHAPE, SETTINGS["frozen"])["image"] for n in (0, 1))
+    assert 0 < rest.forward < one.forward
+    assert 0 < rest.backward < one.backward
+
+
 RESIDUALS = {
     f"{policy}-{backend}": (policy, backend) for policy in get_args(Remat) for backend in ("dense", "blockwise")
 }

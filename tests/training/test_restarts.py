@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import TINY, run
+from commands import TINY, TINY_DRAWING, run
 from restarts import checkpoints, last, losses, records
 from started import begin, environment, finish, start, wait_until
 
@@ -27,16 +27,21 @@ KILLS = 20
 
 
 EIGHT = (
-    TINY, "schedule.warmup=2", "training.evaluate_every=0", "training.checkpoint_every=2", "training.keep=4",
+    "schedule.warmup=2", "training.evaluate_every=0", "training.checkpoint_every=2", "training.keep=4",
     "training.steps=8",
 )  # fmt: skip
 
 
+def eight_steps(runs: Path, config: str) -> Path:
+    """A run that nothing has stopped, with checkpoints at 2, 4, 6 and 8."""
+    folder = runs / f"whole_{Path(config).stem}"
+    train.main([config, *EIGHT, f"run={folder}"])
+    return folder
+
+
 @pytest.fixture(scope="module")
 def whole(runs) -> Path:
-    """A run of eight steps that nothing has stopped, with checkpoints at 2, 4, 6 and 8."""
-    train.main([*EIGHT, f"run={runs / 'whole'}"])
-    return runs / "whole"
+    return eight_steps(runs, TINY)
 
 
 KILLED_IN_A_SAVE = """
@@ -56,13 +61,18 @@ train.main(sys.argv[1:])
 """
 
 
-def test_killed_inside_a_save_the_losses_are_to_the_bit_those_of_a_run_that_was_not(whole, folder, capsys):
+@pytest.mark.default_cases("tiny")
+@pytest.mark.parametrize("config", [TINY, TINY_DRAWING], ids=["tiny", "drawing"])
+def test_killed_inside_a_save_the_losses_are_to_the_bit_those_of_a_run_that_was_not(
+    config, whole, runs, folder, capsys
+):
+    whole = whole if config == TINY else eight_steps(runs, config)
     script = folder.with_name("killed_in_a_save.py")
     script.write_text(KILLED_IN_A_SAVE)
-    killed = finish(begin([sys.executable, str(script), *EIGHT, f"run={folder}"], environment(8)))
+    killed = finish(begin([sys.executable, str(script), config, *EIGHT, f"run={folder}"], environment(8)))
     assert killed.code == -signal.SIGKILL, killed
     assert checkpoints(folder) == ["2", "4.partial"]
-    ended = run(capsys, train.main, *EIGHT, f"run={folder}", "--resume")
+    ended = run(capsys, train.main, config, *EIGHT, f"run={folder}", "--resume")
     assert ended.code == 0, ended.err
     assert f"resumed {folder} at step 2" in ended.out
     assert losses(folder) == losses(whole)
@@ -220,7 +230,7 @@ def test_a_torn_checkpoint_is_set_aside_and_the_one_before_is_gone_on_from(whole
     tear(folder / "checkpoints" / "8")
     shutil.rmtree(folder / "checkpoints" / "6" / "meta")
     (folder / "checkpoints" / "10.partial" / "state").mkdir(parents=True)
-    ended = run(capsys, train.main, *EIGHT, f"run={folder}", "--resume")
+    ended = run(capsys, train.main, TINY, *EIGHT, f"run={folder}", "--resume")
     assert ended.code == 0, ended.err
     for step in (8, 6):
         assert f"WARNING checkpoint {folder}/checkpoints/{step} cannot be used: " in ended.out

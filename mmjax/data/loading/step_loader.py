@@ -22,6 +22,7 @@ from mmjax.data.plan.data_change import WHOLE_RUN, Segment
 from mmjax.data.plan.grouping import Budget, StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
+from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import PLANNER, RankLayout, StepPlan, StepPlanner, make_step_planner
 from mmjax.data.sample import Sample, SampleLengths, Source
 from mmjax.data.sources.opening import open_sources
@@ -172,7 +173,7 @@ class StepLoader:
 
     @cached_property
     def planner(self) -> StepPlanner:
-        weights = [s.weight for s in self.config.data.sources.values()]
+        weights = mixture_weights(self.config.data, self.index)
         grouper = StepGrouper(
             index=self.index,
             batch=self.config.batch,
@@ -193,7 +194,7 @@ class StepLoader:
     @property
     def _chunks(self) -> Path:
         """Return the file of known chunk starts, with which a late step is planned without replaying early ones."""
-        weights = [s.weight for s in self.config.data.sources.values()]
+        weights = mixture_weights(self.config.data, self.index)
         grouped = replace(self.config.batch, balance=NoBalance())  # which does not change what a step has
         due = (self.segment.due.name,) if self.segment.due else ()
         key = repr((PLANNER, grouped, weights, self.config.seed, self.budget, *due))

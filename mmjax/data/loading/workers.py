@@ -10,9 +10,9 @@ import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
@@ -51,19 +51,18 @@ class LoadingFailed(RuntimeError):
     """A step could not be loaded in a data worker; the message is the worker's traceback."""
 
 
-@dataclass(frozen=True)
-class _InWorker:
-    """A loader whose errors can all travel: one that can't be pickled would leave the training process waiting."""
+class WorkerEnded(UserError):
+    """A data worker was killed, or ended by itself."""
 
-    loader: StepLoader
 
-    def __call__(self, step: int) -> Block:
-        try:
-            return to_block(self.loader(step))
-        except UserError as error:
-            raise UserError(str(error)) from None
-        except BaseException:
-            raise LoadingFailed(f"step {step} could not be loaded:\n{traceback.format_exc()}") from None
+def load_block(loader: StepLoader, step: int) -> Block:
+    """Load a step in another process. An error that can't be pickled would leave the training process waiting."""
+    try:
+        return to_block(loader(step))
+    except UserError as error:
+        raise UserError(str(error)) from None
+    except BaseException:
+        raise LoadingFailed(f"step {step} could not be loaded:\n{traceback.format_exc()}") from None
 
 
 def refuse_in_worker() -> None:
@@ -128,18 +127,22 @@ def steps(loader: StepLoader, first: int, last: int, workers: int, prefetch: int
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=max(1, prefetch))
         iterator = iter(grain.MapDataset.range(first, last).map(loader).to_iter_dataset(options))
     else:
-        iterator = _start_workers(loader, first, last, min(workers, last - first), max(1, prefetch))
-    loaded = _all_of(iterator, first, last)
+        workers = min(workers, last - first)
+        iterator = start_workers(partial(load_block, loader), first, last, workers, max(1, prefetch))
+    loaded = read_steps(iterator, first, last)
     next(loaded)  # so that close() finds it running and ends the workers, even if no step is ever asked for
     return loaded
 
 
-def _start_workers(loader: StepLoader, first: int, last: int, workers: int, prefetch: int) -> grain.DatasetIterator:
+def start_workers(
+    load: Callable[[int], Block | str], first: int, last: int, workers: int, prefetch: int
+) -> grain.DatasetIterator:
+    """Start processes that call `load` with the steps `first` to `last` - 1. Raises UserError."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which nobody parses here
     # Workers import JAX through Grain and must never touch an accelerator; this process has read the variable already.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    dataset = grain.MapDataset.range(first, last).map(_InWorker(loader))
+    dataset = grain.MapDataset.range(first, last).map(load)
     iterable = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=prefetch)
     try:
@@ -154,8 +157,11 @@ def _start_workers(loader: StepLoader, first: int, last: int, workers: int, pref
     return iterator
 
 
-def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[LoadedStep]:
-    """Yield None at first, then every step, or raise: Grain ends early without a word when it loses count."""
+def read_steps(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[LoadedStep]:
+    """Yield None at first, then every step, or raise: Grain ends early without a word when it loses count.
+
+    Raises WorkerEnded where a worker did.
+    """
     exhausted = False
     try:
         yield None
@@ -168,10 +174,10 @@ def _all_of(iterator: grain.DatasetIterator, first: int, last: int) -> Iterator[
     except RuntimeError as error:
         if "terminated unexpectedly" not in str(error):
             raise
-        raise UserError(f"{_how_it_ended(str(error), step)}; then go on with --resume") from error
+        raise WorkerEnded(f"{_how_it_ended(str(error), step)}; then go on with --resume") from error
     finally:
         # Workers take a second or two to end; nobody needs to wait for that.
-        threading.Thread(target=_end, args=(iterator, exhausted)).start()
+        threading.Thread(target=end_workers, args=(iterator, exhausted)).start()
 
 
 def _how_it_ended(message: str, step: int) -> str:
@@ -188,7 +194,8 @@ def _unpacked(brought: Block | LoadedStep | None) -> LoadedStep | None:
     return from_block(brought) if isinstance(brought, Block) else brought
 
 
-def _end(iterator: grain.DatasetIterator, exhausted: bool) -> None:
+def end_workers(iterator: grain.DatasetIterator, exhausted: bool) -> None:
+    """End the workers. exhausted: all of their steps were read."""
     if exhausted:
         # The exception that ends a worker holds its last step, in shared memory and in a cycle.
         next(iterator, None)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.balance.permutation import Shuffler
+from mmjax.config import DataConfig
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
 
@@ -53,6 +54,19 @@ class Pool:
         # Ids 10 to 15 without 11 and 13, which 1 and 2 usable ones precede: ranks 0..3 skip 0, 1, 2, 2: 10, 12, 14, 15.
         skipped = np.searchsorted(self.excluded - self.start - np.arange(len(self.excluded)), ranks, side="right")
         return self.start + ranks + skipped
+
+
+def mixture_weights(data: DataConfig, index: LengthIndex) -> list[float]:
+    """Return each source's share of the samples, not normalised, by its weight and `data.temperature`.
+
+    Sources are counted without bad samples.
+    """
+    weights = [source.weight for source in data.sources.values()]
+    if not data.temperature:
+        return weights
+    start = index.source_start
+    usable = np.diff(start) - np.diff(np.searchsorted(index.bad, start))
+    return [w * n ** (1 / data.temperature) for w, n in zip(weights, usable.tolist(), strict=True)]
 
 
 def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray, due: Due = ()) -> list[Pool]:

@@ -14,6 +14,7 @@ from mmjax.config import (
     ChatFormat,
     Config,
     DataConfig,
+    DatasetInfoSource,
     EmbeddedSource,
     FileSource,
     FunctionSource,
@@ -23,14 +24,17 @@ from mmjax.config import (
     ModelConfig,
     ParquetSource,
     QuestionsSource,
+    WebDatasetSource,
 )
 from mmjax.config.loading import resolve, resolve_callbacks
 from mmjax.data.sample import Files, Medium, Source, Split
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
 from mmjax.data.sources.chat_files import ChatFiles, parse_chat, parse_manifest_line, parse_question_record
 from mmjax.data.sources.chat_source import ChatSource
+from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.parquet import ParquetRecords, column_names
+from mmjax.data.sources.webdataset import WebDatasetRecords, list_shards
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
 from mmjax.data.text.chat import Chat, load_chat
@@ -62,7 +66,9 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
     """
     if os.path.isfile(os.path.join(path, INDEX)):
         return ArrayRecordSource(path)
-    paths = list_files(path, option)
+    paths = list_shards(path, option)
+    if paths[0].endswith(".tar"):
+        return WebDatasetSource(path)
     if paths[0].endswith(".parquet"):
         return _parquet(path, paths[0], option)
     records = JsonRecords(paths, cache)
@@ -141,6 +147,14 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
     where = f"{key}.{'path' if split == 'train' else split}"
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
+    if isinstance(source, DatasetInfoSource):
+        info = DatasetInfo.read(source.path, source.entry if split == "train" else path, key)
+        folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache))
+        return ChatFiles(
+            info.files, cache, folders, info.record, repr((info.form, info.columns, info.tags, info.roles))
+        )
+    if isinstance(source, WebDatasetSource):
+        return WebDatasetRecords(path, source, split, cache, where)
     if is_dataset(path):
         paths = dataset_files(path, split, PARQUET if isinstance(source, ParquetSource) else JSON, where)
         path = paths[0]
@@ -148,7 +162,7 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
         paths = list_files(path, where)
     if isinstance(source, ParquetSource):
         return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key)
-    folders: dict[Medium, MediaFolder] = {}
+    folders = {}
     for medium, name in FOLDERS.items():
         root = os.path.expanduser(getattr(source, name, ""))
         if root and not is_url(root) and not os.path.exists(root):

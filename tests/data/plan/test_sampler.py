@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import config, index_of, random_texts
 
-from mmjax.data.plan.sampler import Pool, Stream, pools_of
+from mmjax.config import DataConfig, EmbeddedSource
+from mmjax.data.plan.sampler import Pool, Stream, mixture_weights, pools_of
 from mmjax.errors import UserError
 
 NONE = np.zeros(0, np.int64)
@@ -110,6 +112,21 @@ def test_what_is_due_comes_before_the_first_epoch():
     assert [len(chunk) for chunk in chunks] == [3, 2, 4, 4, 4, 4, 4]
     assert sorted(np.concatenate(chunks[:2]).tolist()) == due.tolist()
     assert sorted(np.concatenate(chunks[2:]).tolist()) == list(range(20))
+
+
+def test_by_temperature_shares_follow_the_usable_samples_and_at_1_weights_are_epochs():
+    sizes, bad = [40, 1000], [0, 3, 7, 12, 41, 43, 45, 47]
+    index = SimpleNamespace(source_start=np.cumsum([0, *sizes]), bad=np.array(bad))
+    sources = {"few": EmbeddedSource(weight=3.0), "many": EmbeddedSource()}
+    weights = {t: mixture_weights(DataConfig(sources=sources, temperature=t), index) for t in (0, 1, 2)}
+    assert weights[0] == [3.0, 1.0]
+    assert weights[1] == [3 * 36, 996]
+    assert weights[2] == pytest.approx([3 * 36**0.5, 996**0.5])
+    made = Stream(pools(36, 996), weights[1], 200, 0)
+    order = np.concatenate([made.chunk(c) for c in range(60)])
+    times = np.bincount(order, minlength=1032)
+    few, many = times[:36].mean(), times[36:].mean()
+    assert few / many == pytest.approx(3, rel=0.05)
 
 
 @pytest.mark.parametrize("weights", [[0, 0], [-1, 2], [np.nan, 1], [np.inf, 1]])

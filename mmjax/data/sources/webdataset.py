@@ -1,0 +1,297 @@
+"""Samples of WebDataset's shards: .tar files in which neighbouring members of one name are a sample; Energon's too.
+
+Each shard is walked once, member by member without reading what they hold, and its index is cached. From then on any
+sample is read where it lies, so that shards are as random to access as any other source.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from mmjax.config import WebDatasetSource
+from mmjax.data.sample import BadSample, Conversation, Medium, Split
+from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference
+from mmjax.data.storage.archives import MediaFolder
+from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
+from mmjax.data.storage.files import ArchiveMember, File, FileRef, file_at, hash_strings, is_url, list_files, one_line
+from mmjax.errors import UserError
+
+ENERGON = ".nv-meta"  # folder of a data set that Megatron Energon has prepared
+_ENERGON_SPLITS = {"train": "train", "validation": "val", "test": "test"}
+_ENERGON_TEXTS = {"CaptioningSample": ("caption",), "VQASample": ("context", "answers")}  # by the sample's class
+_MEDIA: Mapping[str, Medium] = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), "image"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
+    **dict.fromkeys(("mp4", "webm", "mkv", "mov", "avi"), "video"),
+}
+_TEXTS = ("txt", "text", "caption", "cap")
+_VERSION = "1"  # of the index
+_NAMES = ("starts", "first", "key", "where", "extension")
+_BLOCK = 512  # bytes of a .tar
+_WORKERS = 16  # shards that are walked at once: remote ones take their time
+_FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")  # Energon's json[turns][0]
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+class WebDatasetRecords:
+    """`Conversations` of the samples of several shards, one after the other.
+
+    A sample's text is its .json, with messages or conversations, or a question and an answer; or its .txt, the answer
+    to `source.prompt`. Its media are the members with the extensions of images, clips and videos, in their order.
+    Raises UserError where a shard is missing, cut off or no .tar.
+    """
+
+    def __init__(self, path: str, source: WebDatasetSource, split: Split, cache: Path, where: str) -> None:
+        """path: shards, by a pattern or a range, or a folder of Energon's. where: the config's key, for messages."""
+        self._source = source
+        self._fields: Sequence[str] = ()  # Energon's, of the text
+        if os.path.isdir(path):
+            self._paths, self._fields = _energon(Path(path), split, where)
+        else:
+            self._paths = list_shards(path, where)
+        files = [file_at(path) for path in self._paths]
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            folders = list(pool.map(partial(_index_shard, cache=cache), files))
+        arrays = open_arrays(folders[0] if len(folders) == 1 else _join(folders, cache), _NAMES)
+        self._starts = arrays["starts"]  # int64 [shards + 1]: first sample of each shard
+        self._first = arrays["first"]  # int64 [samples + 1]: first member of each sample
+        self._key = arrays["key"]  # bytes [samples]
+        self._where = arrays["where"]  # int64 [members, 2]: start and stop in the shard
+        self._extension = arrays["extension"]  # bytes [members]
+        self._files = files
+        self._stamps = [file.stamp() for file in files]
+        self._outside = MediaFolder(os.path.dirname(self._paths[0]), "refuse", cache)
+
+    def __len__(self) -> int:
+        return len(self._key)
+
+    def fingerprint(self) -> str:
+        """Hash the shards' names and stamps, and what is read of them."""
+        shards = [f"{os.path.basename(path)} {stamp}" for path, stamp in zip(self._paths, self._stamps, strict=True)]
+        read = (self._source.question, self._source.answer, self._source.prompt, *self._fields)
+        return hash_strings(_VERSION, repr(read), *shards)
+
+    def files(self) -> list[tuple[str, int]]:
+        return list(zip(self._paths, np.diff(self._starts).tolist(), strict=True))
+
+    def conversation(self, index: int) -> Conversation:
+        return self._record(index).conversation
+
+    def media(self, index: int) -> tuple[FileRef, ...]:
+        return tuple(
+            ref if isinstance(ref, Member) else resolve_reference(ref, self._outside)
+            for ref in self._record(index).references
+        )
+
+    def _members(self, index: int) -> dict[str, Member]:
+        """Return a sample's members by their extension."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        # side="right": with starts 0, 3, 3, 5, sample 3 is in the third shard, as the second is empty.
+        shard = int(self._starts.searchsorted(index, side="right")) - 1
+        members = {}
+        for k in range(*self._first[index : index + 2].tolist()):
+            extension = self._extension[k].decode()
+            start, stop = self._where[k].tolist()
+            members[extension] = Member(
+                file=self._files[shard],
+                file_stamp=self._stamps[shard],
+                member=f"{self._key[index].decode()}.{extension}",
+                start=start,
+                stop=stop,
+                size=stop - start,
+                deflated=0,
+            )
+        return members
+
+    def _record(self, index: int) -> Record:
+        members = self._members(index)
+        media: dict[Medium, list[Member]] = {}
+        for extension, member in members.items():
+            if medium := _MEDIA.get(extension.rpartition(".")[2].lower()):
+                media.setdefault(medium, []).append(member)
+        if self._fields:
+            *question, answer = (_energon_field(members, field) for field in self._fields)
+            return parse_question(question[0] if question else self._source.prompt, answer, media)
+        if (text := next((members[name] for name in _TEXTS if name in members), None)) is not None:
+            return parse_question(self._source.prompt, _text(text), media)
+        if "json" not in members:
+            raise BadSample(f"has neither a .json nor a .txt; its members are {', '.join(members)}")
+        record = _json(members["json"])
+        if not isinstance(record, dict):
+            raise BadSample(f"has a .json with a {type(record).__name__}, not an object")
+        if turns := next((name for name in ("messages", "conversations") if record.get(name)), None):
+            # What the record calls its files are the names of members.
+            names = {name for keys in KEYS.values() for name in keys}
+            turn_record = {name: value for name, value in record.items() if name not in names}
+            return parse_chat(turn_record | {KEYS[medium][0]: files for medium, files in media.items()}, turns)
+        answer = record.get(self._source.answer)
+        return parse_question(record.get(self._source.question, self._source.prompt), answer, media)
+
+
+@dataclass(frozen=True)
+class Member(ArchiveMember):
+    """A member of a shard, which is not read once its shard has changed."""
+
+    def read(self) -> bytes:
+        if self.file.stamp() != self.file_stamp:
+            raise BadSample(f"{self.file.name} has changed since it was opened; start again, with --resume --new-data")
+        return super().read()
+
+
+def list_shards(path: str, where: str) -> list[str]:
+    """List the shards of a path or URL, with `*` or ranges such as {000..127}. Raises UserError."""
+    if (found := _RANGE.search(path)) is None:
+        return list_files(path, where)
+    first, last = found.groups()
+    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return [s for n in numbers for s in list_shards(f"{path[: found.start()]}{n}{path[found.end() :]}", where)]
+
+
+def _text(member: Member) -> str:
+    try:
+        return member.read().decode("utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise BadSample(f"{member.name} is not UTF-8") from None
+
+
+def _json(member: Member) -> Any:
+    try:
+        return json.loads(member.read())
+    except (ValueError, RecursionError) as error:
+        raise BadSample(f"{member.name} is not JSON: {error}") from None
+
+
+# -------------------------------------------------------------------------------------------------------------- index
+
+
+def _index_shard(file: File, cache: Path) -> Path:
+    """Index a shard unless that was done; return the folder of the index. Raises UserError."""
+    try:
+        place = file.name if is_url(file.name) else os.path.abspath(file.name)
+        folder = cache / f"shard-{hash_strings(place, file.stamp(), _VERSION)}"
+        if open_arrays_if_sound(folder, _NAMES) is None:
+            save_arrays(folder, _index(file))
+    except (BadSample, OSError, tarfile.TarError) as error:
+        raise UserError(f"{file.name} cannot be read as a .tar: {one_line(error)}") from None
+    return folder
+
+
+def _index(file: File) -> dict[str, np.ndarray]:
+    first: list[int] = []
+    keys: list[bytes] = []
+    where: list[tuple[int, int]] = []
+    extensions: list[bytes] = []
+    of_sample: set[str] = set()  # extensions of the last sample
+    last_key = None
+    for name, start, stop in _members_of(file):
+        folder, _, base = name.rpartition("/")
+        stem, _, extension = base.partition(".")
+        key = f"{folder}/{stem}" if folder else stem
+        if key != last_key:
+            first.append(len(where))
+            keys.append(key.encode())
+            of_sample = set()
+            last_key = key
+        if extension in of_sample:
+            raise UserError(f"{file.name} has {name} twice in one sample; give samples names of their own")
+        of_sample.add(extension)
+        where.append((start, stop))
+        extensions.append(extension.encode())
+    return {
+        "starts": np.array([0, len(first)]),
+        "first": np.array([*first, len(where)]),
+        "key": np.array(keys, f"S{max(map(len, keys), default=1)}"),
+        "where": np.array(where, np.int64).reshape(-1, 2),
+        "extension": np.array(extensions, f"S{max(map(len, extensions), default=1)}"),
+    }
+
+
+def _members_of(file: File) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, start and stop of each file in a shard. Raises UserError where it is cut off."""
+    with file.open() as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
+        end = 0
+        for member in archive:
+            name = os.path.normpath(member.name)
+            if member.isreg() and "." in (base := os.path.basename(name)) and not base.startswith((".", "__")):
+                yield name, member.offset_data, member.offset_data + member.size
+            end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK if member.isreg() else archive.offset
+        opened.seek(end)
+        if opened.read(_BLOCK) != bytes(_BLOCK):  # else a whole .tar and one cut between members look the same
+            raise UserError(f"{file.name} is cut off: it has no end; make or fetch it again")
+
+
+def _join(folders: Sequence[Path], cache: Path) -> Path:
+    """Join the indexes of several shards into one folder, since each memory-mapped array keeps a file open."""
+    joined = cache / f"shards-{hash_strings(*(folder.name for folder in folders))}"
+    if open_arrays_if_sound(joined, _NAMES) is None:
+        indexes = [open_arrays(folder, _NAMES) for folder in folders]
+        members = np.cumsum([0, *(len(index["where"]) for index in indexes)])
+        arrays = {name: np.concatenate([index[name] for index in indexes]) for name in ("key", "where", "extension")}
+        arrays["starts"] = np.cumsum([0, *(len(index["key"]) for index in indexes)])
+        first = [index["first"][:-1] + begin for index, begin in zip(indexes, members[:-1], strict=True)]
+        arrays["first"] = np.concatenate([*first, members[-1:]])
+        save_arrays(joined, arrays)
+    return joined
+
+
+# ------------------------------------------------------------------------------------------------------------ Energon
+
+
+def _energon(folder: Path, split: Split, where: str) -> tuple[list[str], Sequence[str]]:
+    """Return the shards of a split of a folder that Energon has prepared, and where samples have their text."""
+    described = _yaml(folder / ENERGON / "dataset.yaml", where)
+    parts = _yaml(folder / ENERGON / "split.yaml", where).get("split_parts", {}).get(_ENERGON_SPLITS[split], [])
+    shards = [shard for part in parts for shard in list_shards(str(folder / part), where)]
+    if not shards:
+        raise UserError(f"{where}={folder}: {ENERGON}/split.yaml has no shards of {_ENERGON_SPLITS[split]}")
+    kind = described.get("sample_type", {}).get("__class__", "")
+    field_map = described.get("field_map")
+    if not field_map:
+        return shards, ()
+    if kind not in _ENERGON_TEXTS or not set(_ENERGON_TEXTS[kind]) <= set(field_map):
+        raise UserError(
+            f"{where}={folder}: {ENERGON}/dataset.yaml has the sample type {kind!r} with the fields "
+            f"{', '.join(map(str, field_map))}; read are {', '.join(_ENERGON_TEXTS)}, and samples without field_map"
+        )
+    return shards, [str(field_map[name]) for name in _ENERGON_TEXTS[kind]]
+
+
+def _yaml(path: Path, where: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"{where}={path.parents[1]}: {ENERGON}/{path.name}: {error.strerror}; give a folder that `energon prepare` "
+            "has prepared, or the shards themselves"
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path} is not YAML: {one_line(error)}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _energon_field(members: Mapping[str, Member], field: str) -> Any:
+    """Return what a field of Energon's map refers to: an extension, with keys behind it, as in json[turns][0]."""
+    found = _FIELD.fullmatch(field)
+    if not found or found[1] not in members:
+        raise BadSample(f"has no .{found[1] if found else field}; its members are {', '.join(members)}")
+    member = members[found[1]]
+    value = _json(member) if found[1].rpartition(".")[2] == "json" else _text(member)
+    for key in re.findall(r"\[([^\[\]]+)\]", found[2]):
+        try:
+            value = value[int(key) if isinstance(value, list) else key]
+        except (KeyError, IndexError, ValueError, TypeError):
+            raise BadSample(f"{member.name} has no {field}") from None
+    return value

@@ -1,0 +1,172 @@
+"""Shards of WebDataset and of Energon: samples by the names of members, read where they lie."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+from files_made import clip, picture, served
+
+from mmjax.config import WebDatasetSource
+from mmjax.data.sample import BadSample, MediaPlace
+from mmjax.data.sources.opening import open_conversations
+from mmjax.errors import UserError
+
+IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")
+
+
+def shard(path: Path, members: Mapping[str, bytes | str | dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            if isinstance(content, dict):
+                content = json.dumps(content)
+            data = content.encode() if isinstance(content, str) else content
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def captions(first: int, count: int) -> dict[str, bytes | str]:
+    numbers = range(first, first + count)
+    return {
+        f"{k:04d}.{name}": content
+        for k in numbers
+        for name, content in (("jpg", picture(colour=k)), ("txt", f"number {k}\n"))
+    }
+
+
+def opened(path: object, tmp_path: Path, split="train", **options):
+    source = WebDatasetSource(str(path), **options)
+    return open_conversations(source, split, tmp_path / "cache", "data.sources.mine")
+
+
+def test_images_with_captions_over_many_shards_one_of_them_empty(tmp_path: Path) -> None:
+    for k, (first, count) in enumerate([(0, 3), (3, 0), (3, 4)]):
+        shard(tmp_path / f"d-{k:03d}.tar", captions(first, count))
+    for path in (tmp_path / "d-*.tar", tmp_path / "d-{000..002}.tar"):
+        got = opened(path, tmp_path, prompt="What is it?")
+        assert got.files() == [(str(tmp_path / f"d-{k:03d}.tar"), n) for k, n in enumerate([3, 0, 4])]
+        for index in (6, 0, 3, 2):
+            user, assistant = got.conversation(index).messages
+            assert user.parts == (IMAGE, "What is it?")
+            assert assistant.parts == (f"number {index}",)
+            [file] = got.media(index)
+            assert file.read() == picture(colour=index)
+            assert file.name.endswith(f"::{index:04d}.jpg")
+
+
+def test_a_json_is_a_conversation_or_a_question_and_its_media_are_the_members_in_order(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "<image> and <image><audio>?"}, {"from": "gpt", "value": "both"}]
+    members = {
+        "a/1.json": {"conversations": turns, "image": ["left.png", "right.png"]},
+        "a/1.0.png": picture(colour=1),
+        "a/1.1.png": picture(colour=2),
+        "a/1.wav": clip(),
+        "a/1.features.npy": b"not read",
+        "b/1.jpg": picture(),
+        "b/1.json": {"question": "Which?", "answer": ["red", "dark red"]},
+    }
+    got = opened(shard(tmp_path / "d.tar", members), tmp_path)
+    assert len(got) == 2  # a/1 and b/1
+    assert got.conversation(0).messages[0].parts == (IMAGE, " and ", IMAGE, AUDIO, "?")
+    assert [file.read() for file in got.media(0)] == [picture(colour=1), picture(colour=2), clip()]
+    assert got.conversation(1).messages[0].parts == (IMAGE, "Which?")
+    assert got.conversation(1).answers == ("red", "dark red")
+
+
+def test_shards_behind_a_url_are_read_by_ranges(tmp_path: Path) -> None:
+    shard(tmp_path / "served" / "d-0.tar", captions(0, 2))
+    shard(tmp_path / "served" / "d-1.tar", captions(2, 2))
+    with served(tmp_path / "served") as server:
+        got = opened(f"{server.url}/d-{{0..1}}.tar", tmp_path)
+        assert [got.conversation(k).messages[1].parts for k in range(4)] == [(f"number {k}",) for k in range(4)]
+        assert got.media(3)[0].read() == picture(colour=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("CaptioningSample", {"image": "jpg", "caption": "json[texts][0]"}),
+        ("VQASample", {"context": "q", "answers": "txt"}),
+    ],
+)
+def test_a_folder_that_energon_has_prepared_is_read_by_its_splits_and_fields(kind, fields, tmp_path: Path) -> None:
+    folder = tmp_path / "energon"
+    for k in range(3):
+        members = {"0.jpg": picture(colour=k), "0.json": {"texts": [f"text {k}"]}, "0.q": "Why?", "0.txt": f"text {k}"}
+        shard(folder / f"shards/{k}.tar", members)
+    (folder / ".nv-meta").mkdir()
+    split = {"split_parts": {"train": ["shards/{0..1}.tar"], "val": ["shards/2.tar"], "test": []}}
+    (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump(split))
+    sample_type = {"__module__": "megatron.energon", "__class__": kind}
+    described = yaml.safe_dump({"sample_type": sample_type, "field_map": fields})
+    (folder / ".nv-meta/dataset.yaml").write_text(described)
+    train = opened(folder, tmp_path)
+    assert [train.conversation(k).messages[1].parts for k in range(2)] == [("text 0",), ("text 1",)]
+    question = "Why?" if kind == "VQASample" else "Describe the image."
+    assert train.conversation(0).messages[0].parts == (IMAGE, question)
+    held_out = opened(folder, tmp_path, "validation", validation=str(folder))
+    assert held_out.media(0)[0].read() == picture(colour=2)
+    with pytest.raises(UserError, match=r"split\.yaml has no shards of test"):
+        opened(folder, tmp_path, "test", test=str(folder))
+    (folder / ".nv-meta/dataset.yaml").write_text(described.replace(kind, "OCRSample"))
+    with pytest.raises(UserError, match="the sample type 'OCRSample'"):
+        opened(folder, tmp_path)
+
+
+@pytest.mark.parametrize("cut", ["in a member", "between members", "in a header"])
+def test_a_shard_that_is_cut_off_is_refused_by_name(cut, tmp_path: Path) -> None:
+    path = shard(tmp_path / "d.tar", captions(0, 3))
+    with tarfile.open(path) as archive:
+        last = archive.getmembers()[-1]
+    path.write_bytes(
+        path.read_bytes()[
+            : {"in a member": last.offset_data + 2, "in a header": last.offset + 100}.get(cut, last.offset)
+        ]
+    )
+    with pytest.raises(UserError, match=r"d\.tar .*(cut off|cannot be read as a \.tar)"):
+        opened(path, tmp_path)
+
+
+def test_what_cannot_be_trained_on_is_said(tmp_path: Path) -> None:
+    members = {
+        "0.jpg": picture(), "1.json": "{", "2.json": "[1]", "3.txt": b"\xff\xfe\x00", "4.json": {"question": "Why?"},
+    }  # fmt: skip
+    got = opened(shard(tmp_path / "d.tar", members), tmp_path)
+    reasons = [
+        "neither a .json nor a .txt; its members are jpg",
+        "is not JSON",
+        "with a list",
+        "is not UTF-8",
+        "no answer",
+    ]
+    for index, reason in enumerate(reasons):
+        with pytest.raises(BadSample, match=reason):
+            got.conversation(index)
+    with tarfile.open(tmp_path / "d.tar", "w") as archive:
+        for _ in range(2):
+            archive.addfile(tarfile.TarInfo("0.jpg"), io.BytesIO())
+    with pytest.raises(UserError, match=r"has 0\.jpg twice in one sample"):
+        opened(tmp_path / "d.tar", tmp_path)
+
+
+def test_a_shard_that_changes_in_mid_run_is_read_no_more(tmp_path: Path) -> None:
+    path = shard(tmp_path / "d.tar", captions(0, 3))
+    got = opened(path, tmp_path)
+    assert got.media(1)[0].read() == picture(colour=1)
+    [file] = got.media(1)
+    shard(path, captions(1, 3))
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(BadSample, match=r"d\.tar has changed since it was opened"):
+        file.read()
+    again = opened(path, tmp_path)
+    assert again.conversation(0).messages[1].parts == ("number 1",)
+    assert again.fingerprint() != got.fingerprint()
