@@ -9,7 +9,7 @@ Encoder tokens reach the text in two steps. Every rank sends its peers the posit
 `[peers * width]` followed by the rank's own output. Interpolated images need a weighted sum of tokens: `WeightedSlots`.
 
 Images that a generator makes are items as well, and its exchange goes the other way: `send` names positions of the LLM,
-whose hidden states `ItemBatch.condition` indexes.
+whose hidden states `condition` indexes.
 
 Under context parallelism a rank is `context` devices, each with as many blocks of tokens of every row, of which row and
 slots hold one device's after the other's. Each device encodes items and exchanges as above; then `spread` says which of
@@ -57,9 +57,13 @@ class TextBatch(NamedTuple):
     send: dict[str, Array]
     # Under context parallelism, per encoder `[ranks * context, context, width]`: tokens for each device of the rank.
     spread: dict[str, Array] = {}  # noqa: RUF012
+    # Per generator int32 [its rows, I * queries]: of the row's up to I images, which hidden state of each query, among
+    # those received and the rank's own positions, -1 = none.
+    condition: dict[str, Array] = {}  # noqa: RUF012
 
 
-TOKEN_FIELDS = tuple(field for field in TextBatch._fields if field not in ("slots", "send", "spread"))  # [R, T] each
+TABLES = ("send", "spread", "condition")  # of the exchanges, by ranks and not by rows of the LLM
+TOKEN_FIELDS = tuple(field for field in TextBatch._fields if field not in ("slots", *TABLES))  # [R, T] each
 
 
 def chunk_numbers(item: Array, time: Array, column: Array, chunk: int) -> Array:
@@ -81,9 +85,6 @@ class ItemBatch(NamedTuple):
     coordinates: Array
     owner: Array  # int32 [R, L]: id of the item's sample in the length index, -1 = padding
     offset: Array  # int32 [R, L]: index among the positions of all items of that sample and encoder
-    # int32 [R, I * queries] of a generator: index of the hidden state of each query of the row's up to I images among
-    # those received and the rank's own positions of the LLM, -1 = none.
-    condition: Array | None = None
 
 
 class Microbatch(NamedTuple):

@@ -47,7 +47,7 @@ from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
 from mmjax.parallel.sharding import mesh_sizes
-from mmjax.pipeline.choose_units import allocate_with_generator, choose_units
+from mmjax.pipeline.choose_units import choose_units
 from mmjax.pipeline.compile_stages import compile_pipeline
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.pipeline.stage_plan import memory_plan_of
@@ -63,9 +63,7 @@ from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
 from mmjax.training.announce import describe_memory_plan, replication_warning
 from mmjax.training.pipeline_report import (
-    allocation_numbers,
     pipeline_numbers,
-    report_allocation,
     report_pipeline,
 )
 
@@ -219,9 +217,6 @@ def _plan_units(
 ) -> None:
     """Forecast units, those of the config or chosen, beside one mesh, and write what the command line asks for."""
     index, weights, source = lengths
-    if config.model.generators:
-        _plan_allocation(args, config, cluster, lengths, measure_speed)
-        return
     pipeline = (choose_units if chooses else forecast_pipeline)(config, cluster, index, weights, measure_speed)
     speed = measure_speed({}) if pipeline is None else pipeline.speed
     mesh = forecast_best_mesh(config, cluster, index, weights, speed)
@@ -238,29 +233,6 @@ def _plan_units(
         # Units that a person wrote are wanted; units=auto takes what is faster.
         units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
         args.out.write_text(_units_plan(pipeline) if units else _mesh_plan(mesh, cluster))
-
-
-def _plan_allocation(
-    args: argparse.Namespace,
-    config: Config,
-    cluster: Cluster,
-    lengths: tuple[LengthIndex, list[float], str],
-    measure_speed: MeasureSpeed,
-) -> None:
-    """Allocate devices to all modules of a model with a generator, beside one mesh, which alone can be run."""
-    index, weights, source = lengths
-    allocation = allocate_with_generator(config, cluster, index, weights, measure_speed)
-    mesh = forecast_best_mesh(config, cluster, index, weights, measure_speed({}))
-    if allocation is None and mesh is None:
-        raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
-    if args.json:
-        print_lines(json.dumps(allocation_numbers(allocation, mesh)))
-    else:
-        print_lines(*report_allocation(config, cluster, allocation, mesh, source))
-    if args.out is not None:
-        if mesh is None:
-            raise UserError(f"--out {args.out}: nothing is written, for no single mesh fits")
-        args.out.write_text(_mesh_plan(mesh, cluster))
 
 
 def _parse_price(text: str | None) -> float | None:

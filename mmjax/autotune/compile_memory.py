@@ -256,7 +256,7 @@ def table_structs(
     widths: Mapping[str, int],
     peers: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return the shapes of a text's tables `slots`, `send` and `spread`, by their names.
+    """Return the shapes of a text's tables `slots`, `send`, `spread` and `condition`, by their names.
 
     token: as in the text. shape: rows of every module on a device, and their length. widths: slots that each device
     sends to each of its peers.
@@ -264,10 +264,14 @@ def table_structs(
     devices = row_ranks(mesh, rules.token_rows)
     by_device = rows_sharding(mesh, rules.token_rows)
     context = mesh.shape[CONTEXT]
-    tables: dict[str, dict[str, Any]] = {"slots": {}, "send": {}, "spread": {}}
+    tables: dict[str, dict[str, Any]] = {"slots": {}, "send": {}, "spread": {}, "condition": {}}
     for name, module in modules.items():
         tables["slots"][name] = slot_structs(module, token)
         tables["send"][name] = jax.ShapeDtypeStruct((devices, peers, widths[name]), np.int32, sharding=by_device)
+        if isinstance(module, Generator):
+            rows, length = shape[name]
+            columns = module.most_images(length) * module.queries
+            tables["condition"][name] = jax.ShapeDtypeStruct((devices * rows, columns), np.int32, sharding=by_device)
         if context > 1:
             width = tokens_on_device(module, *shape[name], peers, widths[name])
             tables["spread"][name] = jax.ShapeDtypeStruct((devices, context, width), np.int32, sharding=by_device)

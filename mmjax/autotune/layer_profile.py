@@ -76,12 +76,7 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
         values = array(module.patch_values, dtype=np.uint8)
     else:
         values = array(module.patch_values, dtype=np.float32)
-    items = ItemBatch(values, array(), array(3), array(), array())
-    if tower not in config.generators:
-        return items
-    rows, length = shape
-    columns = module.most_images(length) * module.queries
-    return items._replace(condition=jax.ShapeDtypeStruct((rows, columns), np.dtype(np.int32)))
+    return ItemBatch(values, array(), array(3), array(), array())
 
 
 def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemBatch) -> tuple[Any, Any, Context]:
@@ -90,11 +85,12 @@ def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemB
     part = module.tower(tower)
     if tower in module.generators:
         # Of the time and the condition only the shapes matter, and that these are no constants.
-        rows, columns = batch.condition.shape
-        condition = jnp.broadcast_to(batch.condition[..., None], (rows, columns, part.config.condition_width))
-        time = jnp.zeros((rows, part.config.most_images(batch.item.shape[1])))
-        x = part.embedded(latents_of(part.config, batch), batch)
-        return nnx.split(part.layers)[1], x, part.context(batch, time, condition.astype(model.dtype))
+        config = part.config
+        time = jnp.zeros((len(batch.item), config.most_images(batch.item.shape[1])))
+        tokens = jnp.repeat(batch.item[:, : time.shape[1]], config.queries, axis=1).astype(model.dtype)
+        condition = jnp.broadcast_to(tokens[..., None], (*tokens.shape, config.condition_width))
+        x = part.embedded(latents_of(config, batch), batch)
+        return nnx.split(part.layers)[1], x, part.context(batch, time, condition)
     x = part.embedded(batch.token if isinstance(batch, TextBatch) else batch)
     return nnx.split(part.layers)[1], x, module.context(tower, batch, None)
 

@@ -54,6 +54,11 @@ def towers_of(model: ModelConfig) -> dict[str, Tower]:
     return {"llm": model.llm, **model.encoders, **generators}
 
 
+def layers_of(model: ModelConfig, tower: str) -> int:
+    """Count the layers of a tower, before which it can be cut; a UNet is one."""
+    return getattr({"llm": model.llm, **model.item_modules}[tower], "layers", 1)
+
+
 def with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
     """Return the model with these changes to the configs of the LLM, its encoders and generators, by name."""
     modules = {"llm": model.llm, **model.item_modules}

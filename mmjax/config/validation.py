@@ -20,6 +20,7 @@ from mmjax.config import (
     ModelConfig,
     Muon,
     ParquetSource,
+    UnetConfig,
     Unit,
     VisionConfig,
 )
@@ -31,7 +32,7 @@ from mmjax.config.checks import (
     modules_of_model,
 )
 from mmjax.config.codec import did_you_mean
-from mmjax.config.model import adapted_modules, module_names
+from mmjax.config.model import adapted_modules, layers_of, module_names, step_vaes
 from mmjax.config.model_validation import check_limits, check_model
 from mmjax.config.training import cut_tower, unit_cuts, unit_modules
 
@@ -137,13 +138,18 @@ def _check_sequence_parallel(mesh: MeshConfig, alignment: int) -> None:
 
 def _check_units(config: Config) -> None:
     """Check that every module has devices, and that layers, heads and microbatches divide as the units ask."""
-    generators = next(iter(config.model.generators), "")
+    generators = list(config.model.generators)
     check(
-        not generators,
-        f"model.generators.{generators}: units do not run generators; leave units empty, so that all modules share one "
-        "mesh",
+        len(generators) < 2,
+        f"model.generators.{(generators or [''])[-1]}: a pipeline over units ends in one generator; leave units "
+        "empty, so that all modules share one mesh",
     )
-    towers = {"llm": config.model.llm, **config.model.encoders}
+    for name in step_vaes(config.model):
+        raise UserError(
+            f"model.generators.{name}.latents.encode=step: stages of units do not run a VAE; store the latents by "
+            "mmjax.index --latents, and leave encode as it is"
+        )
+    towers = {"llm": config.model.llm, **config.model.item_modules}
     kept = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
     mesh = replace(MeshConfig(), **kept)
     changed = [f.name for f in fields(MeshConfig) if getattr(config.mesh, f.name) != getattr(mesh, f.name)]
@@ -176,9 +182,16 @@ def _check_units(config: Config) -> None:
                 f"{key}, which units.{owners.get(tower)} has already; give every module one unit",
             )
             owners[tower] = name
+            unet = isinstance(towers[tower], UnetConfig)
+            check(
+                not unet or unit.tensor == 1,
+                f"{where}.tensor={unit.tensor}: the blocks of a UNet, model.generators.{tower}, are not cut; use "
+                f"{where}.tensor=1 and a larger fsdp",
+            )
             for heads in ("heads", "kv_heads"):
-                count = getattr(towers[tower], heads, unit.tensor)
-                path = "llm" if tower == "llm" else f"encoders.{tower}"
+                count = unit.tensor if unet else getattr(towers[tower], heads, unit.tensor)
+                kind = "generators" if tower in config.model.generators else "encoders"
+                path = "llm" if tower == "llm" else f"{kind}.{tower}"
                 check(
                     count % unit.tensor == 0,
                     f"{where}.tensor={unit.tensor} does not divide model.{path}.{heads}={count}; use a divisor of it",
@@ -205,6 +218,10 @@ def _check_units(config: Config) -> None:
             f"{where}.context={unit.context}: items of encoders are not cut, only rows of the LLM; use "
             f"{where}.data={unit.data * unit.context}",
         )
+        check(
+            unit.context == 1 or not generators,
+            f"{where}.context={unit.context}: model.generators read hidden states of whole rows; use {where}.context=1",
+        )
         # After the modules are known to be there.
         _check_stages(config, where, unit, unit_modules(name, unit))
     missing = [tower for tower in towers if tower not in owners]
@@ -218,8 +235,14 @@ def _check_units(config: Config) -> None:
 def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]) -> None:
     """Check the stages of a unit's tower."""
     tower = cut_tower(modules)
-    layers = config.model.llm.layers if tower == "llm" else config.model.encoders[tower].layers
+    layers = layers_of(config.model, tower)
     stages = unit.pipeline * unit.virtual
+    generator = next((module for module in modules if module in config.model.generators), "")
+    check(
+        not generator or len(modules) == 1 or tower == "llm",
+        f"{where}.modules: the LLM stands between encoders and model.generators.{generator}; give {generator} a unit "
+        "of its own, or name it in the LLM's",
+    )
     check(
         stages == 1 or len(modules) == 1 or tower == "llm",
         f"{where}.pipeline={unit.pipeline}: several encoders cannot be cut together; give each a unit of its own",

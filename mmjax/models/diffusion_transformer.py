@@ -323,11 +323,34 @@ class DiffusionTransformer(nnx.Module):
         embedded = self.image_embedding(time, items, self.dtype)
         modulation = self.modulation(jax.nn.silu(embedded))
         condition = condition.astype(self.dtype)
+        condition = condition if self.condition_mlp is None else self.condition_mlp(condition)
+        return self._context(items, embedded, modulation, condition)
+
+    def passed_on(self, context: Context) -> tuple[Float[Array, "r i _"], Float[Array, "r c _"]]:
+        """Return what `resumed_context` makes the context of in a later stage of a pipeline."""
+        time, modulation, condition = context.images[1:]
+        return jnp.concatenate([time, modulation.reshape(*time.shape[:2], -1)], axis=-1), condition
+
+    def resumed_context(
+        self, items: ItemBatch, images: Float[Array, "r i _"], condition: Float[Array, "r c _"]
+    ) -> Context:
+        """Build the context of layers. images: of each the time embedded and the modulation, side by side."""
+        width = self.config.width
+        return self._context(items, images[..., :width], images[..., width:], condition)
+
+    def _context(
+        self,
+        items: ItemBatch,
+        time: Float[Array, "r i d"],
+        modulation: Float[Array, "r i _"],
+        condition: Float[Array, "r c _"],
+    ) -> Context:
+        c = self.config
         inputs = ImageInputs(
-            blocks=ImageBlocks.of(items.item, c.min_patches, images, self.dtype),
-            time=embedded,
-            modulation=modulation.reshape(*time.shape, 6, c.width),
-            condition=condition if self.condition_mlp is None else self.condition_mlp(condition),
+            blocks=ImageBlocks.of(items.item, c.min_patches, time.shape[1], self.dtype),
+            time=time,
+            modulation=modulation.reshape(*time.shape[:2], 6, c.width),
+            condition=condition,
         )
         context = Context(encoder_mask(items.item), images=inputs)
         return context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype)

@@ -41,10 +41,11 @@ class Conditioner(nnx.Module):
         self.unconditional = PositionTable(config.queries, width, rngs)
 
     def tokens(
-        self, states: Float[Array, "r c d"], valid: Bool[Array, "r c"], dropped: Bool[Array, "r i"]
+        self, states: Float[Array, "r c d"], present: Bool[Array, "r i"], dropped: Bool[Array, "r i"]
     ) -> Float[Array, "r c e"]:
-        """Project the hidden states of queries; 0 where `valid` is not, `unconditional` where an image's is dropped."""
+        """Project the hidden states of queries; 0 where no image is, `unconditional` where an image's is dropped."""
         rows, columns, _ = states.shape
+        valid = jnp.repeat(present, columns // max(dropped.shape[1], 1), axis=1)
         item = jnp.where(valid, 0, PADDING)
         projected = self.projector(states, item, jnp.zeros((rows, columns, 3), jnp.int32))
         count = columns // max(dropped.shape[1], 1)
@@ -162,25 +163,25 @@ def per_patch(values: Float[Array, "r i *n"], item: Int[Array, "r l"]) -> Float[
     return jnp.take_along_axis(values, index, axis=1)
 
 
-def condition_of(
-    conditioner: Conditioner,
-    hidden: Float[Array, "b t d"],
-    text: TextBatch,
-    name: str,
-    items: ItemBatch,
-    dropped: Bool[Array, "r i"],
-) -> Float[Array, "r c e"]:
-    """Bring the hidden states of queries to the generator's rows, and project them."""
+def query_states(hidden: Float[Array, "b t d"], text: TextBatch, name: str) -> Float[Array, "r c d"]:
+    """Bring the hidden states of a generator's queries to its rows."""
     rules = active()
     mesh, exchange = (None, "padded") if rules is None else (rules.mesh, rules.exchange)
     if mesh is not None and mesh.shape[CONTEXT] > 1:
         # Every device of a rank gets whole rows, in their own order.
         order = jnp.argsort(constrain(text.pos, "rows", None), axis=1)
         hidden = jnp.take_along_axis(constrain(hidden, "rows", None, "width"), order[..., None], axis=1)
-    states = dispatch(hidden, text.send[name], items.condition, mesh, exchange, whole=True)
+    states = dispatch(hidden, text.send[name], text.condition[name], mesh, exchange, whole=True)
     with encoding():
-        states = constrain(states, "rows", "length", "width")
-        return conditioner.tokens(states, items.condition >= 0, dropped)
+        return constrain(states, "rows", "length", "width")
+
+
+def condition_of(
+    conditioner: Conditioner, states: Float[Array, "r c d"], items: ItemBatch, dropped: Bool[Array, "r i"]
+) -> Float[Array, "r c e"]:
+    """Make condition tokens of the hidden states of queries."""
+    present = (items.item[:, None] == jnp.arange(dropped.shape[1])[:, None]).any(-1)
+    return conditioner.tokens(states, present, dropped)
 
 
 def euler(
@@ -213,8 +214,20 @@ def velocity_errors(
 
     clean: latents, float32, 0 at padding.
     """
+    predicted = generator(noised_latents(clean, items, draws), items, draws.time, condition)
+    return flow_errors(clean, items, draws, predicted)
+
+
+def noised_latents(clean: Float[Array, "r l f"], items: ItemBatch, draws: Draws) -> Float[Array, "r l f"]:
+    """Mix the latents of a generator's rows with noise, as the time of each image says."""
     time = per_patch(draws.time, items.item)[..., None] if draws.time.size else jnp.zeros((*items.item.shape, 1))
-    noised = (1 - time) * clean + time * draws.noise
-    predicted = generator(noised, items, draws.time, condition)
-    error = jnp.square(predicted.astype(jnp.float32) - (draws.noise - clean)).mean(-1)
+    return (1 - time) * clean + time * draws.noise
+
+
+def flow_errors(
+    clean: Float[Array, "r l f"], items: ItemBatch, draws: Draws, predicted: Float[Array, "r l f"]
+) -> Float[Array, "r l"]:
+    """Compute the mean squared error of every patch's velocity, float32; 0 at padding."""
+    velocity = draws.noise - clean
+    error = jnp.square(predicted.astype(jnp.float32) - velocity).mean(-1)
     return jnp.where(items.item >= 0, error, 0)

@@ -11,15 +11,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import DiffusionTransformerConfig, LoraConfig, ModelConfig, UnetConfig, VisionConfig
-from mmjax.config.model import adapters_by_layer, frozen_by_adapters, lora_scale, step_vaes
+from mmjax.config.model import adapters_by_layer, frozen_by_adapters, layers_of, lora_scale, step_vaes
 from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing
+from mmjax.models.generation import (
+    condition_of,
+    draw,
+    flow_errors,
+    latents_of,
+    noised_latents,
+    query_states,
+    velocity_errors,
+)
 from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
 from mmjax.models.layers import Linear, Noise
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
@@ -175,7 +185,7 @@ class Model:
         # Layer 0 is a border, but a cut before it would leave an empty stage.
         if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
             raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
-        ends = [0, *sorted(cuts), self.runs[tower][-1].stop]
+        ends = [0, *sorted(cuts), layers_of(self.config, tower)]
         return [Stage(self, tower, start, stop) for start, stop in pairwise(ends)]
 
 
@@ -186,8 +196,11 @@ class Stage:
     Takes and returns dicts of arrays by name, each made by one stage and taken by one: "vision.2" and "llm.2" are the
     activations `[R, L, D]` that enter layer 2, "vision" is an encoder's tokens, which its last stage makes and the
     LLM's first takes. Of a deepstack, "vision.deeper.1" goes from the stage with the layer that is taken out to the
-    LLM's stage with layer 1, to whose output it is added. The LLM's last stage returns float32 "logits". `batch` is the
-    tower's: a TextBatch or an ItemBatch.
+    LLM's stage with layer 1, to whose output it is added. The LLM's last stage returns float32 "logits", or makes the
+    hidden states that generators take, by the generator's name. What all layers of a generator take of the images
+    beside their activations, "picture.2.images" and "picture.2.condition", goes from stage to stage with these; its
+    last stage returns the "picture.error" `[R, L, 1]` of every patch. `batch` is the tower's: a TextBatch or an
+    ItemBatch.
     """
 
     model: Model
@@ -201,22 +214,40 @@ class Stage:
 
     @property
     def last(self) -> bool:
-        return self.stop == self.model.runs[self.tower][-1].stop
+        return self.stop == layers_of(self.model.config, self.tower)
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the stage is a generator's."""
+        return self.tower in self.model.config.generators
+
+    @property
+    def makes_loss(self) -> bool:
+        """Return whether a loss is made of the stage's output: the LLM's, or a generator's."""
+        return self.last and (self.tower == "llm" or self.generates)
 
     @property
     def layers_output(self) -> str:
         """Name what the stage's last layer makes, where another stage goes on from it."""
         return f"{self.tower}.{self.stop}"
 
+    def passed(self, layer: int) -> tuple[str, ...]:
+        """Name what a generator's layer takes of the stage before it."""
+        return tuple(f"{self.tower}.{layer}{part}" for part in ("", ".images", ".condition"))
+
     @property
     def inputs(self) -> tuple[str, ...]:
+        if self.generates:
+            return (self.tower,) if self.first else self.passed(self.start)
         before = () if self.first else (f"{self.tower}.{self.start}",)
         return (*before, *(name for encoder in self.encoders for name in self._tokens(encoder)))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         if self.tower == "llm":
-            return ("logits" if self.last else self.layers_output,)
+            return self.sends_states or (("logits",) if self.last else (self.layers_output,))
+        if self.generates:
+            return (f"{self.tower}.error",) if self.last else self.passed(self.stop)
         after = () if self.last else (self.layers_output,)
         return (*after, *self._tokens(self.tower))
 
@@ -224,6 +255,16 @@ class Stage:
     def encoders(self) -> tuple[str, ...]:
         """Name the encoders whose tokens the stage takes."""
         return tuple(name for name in self.model.config.encoders if self.tower == "llm" and self._tokens(name))
+
+    @property
+    def embeds_queries(self) -> tuple[str, ...]:
+        """Name the generators whose learned queries the stage embeds."""
+        return tuple(self.model.config.generators) if self.tower == "llm" and self.first else ()
+
+    @property
+    def sends_states(self) -> tuple[str, ...]:
+        """Name the generators that take the stage's hidden states."""
+        return tuple(self.model.config.generators) if self.tower == "llm" and self.last else ()
 
     def _tokens(self, encoder: str) -> list[str]:
         """Name the tokens of an encoder that the stage makes or, in the LLM, takes."""
@@ -241,6 +282,8 @@ class Stage:
 
     def select(self, params: Params) -> Params:
         """Select the stage's parameters. Tied embeddings are in the LLM's first and last stage: add their gradients."""
+        if self.generates:
+            return self._select_generator(params)
         tower = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
         tied = self.tower == "llm" and self.model.config.llm.tied
         stacks = [run for run in self.model.runs[self.tower] if self.start <= run.start < self.stop]
@@ -254,12 +297,28 @@ class Stage:
         if self.last and "head" in tower:
             part["head"] = tower["head"]
         if self.tower == "llm":
-            return {"llm": part}
+            queries = {name: {"queries": params["connectors"][name]["queries"]} for name in self.embeds_queries}
+            return {"llm": part} | ({"connectors": queries} if queries else {})
         connector = params["connectors"][self.tower]
         selected = {name: value for name, value in connector.items() if self.last and name != "deeper"}
         if deeper := {str(n): connector["deeper"][str(n)] for n in self._deeper(self.tower)}:
             selected["deeper"] = deeper
         return {"encoders": {self.tower: part}} | ({"connectors": {self.tower: selected}} if selected else {})
+
+    def _select_generator(self, params: Params) -> Params:
+        """Select a generator's layers; what stands before them and behind them; in the first stage its connector."""
+        tower = params["generators"][self.tower]
+        part = dict(tower)
+        if "layers" in tower:
+            stacks = [run for run in self.model.runs[self.tower] if self.start <= run.start < self.stop]
+            runs = {name: tower["layers"]["runs"][name] for run in stacks for name in run.parts}
+            ends = {name for name in tower if name != "layers" and (self.last if name == "head" else self.first)}
+            part = {"layers": {"runs": runs}} | {name: tower[name] for name in sorted(ends)}
+        selected = {"generators": {self.tower: part}}
+        if self.first:
+            connector = params["connectors"][self.tower]
+            selected["connectors"] = {self.tower: {k: v for k, v in connector.items() if k != "queries"}}
+        return selected
 
     def __call__(
         self,
@@ -272,10 +331,17 @@ class Stage:
         """Compute the stage's outputs. `noise` as in `Model.logits`, `accumulators` as in `Model.outputs`."""
         module = self.model.module(params)
         seed = _accumulate_in_scans(module, accumulators)
+        if self.generates:
+            with encoding():
+                return dict(zip(self.outputs, self._generate(module, seed, inputs, batch, noise), strict=True))
         if self.tower == "llm":
             x = seed(self._llm_layers(module, inputs, batch, noise))
-            x = logits_of(*module.llm.hidden_and_table(x), self.model.config.llm.logit_cap) if self.last else x
-            return {self.outputs[0]: x}
+            if not self.last:
+                return {self.layers_output: x}
+            hidden, table = module.llm.hidden_and_table(x)
+            if self.sends_states:
+                return self.query_states(hidden, batch)
+            return {"logits": logits_of(hidden, table, self.model.config.llm.logit_cap)}
         tower = module.encoders[self.tower]
         numbers = self._deeper(self.tower)
         with encoding():
@@ -303,6 +369,38 @@ class Stage:
         module = self.model.module(params)
         seed = _accumulate_in_scans(module, accumulators)
         return module.llm.hidden_and_table(seed(self._llm_layers(module, inputs, text, noise)))
+
+    def query_states(self, hidden: Float[Array, "b t d"], text: TextBatch) -> Activations:
+        """Bring the hidden states of generators' queries to the rows of these, by name."""
+        return {name: query_states(hidden, text, name) for name in self.sends_states}
+
+    def _generate(
+        self,
+        module: MultimodalModel,
+        seed: Callable[[Array], Array],
+        inputs: Activations,
+        items: ItemBatch,
+        noise: Noise | None,
+    ) -> tuple[Array, ...]:
+        """Run a generator's stage; return its `outputs`."""
+        generator = module.generators[self.tower]
+        config = generator.config
+        draws = draw(np.zeros(2, np.uint32) if noise is None else noise, self.tower, config, items)
+        clean = latents_of(config, items)
+        if self.first:
+            condition = condition_of(module.connectors[self.tower], inputs[self.tower], items, draws.dropped)
+        if isinstance(config, UnetConfig):
+            return (velocity_errors(generator, items, clean, condition, draws)[..., None],)
+        if self.first:
+            x = generator.embedded(noised_latents(clean, items, draws), items)
+            context = generator.context(items, draws.time, condition)
+        else:
+            x, *images = (inputs[name] for name in self.inputs)
+            context = generator.resumed_context(items, *images)
+        x = seed(generator.layers(x, context, self.start, self.stop))
+        if not self.last:
+            return (x, *generator.passed_on(context))
+        return (flow_errors(clean, items, draws, generator.finished(x, items, context))[..., None],)
 
     def _llm_layers(self, module: MultimodalModel, inputs: Activations, text: TextBatch, noise: Noise | None) -> Array:
         features = {}

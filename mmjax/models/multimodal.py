@@ -27,6 +27,7 @@ from mmjax.models.generation import (
     draw,
     euler,
     latents_of,
+    query_states,
     velocity_errors,
 )
 from mmjax.models.layer_stacks import KVCache, LayerStack
@@ -185,10 +186,11 @@ class MultimodalModel(nnx.Module):
             config, batch = generator.config, items[name]
             with encoding():
                 draws = draw(np.zeros(2, np.uint32) if noise is None else noise, name, config, batch)
-            condition = condition_of(self.connectors[name], hidden, text, name, batch, draws.dropped)
+            states = query_states(hidden, text, name)
             with encoding():
                 vae = self.vaes.get(name)
                 clean = latents_of(config, batch) if vae is None else vae(batch, draws.posterior)
+                condition = condition_of(self.connectors[name], states, batch, draws.dropped)
                 errors[name] = velocity_errors(generator, batch, clean, condition, draws)
         return errors
 
@@ -209,11 +211,12 @@ class MultimodalModel(nnx.Module):
             batch = items[name]
             with encoding():
                 start = draw(noise, name, generator.config, batch)
-            conditions = tuple(
-                condition_of(self.connectors[name], hidden, text, name, batch, jnp.full_like(start.dropped, dropped))
-                for dropped in (False, True)
-            )
+            states = query_states(hidden, text, name)
             with encoding():
+                conditions = tuple(
+                    condition_of(self.connectors[name], states, batch, jnp.full_like(start.dropped, dropped))
+                    for dropped in (False, True)
+                )
                 x = euler(generator, batch, start.noise, conditions, steps, guidance)
                 latents[name] = jnp.where((batch.item >= 0)[..., None], x, 0)
         return latents

@@ -12,12 +12,14 @@ import numpy as np
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import LINEAR, ActivationTracer
 from mmjax.config import Config, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
+from mmjax.config.model import towers_of
 from mmjax.config.towers import head_counts
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.planning.allocate import Allocation, allocate
+from mmjax.planning.diffusion_work import diffusion_transformers
 from mmjax.planning.flops import executed, frozen_modules, needed_gradients, parameters, recompute_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import (
@@ -51,8 +53,10 @@ def choose_units(
     """Find the fastest units of a run, and forecast it on them; None where no units fit.
 
     The config's own units do not matter. The search counts with mean microbatches; the forecast plans the data's.
-    measure_speed: as in `forecast_run`.
+    measure_speed: as in `forecast_run`. Raises UserError for several generators.
     """
+    if len(generators := config.model.generators) > 1:
+        raise UserError(f"units=auto: {len(generators)} generators stand behind the LLM; keep one")
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
     for share in ROOMS:
         allocation = allocate(problem._replace(room=share * problem.room))
@@ -63,17 +67,6 @@ def choose_units(
         except UserError:  # a stage does not fit
             continue
     return None
-
-
-def allocate_with_generator(
-    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
-) -> Allocation | None:
-    """Find the fastest devices of all modules of a model with a generator; None where none fit.
-
-    Raises UserError for generators that cannot be allocated devices.
-    """
-    check_generators(config.model)
-    return allocate(allocation_problem(config, cluster, index, weights, measure_speed))
 
 
 def allocation_problem(
@@ -98,29 +91,20 @@ def allocation_problem(
     }
     speed = replace(speed, measured=measured)
     tracer = ActivationTracer(config)
-    towers = {"llm": config.model.llm, **config.model.encoders}
+    towers = towers_of(config.model)
     costs: dict[str, list[TowerCosts]] = {
         tower: [
             _tower_costs(config, cluster, tower, t, works, speed, tracer)
             for t in TENSOR
             if t <= cluster.per_node and all(count % t == 0 for count in head_counts(towers[tower]))
         ]
-        for tower in (*config.model.encoders, "llm")
+        for tower in (*config.model.encoders, "llm", *diffusion_transformers(config.model))
     }
     costs |= {name: [_unet_costs(config, name, works, speed)] for name in unets(config.model)}
     ranks = tuple(n for n in range(1, min(samples, cluster.devices) + 1) if samples % n == 0)
     room = config.mesh.memory * GB or USABLE * cluster.device.memory
     generator = next(iter(config.model.generators), "")
     return Problem(costs, cluster, room, ranks, MICROBATCHES, samples, generator)
-
-
-def check_generators(model: ModelConfig) -> None:
-    """Raises UserError for generators that cannot be allocated devices of their own."""
-    if len(model.generators) > 1:
-        raise UserError(f"units=auto: {len(model.generators)} generators stand behind the LLM; keep one")
-    for name, generator in model.generators.items():
-        if not isinstance(generator, UnetConfig):
-            raise UserError(f"units=auto: model.generators.{name} is no UNet, which alone can be allocated devices")
 
 
 def _lengths(model: ModelConfig, index: LengthIndex, samples: np.ndarray) -> dict[str, np.ndarray]:
@@ -180,7 +164,7 @@ def _tower_costs(
 ) -> TowerCosts:
     model = config.model
     activation = ACTIVATION[config.training.precision]
-    of = model.llm if tower == "llm" else model.encoders[tower]
+    of = towers_of(model)[tower]
     shape = {name: (1, max(1, int(work.positions))) for name, work in works.items()}
     batch = DeviceBatch(shape, {}, pairs={name: work.pairs for name, work in works.items()})
     work = row_work(model, shape, batch.pairs)[tower]
@@ -322,7 +306,7 @@ def _policies(
     """Return the bytes that a layer saves and its seconds of recomputation, by policy: those on the convex hull."""
     if not has_backward:
         return np.zeros(1), np.zeros(1)
-    of = config.model.llm if tower == "llm" else config.model.encoders[tower]
+    of = towers_of(config.model)[tower]
     activation = ACTIVATION[config.training.precision]
     measured = speed.layer(tower, (1, work.inputs or work.positions))
     points = sorted(
@@ -354,7 +338,7 @@ def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.nd
     frozen = frozen_modules(model)
     counts = parameters(model)
     moments = moment_bytes(model, frozen, config.optimizer)
-    of = model.llm if tower == "llm" else model.encoders[tower]
+    of = towers_of(model)[tower]
     layers = np.full(of.layers, float(layer_sizes(of).parameters))
     ends = counts[tower] - layers.sum()
     table = model.llm.vocab * model.llm.width if tower == "llm" else ends

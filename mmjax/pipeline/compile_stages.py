@@ -23,7 +23,8 @@ from mmjax.parallel.sharding import ShardingRules, replicated, row_ranks
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.pipeline.stage_plan import memory_plan_of
-from mmjax.pipeline.units import batch_shardings, place_stages
+from mmjax.pipeline.stages import StageProgram
+from mmjax.pipeline.units import batch_shardings, place_stages, select_tables
 from mmjax.planning.memory import LOADED
 from mmjax.planning.remat import StagePlan
 from mmjax.planning.schedules import schedule_name, stage_cuts
@@ -87,7 +88,7 @@ def compile_stages(
 
 def _longest_shape(config: Config, layout: RankLayout, tower: str) -> BatchShape:
     """Return the compiled shape with a tower's longest rows."""
-    names = ("llm", *config.model.encoders)
+    names = ("llm", *config.model.item_modules)
     longest = max(layout.shapes, key=lambda shape: shape.lengths[names.index(tower)])
     rows = (layout.topology.ranks * n for n in layout.rows)
     return BatchShape(
@@ -156,12 +157,12 @@ def stage_batch(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> T
     _, stage, mesh = pipeline.stages[number]
     config = pipeline.model.config
     batch = tower_batch(config, stage.tower, shape.towers[stage.tower])
-    if stage.encoders:
-        encoders = {name: config.encoders[name] for name in stage.encoders}
+    if stage.tower == "llm":
+        modules = config.item_modules
         devices = row_ranks(mesh, pipeline.rules.token_rows)
-        rows = {name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in encoders}
-        tables = table_structs(encoders, batch.token, mesh, pipeline.rules, rows, shape.widths, row_ranks(mesh))
-        batch = batch._replace(**tables)
+        rows = {name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in modules}
+        tables = table_structs(modules, batch.token, mesh, pipeline.rules, rows, shape.widths, row_ranks(mesh))
+        batch = select_tables(batch._replace(**tables), stage)
     return put_shapes(batch, batch_shardings(batch, mesh, pipeline.rules))
 
 
@@ -172,7 +173,7 @@ def stage_inputs(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> 
         program = pipeline.programs[producer]
         operands = stage_inputs(pipeline, producer, shape), stage_batch(pipeline, producer, shape)
         params = merge(*stage_parameters(pipeline, producer))
-        output = jax.eval_shape(program.forward_only, params, *operands, _noise(pipeline))
+        output, _ = jax.eval_shape(program.forward_only, params, *operands, *_scalars(program))
         taken = {name: x for name, x in output.items() if pipeline.passes.consumer[name] == number}
         layouts = pipeline.programs[number].layouts
         inputs |= put_shapes(taken, {name: layouts[name] for name in taken})
@@ -183,12 +184,11 @@ def lower_first(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> j
     """Lower the first program that a stage runs of a microbatch: forward, or both passes where the loss is."""
     program, mesh = pipeline.programs[number], pipeline.stages[number].mesh
     params = stage_parameters(pipeline, number)
-    operands = *(f(pipeline, number, shape) for f in (stage_inputs, stage_batch)), _noise(pipeline)
+    operands = *(f(pipeline, number, shape) for f in (stage_inputs, stage_batch)), *_scalars(program)
     # Newer JAX asks the mesh in use which GPU a kernel is lowered for.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        if program.computes_loss:
-            weight = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(mesh))
-            return program.forward_backward.lower(*params, program.sums, *operands, weight)
+        if program.is_sink:
+            return program.forward_backward.lower(*params, program.sums, *operands)
         if program.has_backward:
             return program.forward.lower(*params, *operands)
         return program.forward_only.lower(merge(*params), *operands)
@@ -213,12 +213,12 @@ def compile_stage(
     program, mesh = pipeline.programs[number], pipeline.stages[number].mesh
     first = lower_first(pipeline, number, shape).compile()
     residuals: Any = None
-    programs = {"forward_backward" if program.computes_loss else "forward": first}
-    if program.has_backward and not program.computes_loss:
+    programs = {"forward_backward" if program.is_sink else "forward": first}
+    if program.has_backward and not program.is_sink:
         params, sums = stage_parameters(pipeline, number), program.sums
         inputs, batch = (f(pipeline, number, shape) for f in (stage_inputs, stage_batch))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            outputs, residuals = jax.eval_shape(program.forward, *params, inputs, batch, _noise(pipeline))
+            outputs, residuals, _ = jax.eval_shape(program.forward, *params, inputs, batch, *_scalars(program))
             residuals = put_shapes(residuals, first.output_shardings[1])
             trained = program.trained & set(outputs)
             gradients = put_shapes(*({name: x[name] for name in trained} for x in (outputs, program.layouts)))
@@ -237,5 +237,8 @@ def put_shapes(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def _noise(pipeline: PipelineExecutor) -> np.ndarray | None:
-    return np.zeros(2, np.uint32) if pipeline.model.is_random else None
+def _scalars(program: StageProgram) -> tuple[np.ndarray | None, jax.ShapeDtypeStruct | None]:
+    """Return the noise and the loss weight that a stage takes."""
+    weight = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(program.mesh))
+    noise = np.zeros(2, np.uint32) if program.stage.model.is_random else None
+    return noise, weight if program.stage.makes_loss else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial, reduce
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mmjax.batch import Microbatch
+from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.config.training import Carrier
@@ -24,13 +25,13 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge, modules_of, partition, restrict
-from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, tokens_sharding
+from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding, tokens_sharding
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.pipeline.stages import LossSums, zeros_like
 from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
 from mmjax.pipeline.units import TowerRows, put_batch
 from mmjax.planning.schedules import ScheduleName
-from mmjax.runtime.device_batch import ProcessReport, isolate_rows, merge_unreadable, put_report, weigh
+from mmjax.runtime.device_batch import ProcessReport, isolate_rows, merge_unreadable, put_report, weigh, weigh_images
 from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.state import (
     Hyperparameters,
@@ -40,7 +41,7 @@ from mmjax.runtime.state import (
     parameter_shardings,
     shardings_with_moments,
 )
-from mmjax.runtime.step import Accumulated, StepReport, is_valid, report_step
+from mmjax.runtime.step import Accumulated, StepReport, is_valid, loss_weights, report_step
 
 
 class PipelineState(NamedTuple):
@@ -105,12 +106,15 @@ class PipelineExecutor:
         # What is replicated on a mesh counts once, by its first device.
         firsts = {mesh.devices.flat[0] for mesh in meshes}
         self._counts = np.array([device in firsts for device in devices], np.float32)
-        self._sink_device = int(np.flatnonzero(devices == stages[self.graph.sink].mesh.devices.flat[0])[0])
+        # The stages that make the losses, by tower, and the number of a device of each.
+        self._losses = {placed.stage.tower: n for n, placed in enumerate(stages) if placed.stage.makes_loss}
+        numbers = {device: number for number, device in enumerate(devices)}
+        self._loss_devices = {tower: numbers[stages[n].mesh.devices.flat[0]] for tower, n in self._losses.items()}
 
         # A tied table has one owner, the first stage, which has its moments. Two tables that are each updated by a
         # program of their own would drift apart, as programs order sums differently.
         first = next(n for n, (_, stage, _) in enumerate(stages) if stage.tower == "llm" and stage.first)
-        self._tied = (first, self.graph.sink) if model.config.llm.tied and first != self.graph.sink else None
+        self._tied = (first, self._losses["llm"]) if model.config.llm.tied and first != self._losses["llm"] else None
         self._owned = [self._drop_tied(n, program.abstract) for n, program in enumerate(self.programs)]
         self.shardings = tuple(
             shardings_with_moments(
@@ -124,8 +128,12 @@ class PipelineExecutor:
     def _jit_step_programs(self) -> None:
         """Jit the programs of the whole step, on the last stage's mesh or on all devices, and every stage's update."""
         self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in self.stages]
-        sink = self.stages[self.graph.sink].mesh
-        self._weigh = jax.jit(weigh, out_shardings=(replicated(sink), tokens_sharding(sink, self.rules)))
+        self._weigh = {}
+        for tower, number in self._losses.items():
+            mesh = self.stages[number].mesh
+            of_text = tower == "llm"
+            layout = tokens_sharding(mesh, self.rules) if of_text else rows_sharding(mesh, self.rules.item_rows)
+            self._weigh[tower] = jax.jit(weigh if of_text else weigh_images, out_shardings=(replicated(mesh), layout))
         self._isolate = jax.jit(isolate_rows)
         self._merge_unreadable = jax.jit(merge_unreadable, out_shardings=replicated(self.mesh))
         self._settle = jax.jit(self._settle_step, out_shardings=replicated(self.mesh))
@@ -312,8 +320,8 @@ class PipelineExecutor:
     ) -> tuple[PipelineState, list[Params], StepReport]:
         """Update once, as `runtime.step.Executor.step`. `sums` are `zeros()` before and after."""
         reports = self.put_report(process_report or ProcessReport())
-        weight, batches, unreadable = self.weigh_batches(batches, reports)
-        gradients = self.gradients(state, sums, batches, weight, noise if self.model.is_random else None)
+        weights, batches, unreadable = self.weigh_batches(batches, reports)
+        gradients = self.gradients(state, sums, batches, weights, noise if self.model.is_random else None)
         return self.update(state, gradients, hyper, reports, unreadable)
 
     def put_report(self, report: ProcessReport) -> ProcessReport:
@@ -322,35 +330,42 @@ class PipelineExecutor:
 
     def weigh_batches(
         self, batches: Sequence[StagedBatch], reports: ProcessReport
-    ) -> tuple[jax.Array, list[StagedBatch], tuple[jax.Array, jax.Array]]:
-        """Return a step's loss weight, on the last stage, and its microbatches without what could not be read."""
-        sink = self.graph.sink
+    ) -> tuple[dict[str, jax.Array], list[StagedBatch], tuple[jax.Array, jax.Array]]:
+        """Return a step's loss weights by tower, and its microbatches without what could not be read.
+
+        As `runtime.step.Executor`, with each weight on the stage that makes the loss.
+        """
         self._meet([array for batch in batches for part in batch for array in jax.tree.leaves(part)])
         unreadable = self.passes.wait(self._merge_unreadable(reports.unreadable))
-        if not self.local[sink]:
-            return np.float32(0), list(batches), unreadable  # the last stage's processes weigh
-        # Replicated on all devices, so each of the last stage's has a copy: nothing is sent.
-        on_sink = [view(x, replicated(self.stages[sink].mesh)) for x in unreadable]
-        total: Any = np.float32(0)
-        weighed = []
-        for batch in batches:
-            text = batch[sink]
-            total, weight = self._weigh(total, text.weight, text.owner, *on_sink)
-            weighed.append((*batch[:sink], text._replace(weight=weight), *batch[sink + 1 :]))
-        return total, weighed, unreadable
+        totals = loss_weights(self.model.config, np.float32(0))
+        weighed = [list(batch) for batch in batches]
+        for tower, number in self._losses.items():
+            if not self.local[number]:
+                continue  # the stage's processes weigh
+            # Replicated on all devices, so each of the stage's has a copy: nothing is sent.
+            on_stage = [view(x, replicated(self.stages[number].mesh)) for x in unreadable]
+            for batch in weighed:
+                part = batch[number]
+                if isinstance(part, TextBatch):
+                    totals[tower], weight = self._weigh[tower](totals[tower], part.weight, part.owner, *on_stage)
+                    batch[number] = part._replace(weight=weight)
+                else:
+                    totals[tower], item = self._weigh[tower](totals[tower], part, *on_stage)
+                    batch[number] = part._replace(item=item)
+        return totals, [tuple(batch) for batch in weighed], unreadable
 
     def gradients(
         self,
         state: PipelineState,
         sums: Sequence[Params],
         batches: Sequence[StagedBatch],
-        weight: jax.Array,
+        weights: Mapping[str, jax.Array],
         noise: np.ndarray | None,
     ) -> Gradients:
-        """Add up the gradients of a step's microbatches; donates `sums`. weight: of the step, on the last stage."""
+        """Add up the gradients of a step's microbatches; donates `sums`. weights: as `weigh_batches` returns them."""
         self._walks += 1
         parameters = [self._parameters(state, number) for number in range(len(self.stages))]
-        run = self.passes.run(parameters, sums, batches, weight, noise, self._walks)
+        run = self.passes.run(parameters, sums, batches, weights, noise, self._walks)
         if self._tied is not None:
             self._add_tied(run)
         return run
@@ -366,7 +381,7 @@ class PipelineExecutor:
 
     @cached_property
     def _tied_is_frozen(self) -> bool:
-        return "embed" not in self.programs[self.graph.sink].abstract[0].get("llm", {})
+        return "embed" not in self.programs[self._losses["llm"]].abstract[0].get("llm", {})
 
     def _add_tied(self, run: Gradients) -> None:
         """Add the gradient of the last stage's copy of the embedding to the first stage's."""
@@ -431,14 +446,18 @@ class PipelineExecutor:
             )
         # The arrays of all meshes become one by the shards that devices have already.
         norms = self._on_all_devices(list(squares.values()), jax.ShapeDtypeStruct((1,), jnp.float32))
-        parts = () if gradients.loss is None else (gradients.loss,)
-        structs = loss_structs(self.sources)
-        loss = jax.tree.map(lambda s, *x: self._on_all_devices([y.reshape(-1) for y in x], s), structs, *parts)
-        return self.passes.wait(self._settle(*self._meet((norms, loss)), reports, unreadable))
+        losses = {}
+        for tower, number in self._losses.items():
+            parts = (gradients.reports[number],) if number in gradients.reports else ()
+            structs = loss_structs(self.sources) if tower == "llm" else jax.ShapeDtypeStruct((2,), jnp.float32)
+            losses[tower] = jax.tree.map(
+                lambda s, *x: self._on_all_devices([y.reshape(-1) for y in x], s), structs, *parts
+            )
+        return self.passes.wait(self._settle(*self._meet((norms, losses)), reports, unreadable))
 
     @cached_property
     def _tied_zeros(self) -> Any:
-        table = self.programs[self.graph.sink].sums["llm"]["embed"]
+        table = self.programs[self._losses["llm"]].sums["llm"]["embed"]
         return jax.jit(lambda: zeros_like(table), out_shardings=jax.tree.map(lambda x: x.sharding, table))
 
     def _on_all_devices(self, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -449,15 +468,18 @@ class PipelineExecutor:
         return jax.make_array_from_single_device_arrays((self.mesh.size * len(zeros),), self.per_device, local)
 
     def _settle_step(
-        self, norms: jax.Array, loss: LossSums, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
+        self, norms: jax.Array, losses: dict[str, Any], reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
     ) -> tuple[StepReport, jax.Array]:
-        """Report the step, and whether it may update. norms: squares `[devices]`; loss: `[devices * n]` each."""
+        """Report the step, and whether it may update. norms: squares `[devices]`; losses: `[devices * n]` each."""
         norm = jnp.sqrt(jnp.sum(norms * self._counts))
-        # Only the last stage's devices have the losses.
-        loss = jax.tree.map(lambda x: x.reshape(self.mesh.size, -1)[self._sink_device], loss)
-        sums = Accumulated(gradients={}, **loss._replace(not_finite=loss.not_finite[0])._asdict())
+        # Only the devices of the stages that make them have the losses.
+        by_device = jax.tree.map(lambda x: x.reshape(self.mesh.size, -1), losses)
+        losses = {tower: jax.tree.map(itemgetter(self._loss_devices[tower]), loss) for tower, loss in by_device.items()}
+        loss = losses.pop("llm")
+        sums = Accumulated(gradients={}, **loss._replace(not_finite=loss.not_finite[0])._asdict(), images=losses)
         report = report_step(sums, norm, reports, unreadable)
-        return report, is_valid(report, loss.weight.sum())
+        patches = sum(count for _, count in losses.values())
+        return report, is_valid(report, loss.weight.sum() + patches)
 
     def _update_stage(
         self, number: int, state: TrainState, sums: Params, hyper: Hyperparameters, norm: Any, valid: Any
@@ -472,11 +494,11 @@ class PipelineExecutor:
 
     def owners(self, batch: StagedBatch) -> np.ndarray:
         """Return every token's sample, of all rows."""
-        sink = self.graph.sink
+        last = self._losses["llm"]
         # Every process bisects the same rows, so each needs the samples of all.
-        owner = batch[sink].owner
-        if not self.local[sink]:
-            owner = without_shards(owner.shape, owner.dtype, tokens_sharding(self.stages[sink].mesh, self.rules))
+        owner = batch[last].owner
+        if not self.local[last]:
+            owner = without_shards(owner.shape, owner.dtype, tokens_sharding(self.stages[last].mesh, self.rules))
         self._walks += 1
         return np.asarray(self._meet(move_array(owner, replicated(self.mesh), (self._walks, "owners"))))
 
@@ -485,7 +507,7 @@ class PipelineExecutor:
         state: PipelineState,
         batch: StagedBatch,
         rows: np.ndarray,
-        weight: jax.Array,
+        weight: Mapping[str, jax.Array],
         noise: np.ndarray | None,
     ) -> bool:
         """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
@@ -510,8 +532,8 @@ class PipelineExecutor:
         for batch in batches:
             put = self.put(batch)
             # Twice, since sums of a first microbatch and of a later one are two programs.
-            weight, weighed, unreadable = self.weigh_batches([put, put], reports)
-            gradients = self.gradients(state, self.zeros(), weighed, weight, noise)
+            weights, weighed, unreadable = self.weigh_batches([put, put], reports)
+            gradients = self.gradients(state, self.zeros(), weighed, weights, noise)
         # The update is lowered and not run, which would give the state's buffers away.
         self._settle_gradients(gradients, reports, unreadable)
         for number, (_, _, mesh) in enumerate(self.stages):
@@ -521,7 +543,7 @@ class PipelineExecutor:
             self.updates[number].lower(state.stages[number], gradients.sums[number], hyper, *scalars).compile()
         self.parts(state)  # moments in host memory are loaded by programs of their own
         if self._tied is not None and not self._tied_is_frozen:
-            if self.local[self.graph.sink]:
+            if self.local[self._losses["llm"]]:
                 self._tied_zeros()
             self.from_parts(state.stages)
 

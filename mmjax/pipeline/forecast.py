@@ -10,7 +10,7 @@ import numpy as np
 from mmjax.autotune.forecast import needed_flops, visited_on_device
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import ActivationTracer, profiled_shapes
-from mmjax.config import Config
+from mmjax.config import Config, UnetConfig
 from mmjax.config.training import unit_devices
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
@@ -18,6 +18,7 @@ from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.errors import UserError
 from mmjax.pipeline.stage_plan import device_batch, plan_stages, shard_stages
+from mmjax.planning.flops import frozen_modules
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding
 from mmjax.planning.remat import MemoryLimit, StagePlan
@@ -25,6 +26,7 @@ from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
 from mmjax.planning.step_time import ClusterRun, Speed
+from mmjax.planning.unet import unet_saved_bytes
 from mmjax.planning.work import resolve_attention, row_work
 from mmjax.runtime.units import units_topology
 
@@ -122,7 +124,7 @@ def _fill(
     config: Config, layout: RankLayout, index: LengthIndex, microbatches: Sequence[MicrobatchPlan]
 ) -> dict[str, float]:
     """Return the useful share of each tower's positions."""
-    names = ("llm", *config.model.encoders)
+    names = ("llm", *config.model.item_modules)
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
     positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
     return dict(zip(names, (useful / positions).tolist(), strict=True))
@@ -136,10 +138,17 @@ def _place_stages(
     tracer = ActivationTracer(replace(config, model=model))
     activation = ACTIVATION[config.training.precision]
     unsaved = {}
-    for k, tower in enumerate(("llm", *model.encoders)):
+    for k, (tower, module) in enumerate({"llm": model.llm, **model.item_modules}.items()):
         length = max(shape.lengths[k] for shape in layout.shapes)
-        saved = tracer.saved_bytes(tower, 1, [length])[0]["none"].device
-        unsaved[tower] = saved / row_work(model, {tower: (1, length)})[tower].positions
+        work = row_work(model, {tower: (1, length)})[tower]
+        if isinstance(module, UnetConfig):
+            frozen = frozen_modules(model)
+            saved = unet_saved_bytes(
+                replace(module, remat="none"), work.tokens // module.queries, activation, tower not in frozen
+            )[0]
+        else:
+            saved = tracer.saved_bytes(tower, 1, [length])[0]["none"].device
+        unsaved[tower] = saved / max(work.positions, 1)
     runs = []
     for sharded, plan in zip(shard_stages(config), plans, strict=True):
         mesh = dict(sharded.mesh.shape)
@@ -170,7 +179,7 @@ def _time_step(
     """Estimate the seconds of a step's passes on every stage, and of a mean microbatch's transfers."""
     model = resolve_attention(config.model, runs[0].machine.speed.rates, layout.topology.context)
     ranks = {run.tower: run.ranks for run in runs}
-    towers = ("llm", *model.encoders)
+    towers = ("llm", *model.item_modules)
     totals = [layout.topology.ranks * rows for rows in layout.rows]
     graph = unit_graph(config)
     seconds = np.zeros((2, len(runs), len(microbatches)))
@@ -183,8 +192,8 @@ def _time_step(
             return device_batch(config, layout, rows, microbatch.shape)
 
         for n, run in enumerate(runs):
-            # The LLM's devices exchange encoders' tokens among them.
-            here = ranks | dict.fromkeys(model.encoders, run.shards) if run.tower == "llm" else ranks
+            # The LLM's devices exchange the tokens of encoders and generators among them.
+            here = ranks | dict.fromkeys(model.item_modules, run.shards) if run.tower == "llm" else ranks
             seconds[:, n, i] = pass_seconds(model, run, replace(on_device(here), pairs=pairs))
         batch = on_device(ranks)
         transfers[:, i] = [edge_seconds(model, runs[a], runs[b], batch) for a, b in graph.edges]

@@ -22,7 +22,7 @@ from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Activations, Stage, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, replicated
-from mmjax.pipeline.stages import LossSums, Residuals, StageProgram
+from mmjax.pipeline.stages import LossSums, Report, Residuals, StageProgram
 from mmjax.pipeline.transfer import move_array, without_shards
 from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import total_order
@@ -60,9 +60,18 @@ def trained_activations(stages: Sequence[Stage]) -> frozenset[str]:
         abstract = stage.select(stage.model.abstract)
         trainable = partition(abstract, stage.model.frozen & modules_of(abstract))[0]
         # A connector's tokens go to the LLM: what goes into the encoder's next layer is none of its making.
-        connector = trainable.pop("connectors", {})
-        layers = bool(jax.tree.leaves(trainable)) or not trained.isdisjoint(stage.inputs)
-        trained |= {name for name in stage.outputs if layers or (connector and name != stage.layers_output)}
+        connector = trainable.pop("connectors", {}) if stage.tower != "llm" else {}
+        layers = bool(jax.tree.leaves(trainable))
+        if stage.generates:
+            # Layers attend the condition; what time makes of images depends on the generator alone.
+            x, images, condition = stage.passed(stage.stop)
+            condition_mlp = "condition_mlp" in trainable.get("generators", {}).get(stage.tower, {})
+            conditioned = connector or condition_mlp or not trained.isdisjoint((stage.tower, stage.inputs[-1]))
+            outputs = {x: layers or conditioned, images: layers, condition: conditioned}
+            trained |= {name for name, is_trained in outputs.items() if is_trained}
+        else:
+            reached = layers or not trained.isdisjoint(stage.inputs)
+            trained |= {name for name in stage.outputs if reached or (connector and name != stage.layers_output)}
     return frozenset(trained)
 
 
@@ -76,7 +85,7 @@ class Gradients:
         self.input_shapes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], Any]]] = {}  # and dtypes
         self.output_gradients: dict[tuple[int, int], Activations] = defaultdict(dict)
         self.residuals: dict[tuple[int, int], Residuals] = {}
-        self.loss: LossSums | None = None
+        self.reports: dict[int, Any] = {}  # of the losses, by the stage that makes each
         self.in_flight: Counter[int] = Counter()  # by stage: the most residuals at a time
 
 
@@ -116,8 +125,11 @@ class Passes:
             )
             for placed in stages
         ]
-        last = replicated(stages[self.graph.sink].mesh)
-        self._merge_loss = jax.jit(_merge_loss, out_shardings=last, donate_argnums=0)
+        self._merge_reports = {
+            n: jax.jit(_merge_reports, out_shardings=replicated(placed.mesh), donate_argnums=0)
+            for n, placed in enumerate(stages)
+            if placed.stage.makes_loss
+        }
         self._structs: dict[Any, dict[str, jax.ShapeDtypeStruct]] = {}  # of outputs by stage and shapes of inputs
         # This process's passes with the seconds of the wall clock at their start and end, where somebody wants them.
         self.times: list[tuple[Action, float, float]] | None = None
@@ -141,14 +153,14 @@ class Passes:
         parameters: Sequence[tuple[Params, Params]],
         sums: Sequence[Params],
         batches: Sequence[StagedBatch],
-        weight: jax.Array,
+        weights: Mapping[str, jax.Array],
         noise: np.ndarray | None,
         step: int,
     ) -> Gradients:
         """Add up the gradients of a step's microbatches; donates `sums`.
 
-        parameters: trainable and frozen ones, by stage. weight: of the step's loss, on the last stage. step: names the
-        step's transfers, by the same number in all processes.
+        parameters: trainable and frozen ones, by stage. weights: of the step's losses, by tower, on the stage that
+        makes each. step: names the step's transfers, by the same number in all processes.
         """
         run = Gradients(sums, step)
         for position, action in enumerate(self.order(len(batches))):
@@ -160,7 +172,7 @@ class Passes:
                 self.wait(arrivals)  # a pass starts when it has its inputs
             start = self._waited
             if action.kind == "forward":
-                self.forward(run, action, parameters[number], batch[number], weight, noise)
+                self.forward(run, action, parameters[number], batch[number], weights, noise)
             else:
                 self.backward(run, action, parameters[number], batch[number])
             if timed:
@@ -212,7 +224,7 @@ class Passes:
         action: Action,
         parameters: tuple[Params, Params],
         batch: TextBatch | ItemBatch,
-        weight: jax.Array,
+        weights: Mapping[str, jax.Array],
         noise: np.ndarray | None,
     ) -> None:
         """Run a stage's forward pass, if it is here, and send its output; the last stage's backward pass is with it."""
@@ -221,39 +233,55 @@ class Passes:
         # Popped: an array that was sent or used up is dropped as soon as the devices are done with it.
         inputs = run.inputs.pop((number, microbatch), {})
         run.input_shapes[number, microbatch] = {name: (x.shape, x.dtype) for name, x in inputs.items()}
-        if program.computes_loss:
+        placed = self.stages[number].stage
+        weight = weights[placed.tower] if placed.makes_loss else None
+        if program.is_sink:
             gradients: Activations = {}
             if self.local[number]:
-                run.sums[number], gradients, loss = self.wait(
+                run.sums[number], gradients, report = self.wait(
                     program.forward_backward(*parameters, run.sums[number], inputs, batch, noise, weight)
                 )
-                run.loss = loss if run.loss is None else self._merge_loss(run.loss, loss)
+                self._add_report(run, number, report)
             self._send_gradients(run, action, gradients)
             return
         # Of what a stage of other processes makes only the shape is known here, and a transfer is planned by that.
         if not self.local[number]:
-            structs = self._output_structs(number, parameters, inputs, batch, noise)
+            structs = self._output_structs(number, parameters, inputs, batch, noise, weight)
             outputs = {name: without_shards(x.shape, x.dtype, program.layouts[name]) for name, x in structs.items()}
         elif program.has_backward:
-            outputs, residuals = self.wait(program.forward(*parameters, inputs, batch, noise))
+            outputs, residuals, report = self.wait(program.forward(*parameters, inputs, batch, noise, weight))
+            self._add_report(run, number, report)
             run.residuals[number, microbatch] = residuals
             count = sum(stage == number for stage, _ in run.residuals)
             run.in_flight[number] = max(run.in_flight[number], count)
         else:
-            outputs = self.wait(program.forward_only(merge(*parameters), inputs, batch, noise))
+            outputs, report = self.wait(program.forward_only(merge(*parameters), inputs, batch, noise, weight))
+            self._add_report(run, number, report)
         for name in self.stages[number].stage.outputs:
             consumer = self.consumer[name]
             arrived = move_array(outputs[name], self.programs[consumer].layouts[name], (run.step, *action, name))
             run.inputs[consumer, microbatch][name] = arrived
 
+    def _add_report(self, run: Gradients, number: int, report: Report) -> None:
+        """Add a microbatch's report of a loss, if the stage makes one, to those before."""
+        if report is not None:
+            total = run.reports.get(number)
+            run.reports[number] = report if total is None else self._merge_reports[number](total, report)
+
     def _output_structs(
-        self, number: int, parameters: tuple[Params, Params], inputs: Activations, batch: Any, noise: np.ndarray | None
+        self,
+        number: int,
+        parameters: tuple[Params, Params],
+        inputs: Activations,
+        batch: Any,
+        noise: np.ndarray | None,
+        weight: jax.Array | None,
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of what a stage of other processes makes."""
-        operands = (merge(*parameters), inputs, batch, noise)
+        operands = (merge(*parameters), inputs, batch, noise, weight)
         key = (number, tuple(x.shape for x in jax.tree.leaves((inputs, batch))))
         if key not in self._structs:
-            self._structs[key] = self.programs[number].forward_only.eval_shape(*operands)
+            self._structs[key] = self.programs[number].forward_only.eval_shape(*operands)[0]
         return self._structs[key]
 
     def backward(
@@ -262,7 +290,7 @@ class Passes:
         """Run a stage's backward pass, if it has one and is here, and send the gradients of its inputs."""
         _, number, microbatch = action
         program = self.programs[number]
-        if program.computes_loss or not program.has_backward:
+        if program.is_sink or not program.has_backward:
             return  # done with the forward pass, or nothing to do
         # The residuals are gone after this: what a stage holds is what its schedule has in flight.
         gradients: Activations = {}
@@ -290,7 +318,9 @@ class Passes:
                 run.output_gradients[producer, microbatch][name] = arrived
 
 
-def _merge_loss(total: LossSums, loss: LossSums) -> LossSums:
+def _merge_reports(total: LossSums | jax.Array, loss: LossSums | jax.Array) -> LossSums | jax.Array:
+    if not isinstance(total, LossSums):
+        return total + loss
     worst = highest_losses(
         jnp.concatenate([total.worst_samples, loss.worst_samples]),
         jnp.concatenate([total.worst_losses, loss.worst_losses]),

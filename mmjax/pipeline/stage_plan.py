@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from mmjax.autotune.memory_plan import ActivationTracer
-from mmjax.config import Config, DecoderConfig, Remat
+from mmjax.config import Config, DecoderConfig, Generator, Remat, UnetConfig
+from mmjax.config.model import towers_of
 from mmjax.config.towers import Encoder
 from mmjax.config.training import unit_devices
 from mmjax.console import size
@@ -27,7 +28,7 @@ from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model, Stage, modules_of, partition
 from mmjax.parallel.sharding import AXES, CONTEXT, TENSOR, ShardingRules, row_ranks, sharding
 from mmjax.pipeline.passes import trained_activations
-from mmjax.planning.flops import layer_policies, recompute_flops, stage_flops
+from mmjax.planning.flops import frozen_modules, layer_policies, recompute_flops, stage_flops
 from mmjax.planning.memory import (
     ACTIVATION,
     LOADED,
@@ -43,6 +44,7 @@ from mmjax.planning.memory import (
     reordered_elements,
     sent_slots,
     token_bytes,
+    unet_bytes,
 )
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, StagePlan, choose_policies
 from mmjax.planning.schedules import Schedule, list_stages, make_schedule, schedule_name, stage_cuts, unit_graph
@@ -75,7 +77,7 @@ def shard_stages(config: Config) -> list[ShardedStage]:
     model = Model.build(config.model, jnp.dtype(config.training.precision), cuts)
     stages = {
         (tower, stage.start): stage
-        for tower in ("llm", *config.model.encoders)
+        for tower in ("llm", *config.model.item_modules)
         for stage in model.stages(tower, cuts.get(tower, ()))
     }
     placed = [stages[stage.tower, stage.layers.start] for stage in list_stages(config)]
@@ -169,8 +171,9 @@ def _plan_stage(
     rows = _rows_on_device(config, layout, stages, mesh if tower == "llm" else None)
     batch = _longest_batch(config, layout, rows, tower)
     saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
+    unsaved = next(iter(saved.values())).device
     in_flight = schedule.in_flight_bound(number)
-    memory = _fixed_bytes(config, sharded, batch, saved["none"].device, in_flight)
+    memory = _fixed_bytes(config, sharded, batch, unsaved, in_flight)
     memory["messages"] += _deepstack_bytes(config, stages, number, layout, schedule)
     # Without a backward pass nothing is kept of a microbatch.
     microbatches_held = in_flight if sharded.has_backward else 0
@@ -185,7 +188,8 @@ def _plan_stage(
     # Moments in host memory are loaded when activations are gone.
     offloaded = sharded.moments if config.optimizer.offload else 0.0
     update = offloaded + memory["parameters"] + memory["gradients"] + memory["batch"]
-    policies = layer_policies(_towers(config)[tower])[stage.start : stage.stop]
+    unet = isinstance(_towers(config)[tower], UnetConfig)  # which has one policy
+    policies = tuple(saved) if unet else layer_policies(_towers(config)[tower])[stage.start : stage.stop]
     if _towers(config)[tower].remat == "auto":
         fixed = sum(memory.values())
         layers = {tower: stage.stop - stage.start}
@@ -216,8 +220,8 @@ def _plan_stage(
     )
 
 
-def _towers(config: Config) -> dict[str, DecoderConfig | Encoder]:
-    return {"llm": config.model.llm, **config.model.encoders}
+def _towers(config: Config) -> dict[str, DecoderConfig | Encoder | Generator]:
+    return {"llm": config.model.llm, **config.model.item_modules}
 
 
 def _longest_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], tower: str) -> DeviceBatch:
@@ -236,7 +240,7 @@ def device_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], sh
         pairs["llm"] = whole_rows["llm"].pairs / context
     return DeviceBatch(
         shape=dict(zip(rows, zip(rows.values(), lengths, strict=True), strict=True)),
-        widths=dict(zip(config.model.encoders, shape.widths, strict=True)),
+        widths=dict(zip(config.model.item_modules, shape.widths, strict=True)),
         peers=layout.topology.peers,
         context=context,
         pairs=pairs,
@@ -246,14 +250,27 @@ def device_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], sh
 def _saved_bytes(
     config: Config, tower: str, batch: DeviceBatch, parts: int, tracer: ActivationTracer
 ) -> dict[Remat, SavedBytes]:
-    """Return the bytes that a layer saves of one microbatch on a device, by policy. parts: of tensor parallelism."""
+    """Return the bytes that a layer saves of one microbatch on a device, by policy. parts: of tensor parallelism.
+
+    The first policy is none, but of a UNet, which is one layer, its own.
+    """
     rows, length = batch.shape[tower]
+    if isinstance(unet := _towers(config)[tower], UnetConfig):
+        return {unet.remat: SavedBytes(_unet_bytes(config, batch)[0])}
     positions = row_work(config.model, batch.shape)[tower].positions
     activation = ACTIVATION[config.training.precision]
     return {
         policy: divide_by_tensor_parallelism(bytes_, _towers(config)[tower], policy, positions, activation, parts)
         for policy, bytes_ in tracer.saved_bytes(tower, rows, [length])[0].items()
     }
+
+
+def _unet_bytes(config: Config, batch: DeviceBatch) -> tuple[float, float]:
+    """Count the bytes that a UNet keeps of one microbatch, and those of its largest block's backward pass."""
+    frozen = frozen_modules(config.model)
+    activation = ACTIVATION[config.training.precision]
+    saved, peaks = unet_bytes(config.model, row_work(config.model, batch.shape), frozen, activation)
+    return saved, sum(peaks)
 
 
 def _fixed_bytes(
@@ -269,27 +286,36 @@ def _fixed_bytes(
     positions = row_work(config.model, batch.shape)[tower].positions
     parts = mesh.shape[TENSOR]
     sharding = ModelSharding(mesh.shape["fsdp"] * mesh.shape[CONTEXT] * parts, parts, parts)
-    computes_loss = tower == "llm" and stage.last
+    is_sink = stage.makes_loss and not stage.sends_states
+    unet = isinstance(_towers(config)[tower], UnetConfig)
     # Gradients of scanned stacks are added to their sums layer by layer, the others behind the backward pass.
     gradients = trainable - sharded.scanned
     copies = transient = tokens = 0.0
-    if sharded.has_backward:
+    if sharded.has_backward and unet:
+        copies = gradients + (0.0 if activation == MASTER else activation / MASTER * trainable)
+        transient = _unet_bytes(config, batch)[1]
+    elif sharded.has_backward:
         reordered = reordered_elements(_towers(config)[tower], stage.stop - stage.start, sharding, tower)
         # Computing in float32 needs no cast copy. The last stage's matrices are reordered before they are cast.
         cast = 0.0 if activation == MASTER else activation / MASTER * sharded.scanned
-        copies = gradients + cast + (MASTER if computes_loss else activation) * reordered
+        copies = gradients + cast + (MASTER if is_sink else activation) * reordered
         transient = layer_backward_bytes(config.model, tower, unsaved, positions, sharding, activation)
-        if tower != "llm" and stage.last:
-            tokens = in_flight * token_bytes(config.model, tower, batch, activation)
-    if computes_loss:
+    # A connector stands behind its encoder, or before its generator.
+    if sharded.has_backward and tower != "llm" and (stage.first if stage.generates else stage.last):
+        tokens = in_flight * token_bytes(config.model, tower, batch, activation)
+    if stage.makes_loss and not stage.generates:
         loss = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
         transient = max(transient, loss - copies)  # which backward makes when the loss is done with
-    # Tables that say which tokens are sent lie where the exchange is, and not with the encoders.
+    # Tables that say which tokens are sent lie where the exchange is, and not with encoders and generators.
     alone, tables = replace(batch, widths={}), 0
-    if stage.encoders:
-        tables = 4 * sum(sent_slots(config.model, batch).values())
+    if exchanged := (*stage.encoders, *stage.sends_states):
+        exchanging = replace(batch, widths={name: batch.widths[name] for name in exchanged})
+        tables = 4 * sum(sent_slots(config.model, exchanging).values())
         # Encoders' tokens are exchanged before copies are made, and their gradients when the layers are done with.
-        transient = max(transient, exchange_bytes(config.model, batch, activation) - copies)
+        transient = max(transient, exchange_bytes(config.model, exchanging, activation) - copies)
+    # Activations that arrive and leave, for every microbatch in flight one; of a UNet the states that it takes.
+    width = _towers(config)[tower].width if not unet else config.model.llm.width
+    messages = positions if not unet else row_work(config.model, batch.shape)[tower].tokens
     return {
         "parameters": trainable + activation / MASTER * sharded.frozen,
         "gradients": trainable,
@@ -297,8 +323,7 @@ def _fixed_bytes(
         # Weights cast for the computation and reordered, and a microbatch's gradients.
         "copies": copies,
         "batch": LOADED * config.batch.microbatches * (batch_bytes(config.model, alone, tower) + tables),
-        # Activations that arrive and leave, for every microbatch in flight one.
-        "messages": 2 * in_flight * positions * _towers(config)[tower].width * activation,
+        "messages": 2 * in_flight * messages * width * activation,
         "tokens": tokens,
         "transient": transient,
     }
@@ -316,7 +341,7 @@ def _deepstack_bytes(
         source = stages[producers[name]]
         tower = source.stage.tower
         # Beside activations and the embeddings of an encoder's tokens.
-        if tower not in (stage.tower, name):
+        if stage.tower == "llm" and tower not in (stage.tower, name):
             shape = _longest_batch(config, layout, rows, tower).shape
             made_on, added_on = (row_ranks(m, RULES.token_rows) for m in (source.mesh, mesh))
             tokens = row_work(config.model, shape)[tower].tokens * made_on / added_on
@@ -334,7 +359,7 @@ def _rows_on_device(
     totals = [layout.topology.ranks * rows for rows in layout.rows]
     return {
         name: total // row_ranks(meshes[name], RULES.rows if name == "llm" else RULES.item_rows)
-        for name, total in zip(("llm", *config.model.encoders), totals, strict=True)
+        for name, total in zip(("llm", *config.model.item_modules), totals, strict=True)
     }
 
 
@@ -372,9 +397,10 @@ def _recompute_seconds(config: Config, tower: str, policy: Remat, batch: DeviceB
     measured = speed.layer(tower, batch.shape[tower])
     if measured and policy in measured:  # offloading is timed only where it may be chosen
         return measured[policy] - measured["none"]
-    towers = _towers(config)
+    if isinstance(module := _towers(config)[tower], UnetConfig):
+        return 0.0  # its policy is its config's
     work = row_work(config.model, batch.shape)[tower]
-    return recompute_flops(towers[tower], work, policy) / speed.rates.flops
+    return recompute_flops(module, work, policy) / speed.rates.flops
 
 
 def simulate_stages(config: Config, plans: Sequence[StagePlan]) -> Timeline:
@@ -390,11 +416,12 @@ def simulate_stages(config: Config, plans: Sequence[StagePlan]) -> Timeline:
 def memory_plan_of(config: Config, plans: Sequence[StagePlan], limit: MemoryLimit, loss_chunks: int) -> MemoryPlan:
     """Return the run's memory plan: the policies of all towers, and the bytes of the fullest stage."""
     fullest = max(plans, key=lambda plan: plan.bytes)
-    towers = _towers(config)
-    policies: dict[str, tuple[Remat, ...]] = dict.fromkeys(towers, ())
+    policies: dict[str, tuple[Remat, ...]] = dict.fromkeys(towers_of(config.model), ())
     # A tower's stages, by their layers, have the policies of the whole tower.
     for plan in sorted(plans, key=lambda plan: plan.layers.start):
-        policies[plan.name.partition("[")[0]] += plan.policies
+        tower = plan.name.partition("[")[0]
+        if tower in policies:  # a UNet has no layers
+            policies[tower] += plan.policies
     fixed = {kind: n for kind, n in fullest.memory.items() if kind != "activations"}
     return MemoryPlan(
         policies=policies,

@@ -1,4 +1,4 @@
-"""Compile the programs of one pipeline stage: forward, backward, and both with the loss where the pipeline ends.
+"""Compile the programs of one pipeline stage: forward, backward, and both in one where the pipeline ends.
 
 Forward returns what backward needs as residuals, without what backward is given again: parameters and batch. So a
 microbatch in flight costs its activations, as the remat policies of the stage's layers leave them, and no copy of a
@@ -27,7 +27,9 @@ from mmjax.parallel.sharding import (
     sharding,
     tokens_sharding,
 )
-from mmjax.runtime.losses import losses_in_chunks, step_loss, worst_samples
+from mmjax.runtime.losses import image_loss, losses_in_chunks, step_loss, worst_samples
+
+LOSS = "llm.loss"  # of the LLM's last stage, beside what it sends on to a generator
 
 
 class LossSums(NamedTuple):
@@ -38,6 +40,10 @@ class LossSums(NamedTuple):
     worst_samples: jax.Array  # int32 [MAX_WORST]
     worst_losses: jax.Array  # float32 [MAX_WORST]
     not_finite: jax.Array  # int32 []
+
+
+# Of a stage's loss: of the LLM's, or a generator's as `image_sums` makes it; None where a stage makes no loss.
+Report = LossSums | jax.Array | None
 
 
 @jax.tree_util.register_pytree_node_class
@@ -74,7 +80,7 @@ class Residuals:
 
 
 class StageProgram:
-    """The programs of a stage on its own mesh. `computes_loss`: it is the pipeline's last."""
+    """The programs of a stage on its own mesh. `is_sink`: it is the pipeline's last."""
 
     def __init__(
         self,
@@ -98,7 +104,7 @@ class StageProgram:
         self.sources = sources
         self.exchange = exchange
         self.loss_chunks = loss_chunks
-        self.computes_loss = stage.tower == "llm" and stage.last
+        self.is_sink = stage.makes_loss and not stage.sends_states
         abstract = stage.select(model.abstract)
         axes = stage.select(model.axes)
         shardings = jax.tree.map(
@@ -133,32 +139,62 @@ class StageProgram:
         of_text = tokens_sharding(mesh, rules)
         names = (*stage.inputs, *stage.outputs)
         self.layouts = {name: of_text if name.startswith("llm.") else encoded for name in names}
-        outputs = None if self.computes_loss else {name: self.layouts[name] for name in stage.outputs}
         on_all = replicated(mesh)
+        report = None if not stage.makes_loss else on_all if stage.generates else LossSums(*[on_all] * 5)
+        outputs = {} if self.is_sink else {name: self.layouts[name] for name in stage.outputs}
         sums = jax.tree.map(lambda x: x.sharding, self.sums)
         self.zeros = jax.jit(lambda: zeros_like(self.sums), out_shardings=sums)
         self.reduce = jax.jit(self._reduce, out_shardings=self.shardings[0], donate_argnums=0)
         jit = partial(jax.jit, compiler_options=compiler_options or None)
         self.forward = jit(self._forward)
-        self.forward_only = jit(self._outputs, out_shardings=outputs)
+        self.forward_only = jit(self._forward_only, out_shardings=(outputs, report))
         # Gradients of inputs lie as the inputs do: the way back is the way there.
         inputs = {name: self.layouts[name] for name in sorted(self.gradient_inputs)}
         self.backward = jit(self._backward, donate_argnums=2, out_shardings=(sums, inputs))
-        report = LossSums._make(on_all for _ in LossSums._fields)
         self.forward_backward = jit(self._forward_backward, donate_argnums=2, out_shardings=(sums, inputs, report))
 
-    def _outputs(
+    def _run(
         self,
         params: Params,
         inputs: Activations,
         batch: TextBatch | ItemBatch,
         noise: jax.Array | None,
+        weight: jax.Array | None,
         sums: Params | None = None,
-    ) -> Activations | tuple[jax.Array, jax.Array]:
-        """Run the stage; the last one returns the operands of the logits. sums: of scanned stacks' gradients."""
+    ) -> tuple[Activations, Report]:
+        """Run the stage; return what it makes, a loss among it, and the loss's report.
+
+        weight: of the whole step's loss. sums: of scanned stacks' gradients.
+        """
+        operands = params, inputs, batch, noise, sums
         with activations_on(self.mesh, self.rules, self.exchange):
-            run = self.stage.hidden_and_table if self.computes_loss else self.stage
-            return run(params, inputs, batch, noise, sums)
+            if not self.stage.makes_loss:
+                return self.stage(*operands), None
+            if self.stage.generates:
+                (error,) = self.stage(*operands).values()
+                name = self.stage.tower
+                loss, images = image_loss({name: error[..., 0]}, {name: batch}, {name: weight}, self.stage.model.config)
+                return {LOSS: loss}, images[name]
+            hidden, table = self.stage.hidden_and_table(*operands)
+            if self.is_sink:
+                loss, report = self._text_loss(hidden, table, batch, weight)
+                return {LOSS: loss}, report
+            # Logits are as large as nothing else: they are made again in backward, and not kept until then.
+            loss, report = jax.checkpoint(self._text_loss)(hidden, table, batch, weight)
+            return self.stage.query_states(hidden, batch) | {LOSS: loss}, report
+
+    def _text_loss(
+        self, hidden: jax.Array, table: jax.Array, batch: TextBatch, weight: jax.Array
+    ) -> tuple[jax.Array, LossSums]:
+        losses = losses_in_chunks(hidden, table, batch, self.loss_chunks, self.stage.model.config.llm.logit_cap)
+        total, by_source, weights = step_loss(losses, batch, weight, self.sources)
+        return total, LossSums(by_source, weights, *worst_samples(jax.lax.stop_gradient(losses), batch))
+
+    def _forward_only(
+        self, params: Params, inputs: Activations, batch: Any, noise: jax.Array | None, weight: jax.Array | None
+    ) -> tuple[Activations, Report]:
+        outputs, report = self._run(params, inputs, batch, noise, weight)
+        return {name: x for name, x in outputs.items() if name != LOSS}, report
 
     def _sum_struct(self, path: Any, p: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtypeStruct:
         """Return shape and sharding of the sum of a parameter's gradients, with one for every rank of `data`."""
@@ -194,24 +230,32 @@ class StageProgram:
         return self._copies(jax.tree_util.tree_map_with_path(cast, trainable)), frozen
 
     def _forward(
-        self, trainable: Params, frozen: Params, inputs: Activations, batch: Any, noise: jax.Array | None
-    ) -> tuple[Activations, Residuals]:
+        self,
+        trainable: Params,
+        frozen: Params,
+        inputs: Activations,
+        batch: Any,
+        noise: jax.Array | None,
+        weight: jax.Array | None,
+    ) -> tuple[Activations, Residuals, Report]:
         trainable, frozen = self._operands(trainable, frozen)
         differentiated, constants = self._split(inputs)
         scanned, rest = split_scanned(trainable)
         # They stand for the sums that backward is given, and are in no program.
         sums = zeros_like(split_scanned(self.sums)[0])
 
-        def run(rest: Params, differentiated: Activations, sums: Params) -> tuple[Activations, Activations]:
+        def run(rest: Params, differentiated: Activations, sums: Params) -> tuple[Activations, Any]:
             params = merge(merge(rest, scanned), frozen)
-            return self._split(self._outputs(params, differentiated | constants, batch, noise, sums))
+            outputs, report = self._run(params, differentiated | constants, batch, noise, weight, sums)
+            trained, untrained = self._split(outputs)
+            return trained, (untrained, report)
 
         # What a frozen encoder's layers pass on has no gradient, though its connector's tokens may have one.
-        outputs, vjp, others = jax.vjp(run, rest, differentiated, sums, has_aux=True)
+        outputs, vjp, (others, report) = jax.vjp(run, rest, differentiated, sums, has_aux=True)
         # Outputs lie as transfers are planned; residuals lie as the layers leave them.
-        outputs = outputs | others
+        outputs = {name: x for name, x in (outputs | others).items() if name != LOSS}
         outputs = jax.lax.with_sharding_constraint(outputs, {name: self.layouts[name] for name in outputs})
-        return outputs, Residuals.of(vjp, (trainable, frozen, batch, sums))
+        return outputs, Residuals.of(vjp, (trainable, frozen, batch, sums)), report
 
     def _backward(
         self,
@@ -226,6 +270,8 @@ class StageProgram:
         # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
         scanned, others = split_scanned(sums)
         vjp = residuals.vjp((trainable, frozen, batch, scanned))
+        if self.stage.makes_loss:
+            output_gradients = output_gradients | {LOSS: jnp.ones(())}
         gradients, differentiated, scanned = vjp(output_gradients)
         return merge(_add(others, gradients), scanned), differentiated
 
@@ -235,24 +281,19 @@ class StageProgram:
         frozen: Params,
         sums: Params,
         inputs: Activations,
-        batch: TextBatch,
+        batch: TextBatch | ItemBatch,
         noise: jax.Array | None,
-        total_weight: jax.Array,
-    ) -> tuple[Params, Activations, LossSums]:
+        weight: jax.Array,
+    ) -> tuple[Params, Activations, Report]:
         trainable = self._copies(trainable)
         differentiated, constants = self._split(inputs)
         scanned, rest = split_scanned(trainable)
         scanned_sums, others = split_scanned(sums)
-        cap = self.stage.model.config.llm.logit_cap
 
-        def loss(rest: Params, differentiated: Activations, sums: Params) -> tuple[jax.Array, LossSums]:
+        def loss(rest: Params, differentiated: Activations, sums: Params) -> tuple[jax.Array, Report]:
             params = merge(merge(rest, scanned), frozen)
-            hidden, table = self._outputs(params, differentiated | constants, batch, noise, sums)
-            with activations_on(self.mesh, self.rules, self.exchange):
-                losses = losses_in_chunks(hidden, table, batch, self.loss_chunks, cap)
-                total, by_source, weight = step_loss(losses, batch, total_weight, self.sources)
-                worst = worst_samples(jax.lax.stop_gradient(losses), batch)
-            return total, LossSums._make((by_source, weight, *worst))
+            outputs, report = self._run(params, differentiated | constants, batch, noise, weight, sums)
+            return outputs[LOSS], report
 
         # Forward and backward are one program: nothing of the last stage is in flight, and its loss needs no residuals.
         (gradients, differentiated, scanned_sums), report = jax.grad(loss, (0, 1, 2), has_aux=True)(
@@ -262,8 +303,9 @@ class StageProgram:
 
     def _split(self, activations: Activations) -> tuple[Activations, Activations]:
         """Split activations into those whose gradient is needed and the others."""
-        differentiated = {name: x for name, x in activations.items() if name in self.trained}
-        return differentiated, {name: x for name, x in activations.items() if name not in self.trained}
+        trained = self.trained | {LOSS}
+        differentiated = {name: x for name, x in activations.items() if name in trained}
+        return differentiated, {name: x for name, x in activations.items() if name not in trained}
 
 
 def zeros_like(structs: Params) -> Params:

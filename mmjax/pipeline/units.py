@@ -10,13 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from mmjax.batch import ItemBatch, Microbatch, TextBatch
+from mmjax.batch import TABLES, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config
 from mmjax.data.plan.step_plan import RankLayout
-from mmjax.models.model import Model
+from mmjax.models.model import Model, Stage
 from mmjax.parallel.sharding import CONTEXT, ShardingRules, rows_sharding, tokens_sharding
 from mmjax.pipeline.passes import PlacedStage, StagedBatch
 from mmjax.planning.schedules import list_stages, stage_cuts
+from mmjax.runtime.device_batch import tables_of, without_tables
 from mmjax.runtime.units import UnitRanks, unit_meshes
 
 
@@ -31,7 +32,7 @@ class TowerRows(NamedTuple):
 def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) -> list[PlacedStage]:
     """Place the stages of a model, built with `stage_cuts`, on the units' meshes."""
     cuts = stage_cuts(config)
-    towers = ("llm", *config.model.encoders)
+    towers = ("llm", *config.model.item_modules)
     stages = {(tower, stage.start): stage for tower in towers for stage in model.stages(tower, cuts.get(tower, ()))}
     meshes = unit_meshes(config, devices)
     return [
@@ -44,9 +45,9 @@ def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str
     """Return which rows of each tower this process packs."""
     topology = layout.topology
     rows = {"llm": TowerRows(ranks.ranks, topology.ranks, layout.rows[0])}
-    for encoder, per_rank in zip(config.model.encoders, layout.rows[1:], strict=True):
+    for module, per_rank in zip(config.model.item_modules, layout.rows[1:], strict=True):
         parts = topology.encoders_per_rank
-        rows[encoder] = TowerRows(ranks.encoder_ranks[encoder], topology.ranks * parts, per_rank // parts)
+        rows[module] = TowerRows(ranks.encoder_ranks[module], topology.ranks * parts, per_rank // parts)
     return rows
 
 
@@ -60,24 +61,29 @@ def put_batch(
     put: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
     batches = []
     for _, stage, mesh in stages:
-        part: TextBatch | ItemBatch
-        if stage.tower == "llm":
-            # Only the stages that take encoders' tokens need the tables that place them.
-            tables = {f: getattr(batch.text, f) for f in ("slots", "send", "spread")}
-            taken = {f: {e: table[e] for e in stage.encoders if e in table} for f, table in tables.items()}
-            part = batch.text._replace(**taken)
-        else:
-            part = batch.items[stage.tower]
-        key = (mesh, stage.tower, stage.encoders)
+        part = select_tables(batch.text, stage) if stage.tower == "llm" else batch.items[stage.tower]
+        key = (mesh, stage.tower, stage.encoders, stage.first, stage.makes_loss)
         if key not in put:
             local = any(device.process_index == jax.process_index() for device in mesh.devices.flat)
-            tower = None if rows is None else rows[stage.tower]
             if local:
+                tower = None if rows is None else rows[stage.tower]
                 put[key] = _put_rows(part, tower, batch_shardings(part, mesh, rules))
             else:
-                put[key] = _row_shapes(part, tower, mesh.shape[CONTEXT])
+                put[key] = _row_shapes(part, stage.tower, rows, mesh.shape[CONTEXT])
         batches.append(put[key])
     return tuple(batches)
+
+
+def select_tables(text: TextBatch, stage: Stage) -> TextBatch:
+    """Leave of a text's tables those that a stage of the LLM reads.
+
+    The stages that take encoders' tokens place them. Of a generator, the first needs the places of queries, the last
+    where their hidden states go.
+    """
+    modules = dict.fromkeys(TABLES, (*stage.encoders, *stage.sends_states))
+    modules["slots"] = (*stage.encoders, *stage.embeds_queries)
+    tables = {name: getattr(text, name) for name in modules}
+    return text._replace(**{n: {m: table[m] for m in modules[n] if m in table} for n, table in tables.items()})
 
 
 def batch_shardings(part: TextBatch | ItemBatch, mesh: Mesh, rules: ShardingRules) -> TextBatch | ItemBatch:
@@ -85,9 +91,9 @@ def batch_shardings(part: TextBatch | ItemBatch, mesh: Mesh, rules: ShardingRule
     if isinstance(part, ItemBatch):
         return jax.tree.map(lambda _: rows_sharding(mesh, rules.item_rows), part)
     of_devices = rows_sharding(mesh, rules.token_rows)
-    tables = jax.tree.map(lambda _: of_devices, {"send": part.send, "spread": part.spread})
+    tables = jax.tree.map(lambda _: of_devices, tables_of(part))
     tokens = tokens_sharding(mesh, rules)
-    return jax.tree.map(lambda _: tokens, part._replace(send={}, spread={}))._replace(**tables)
+    return jax.tree.map(lambda _: tokens, without_tables(part))._replace(**tables)
 
 
 def _put_rows(part: TextBatch | ItemBatch, rows: TowerRows | None, layouts: Any) -> TextBatch | ItemBatch:
@@ -109,13 +115,17 @@ def _put_rows(part: TextBatch | ItemBatch, rows: TowerRows | None, layouts: Any)
     return jax.tree.map(put, part, layouts)
 
 
-def _row_shapes(part: TextBatch | ItemBatch, rows: TowerRows, context: int) -> TextBatch | ItemBatch:
+def _row_shapes(
+    part: TextBatch | ItemBatch, tower: str, rows: Mapping[str, TowerRows], context: int
+) -> TextBatch | ItemBatch:
     """Return the shapes of a tower's batch that lies on other processes. context: devices that share a row."""
 
-    def struct(x: np.ndarray, per_rank: int = rows.per_rank) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((per_rank * rows.ranks, *x.shape[1:]), x.dtype)
+    def struct(x: np.ndarray, module: str = tower, per_rank: int = 0) -> jax.ShapeDtypeStruct:
+        count = (per_rank or rows[module].per_rank) * rows[module].ranks
+        return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
 
     if isinstance(part, ItemBatch):
         return jax.tree.map(struct, part)
-    tables = jax.tree.map(partial(struct, per_rank=context), {"send": part.send, "spread": part.spread})
-    return jax.tree.map(struct, part._replace(send={}, spread={}))._replace(**tables)
+    tables = jax.tree.map(partial(struct, per_rank=context), tables_of(part))
+    tables["condition"] = {name: struct(x, name) for name, x in part.condition.items()}
+    return jax.tree.map(struct, without_tables(part))._replace(**tables)

@@ -375,7 +375,13 @@ def stage_flops(
 
     layers: of the stage. policies: of those that count, all or none: measured times stand for the others.
     """
-    config = towers_of(model)[tower]
+    config = {**towers_of(model), **model.generators}[tower]
+    if isinstance(config, UnetConfig):
+        flops = executed(model, shape, frozen_modules(model))
+        forward, backward, _ = np.add(flops[tower], flops[f"{tower}.connector"])
+        return Flops(forward, backward, flops[tower].attention)
+    if tower == "llm" and model.generators:
+        loss_chunks = max(loss_chunks, 2)  # the loss waits for the generator's backward pass, and makes logits again
     last = layers.stop == config.layers
     part = {"layers": len(policies), "remat": tuple(policies)}
     for kind in ("delta_net", "experts") if tower == "llm" else ():

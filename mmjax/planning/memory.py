@@ -199,7 +199,7 @@ def fixed_bytes(
         layer_backward_bytes(model, tower, saved, work[tower].positions, sharding, activation)
         for tower, saved in layers.items()
     ]
-    images, image_peaks = _unet_bytes(model, work, frozen, activation)
+    images, image_peaks = unet_bytes(model, work, frozen, activation)
     stem_peaks = [
         stem_backward_bytes(encoder, work[name].positions, activation)
         for name, encoder in model.encoders.items()
@@ -236,7 +236,7 @@ def fixed_bytes(
     }
 
 
-def _unet_bytes(
+def unet_bytes(
     model: ModelConfig, work: Mapping[str, Work], frozen: Set[str], activation: int
 ) -> tuple[float, list[float]]:
     """Count the bytes that all UNets keep for backward, and of each those of its largest block's backward pass."""

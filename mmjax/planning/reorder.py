@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from mmjax.config import Config
-from mmjax.config.model import towers_of
+from mmjax.config import Config, UnetConfig
 from mmjax.config.training import unit_devices
 from mmjax.planning.flops import layer_policies, stage_flops
 from mmjax.planning.schedules import ScheduleName, StageGraph, list_stages, make_schedule, schedule_name, unit_graph
@@ -47,12 +46,15 @@ def make_reordering(config: Config, rows: Sequence[int], lengths: Sequence[Seque
 
     rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module.
     """
-    towers = towers_of(config.model)
+    towers = {"llm": config.model.llm, **config.model.item_modules}
     stages = list_stages(config)
     flops = np.zeros((2, len(stages), len(lengths)))
     for number, stage in enumerate(stages):
         unit = config.units[stage.unit]
-        policies = layer_policies(towers[stage.tower])[stage.layers.start : stage.layers.stop]
+        tower = towers[stage.tower]
+        policies = ()
+        if not isinstance(tower, UnetConfig):
+            policies = layer_policies(tower)[stage.layers.start : stage.layers.stop]
         share = dict(zip(towers, rows, strict=True))[stage.tower] * unit.pipeline / unit_devices(unit)
         for k, shape in enumerate(lengths):
             one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}

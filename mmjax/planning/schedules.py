@@ -1,9 +1,10 @@
 """Order the forward and backward passes of a pipeline's stages: GPipe, 1F1B, eager 1F1B and interleaved 1F1B.
 
 Stages form a directed acyclic graph that ends in one stage, the sink, which computes the loss: encoders that do not
-depend on each other run side by side before the LLM (modality parallelism, Cornstarch section 4.1). Each group of
-devices, a worker, runs one stage, or several chunks of layers where the schedule is interleaved (Megatron-LM,
-Narayanan et al. 2021; MMScale section 4.3). All functions are pure, so every process computes the same order.
+depend on each other run side by side before the LLM (modality parallelism, Cornstarch section 4.1), a generator behind
+it, whose backward pass then comes before that of the LLM's last stage. Each group of devices, a worker, runs one stage,
+or several chunks of layers where the schedule is interleaved (Megatron-LM, Narayanan et al. 2021; MMScale section 4.3).
+All functions are pure, so every process computes the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from mmjax.config import Config
-from mmjax.config.model import towers_of
+from mmjax.config.model import layers_of
 from mmjax.config.training import cut_tower, unit_cuts, unit_modules
 
 ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved"]
@@ -34,24 +35,23 @@ class UnitStage(NamedTuple):
 
 def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the layers before which each tower is cut."""
-    towers = towers_of(config.model)
     cuts = {}
     for name, unit in config.units.items():
         tower = cut_tower(unit_modules(name, unit))
-        cuts[tower] = unit_cuts(unit, towers[tower].layers)
+        cuts[tower] = unit_cuts(unit, layers_of(config.model, tower))
     return cuts
 
 
 def list_stages(config: Config) -> list[UnitStage]:
     """List the stages of all units, in the order of their devices."""
-    towers = towers_of(config.model)
     cuts = stage_cuts(config)
     stages = []
     for name, unit in config.units.items():
         modules = unit_modules(name, unit)
         for tower in modules:
             cut = tower == cut_tower(modules)
-            ends = (0, *(cuts[tower] if cut else ()), towers[tower].layers)
+            ends = (0, *(cuts[tower] if cut else ()), layers_of(config.model, tower))
+            beside = unit.pipeline - 1 if tower in config.model.generators else 0
             for number, (start, stop) in enumerate(pairwise(ends)):
                 stages.append(
                     UnitStage(
@@ -60,7 +60,7 @@ def list_stages(config: Config) -> list[UnitStage]:
                         layers=range(start, stop),
                         unit=name,
                         # With virtual stages, stage n and stage n + pipeline are on the same devices.
-                        part=number % unit.pipeline if cut else 0,
+                        part=number % unit.pipeline if cut else beside,
                     )
                 )
     return stages
@@ -145,7 +145,7 @@ class StageGraph:
 
 
 def unit_graph(config: Config) -> StageGraph:
-    """Link every stage of `list_stages` to the next of its tower, and encoders to the LLM's first stage.
+    """Link every stage of `list_stages` to the next of its tower, encoders to the LLM, and the LLM to a generator.
 
     A deepstack's further edges are no constraint: what is added later leaves the encoder before its last layer does.
     """
@@ -155,8 +155,10 @@ def unit_graph(config: Config) -> StageGraph:
     edges = []
     for number, stage in enumerate(stages):
         following = begins.get((stage.tower, stage.layers.stop))
-        if following is None and stage.tower != "llm":
+        if following is None and stage.tower in config.model.encoders:
             following = begins["llm", 0]
+        if following is None and stage.tower == "llm":
+            following = next((begins[name, 0] for name in config.model.generators), None)
         if following is not None:
             edges.append((number, following))
     return StageGraph(tuple(edges), tuple(devices.index((stage.unit, stage.part)) for stage in stages))
@@ -234,25 +236,38 @@ def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
     linked = all(edge in graph.edges for edge in pairwise(chain))
     if not chain or not round_robin or not linked:
         raise ValueError("an interleaved schedule needs equally many chunks of layers on each of its workers, in turn")
+    depth = graph.depths[chain[-1]]
     # Workers take turns in groups of as many microbatches. Where the last group is not full, the turns of those that it
     # lacks are left out, which contradicts no dependency of the others.
     whole = -(-microbatches // len(workers)) * len(workers)
     orders: list[tuple[Action, ...]] = [()] * (max(graph.workers) + 1)
     for rank, worker in enumerate(workers):
-        order = _interleaved_order(chain, rank, len(workers), chunks, whole)
+        order = _interleaved_order(chain, rank, len(workers), chunks, whole, depth)
         orders[worker] = tuple(action for action in order if action.microbatch < microbatches)
     # From the LLM outwards, as an encoder must be as far ahead as the stage that consumes it ever is.
     for stage in reversed(graph.topological):
         if graph.workers[stage] not in chunked:
+            if graph.depths[stage] < depth:
+                # Behind the chain no group of microbatches may wait for the next one's forward passes.
+                groups = (range(i, min(i + len(workers), microbatches)) for i in range(0, microbatches, len(workers)))
+                orders[graph.workers[stage]] = tuple(
+                    action._replace(microbatch=group[action.microbatch])
+                    for group in groups
+                    for action in _one_forward_one_backward([stage], graph.depths[stage], len(group))
+                )
+                continue
             warmup = max((_lead(orders[graph.workers[c]], c) for c in graph.consumers[stage]), default=0)
             orders[graph.workers[stage]] = _one_forward_one_backward([stage], warmup, microbatches)
     return Schedule(graph, microbatches, tuple(orders))
 
 
 def _interleaved_order(
-    chain: Sequence[int], rank: int, workers: int, chunks: int, microbatches: int
+    chain: Sequence[int], rank: int, workers: int, chunks: int, microbatches: int, depth: int
 ) -> tuple[Action, ...]:
-    """Order one worker's chunks: groups of as many microbatches as there are workers, chunk after chunk."""
+    """Order one worker's chunks: groups of as many microbatches as there are workers, chunk after chunk.
+
+    depth: stages behind the last chunk.
+    """
     total = microbatches * chunks
 
     def action(kind: Pass, turn: int) -> Action:
@@ -264,7 +279,7 @@ def _interleaved_order(
         return Action(kind, chain[chunk * workers + rank], microbatch)
 
     # As in Megatron-LM: two more for every worker behind this one, and a whole group for every chunk but the last.
-    warmup = min(total, (workers - rank - 1) * 2 + (chunks - 1) * workers)
+    warmup = min(total, (workers - rank - 1) * 2 + (chunks - 1) * workers + depth)
     order = [action("forward", turn) for turn in range(warmup)]
     for turn in range(total - warmup):
         order += [action("forward", warmup + turn), action("backward", turn)]

@@ -6,11 +6,10 @@ weights, and collectives. Gathering shards hides behind a pass as far as that la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mmjax.config import ModelConfig, Muon, OptimizerConfig, Remat
+from mmjax.config import ModelConfig, Muon, OptimizerConfig, Remat, UnetConfig
 from mmjax.config.generators import Tower
-from mmjax.config.model import towers_of
 from mmjax.planning.flops import frozen_modules, recomputed_attention, stage_flops
 from mmjax.planning.memory import MASTER, DeviceBatch
 from mmjax.planning.step_time import (
@@ -26,6 +25,7 @@ from mmjax.planning.step_time import (
     muon_seconds,
     recomputed_reduces,
 )
+from mmjax.planning.unet import unet_blocks
 from mmjax.planning.work import connector_mlps, row_work
 
 
@@ -54,9 +54,9 @@ class StageRun:
         """Count the parts into which its positions are divided."""
         return self.machine.mesh["data"] * self.machine.parameter_shards
 
-    def config(self, model: ModelConfig) -> Tower:
+    def config(self, model: ModelConfig) -> Tower | UnetConfig:
         """Return the tower's config."""
-        return towers_of(model)[self.tower]
+        return {"llm": model.llm, **model.item_modules}[self.tower]
 
 
 def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tuple[float, float]:
@@ -65,13 +65,16 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     config = stage.config(model)
     rates, parts, fsdp = machine.speed.rates, machine.mesh["tensor"], machine.parameter_shards
     work = row_work(model, batch.shape, batch.pairs)[stage.tower]
+    unet = isinstance(config, UnetConfig)
     measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else stage.policies
     flops = stage_flops(model, stage.tower, stage.layers, counted, batch.shape, machine.loss_chunks, batch.pairs)
     attention = 0.0
     if config.attention in ("flash", "auto"):
-        attention = len(counted) * recomputed_attention(config, work, "full")  # one forward pass of it
+        # One forward pass of it; of a UNet, its share of all.
+        share = flops.forward / flops.total
+        attention = len(counted) * recomputed_attention(config, work, "full") if not unet else share * flops.attention
     forward = rates.seconds(flops.forward, attention) / parts
     backward = rates.seconds(flops.backward, max(0.0, flops.attention - attention)) / parts
     if measured:
@@ -79,27 +82,32 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
         backward += sum(measured[policy] - measured["forward"] for policy in stage.policies) / parts
     # Written in forward; read in backward, with gradients of the same size.
     activations = len(counted) * work.positions * stage.unsaved / parts / rates.memory
+    kernels = len(unet_blocks(config)) if unet else len(counted)
     # Weights are cast for both passes; in backward, gradients of the computation's precision are added to float32 sums.
     # Measured layers were timed with their casts and with writing their gradients.
     elements = stage.trainable / MASTER / rates.memory
     cast = 0 if machine.activation == MASTER or measured else MASTER + machine.activation
     written = 0 if measured else machine.activation
-    forward += len(counted) * FORWARD_KERNELS * rates.launch + activations + cast * elements
-    backward += len(counted) * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
+    forward += kernels * FORWARD_KERNELS * rates.launch + activations + cast * elements
+    backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
     backward += (cast + written + machine.activation + 2 * MASTER) * elements
     # Both passes gather the parameters; backward scatters gradients.
     share = fsdp * machine.activation / MASTER
     gathered = collective_seconds(share * (stage.trainable + stage.frozen), fsdp, parts, machine.cluster)
     scattered = collective_seconds(share * stage.trainable, fsdp, parts, machine.cluster)
-    reduce = all_reduce_seconds(config, work.positions, parts, machine)
-    # The LLM's first ranks send encoders' tokens on to those whose rows they are in.
-    takes_tokens = stage.tower == "llm" and stage.layers.start == 0
-    exchange = exchange_seconds(model, batch, machine) if takes_tokens else 0.0
+    reduce = 0.0 if unet else all_reduce_seconds(config, work.positions, parts, machine)
+    exchange = 0.0
+    if stage.tower == "llm":
+        # The first ranks send encoders' tokens on to those whose rows they are in; the last ones hidden states.
+        first, last = stage.layers.start == 0, stage.layers.stop == config.layers
+        widths = {name: n for name, n in batch.widths.items() if (last if name in model.generators else first)}
+        exchange = exchange_seconds(model, replace(batch, widths=widths), machine) if widths or first else 0.0
     late = context_seconds(model.llm, batch, machine) if stage.tower == "llm" else (0.0, 0.0)
-    forward = max(forward, gathered) + len(stage.policies) * (all_reduces(config) * reduce + late[0]) + exchange
+    reduces = 0 if unet else all_reduces(config)
+    forward = max(forward, gathered) + len(stage.policies) * (reduces * reduce + late[0]) + exchange
     if not stage.has_backward:
         return forward, 0.0
-    reduces = all_reduces(config) * (len(stage.policies) + recomputed_reduces(stage.policies))
+    reduces *= len(stage.policies) + recomputed_reduces(stage.policies)
     waits = len(stage.policies) * late[1] + stage.policies.count("full") * late[0]
     return forward, max(backward, gathered + scattered) + reduces * reduce + waits + exchange
 
@@ -111,8 +119,9 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
     sender's groups share the sending.
     """
     work = row_work(model, batch.shape)[sender.tower]
-    numbers = work.positions * sender.config(model).width
-    if sender.tower != receiver.tower:
+    if sender.tower == receiver.tower:
+        numbers = work.positions * sender.config(model).width
+    else:
         # A generator takes the hidden states of its tokens.
         token_work = row_work(model, batch.shape)[receiver.tower] if sender.tower == "llm" else work
         numbers = token_work.tokens * connector_mlps(sender.config(model)) * model.llm.width
@@ -136,6 +145,7 @@ def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConf
     seconds = (5 * stage.trainable + 2 * stage.moments) / rates.memory
     if optimizer.offload:
         seconds += 2 * stage.moments / rates.host
-    if isinstance(optimizer, Muon) and stage.tower not in frozen_modules(model):
+    unet = isinstance(stage.config(model), UnetConfig)
+    if isinstance(optimizer, Muon) and not unet and stage.tower not in frozen_modules(model):
         seconds += muon_seconds(stage.config(model), len(stage.layers), stage.tower, stage.machine)
     return seconds

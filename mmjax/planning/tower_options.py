@@ -121,6 +121,7 @@ def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 
         if problem.cluster.per_node % costs.tensor:  # a group lies within a node
             continue
         most = min(LLM_STAGES if tower == "llm" else ENCODER_STAGES, len(costs.forward))
+        most = 1 if tower == problem.generator else most
         for stages in range(1, min(most, problem.cluster.devices // costs.tensor) + 1):
             options = stage_options(problem, costs, stages, microbatches, behind, rows)
             if len(options.data):

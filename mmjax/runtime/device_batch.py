@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
+from mmjax.batch import PADDING, TABLES, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Generator
 from mmjax.config.towers import Encoder
 from mmjax.data.loading.context import tokens_on_device
@@ -69,15 +69,27 @@ def _put(
     """Put every array on the devices by `put(array, axes, sharding)`. axes: of the ranks whose part a process holds."""
     tokens, by_device = tokens_sharding(mesh, rules), rows_sharding(mesh, rules.token_rows)
     by_rank = rows_sharding(mesh, rules.rows)
-    text = jax.tree.map(lambda x: put(x, rules.rows, tokens), batch.text._replace(send={}, spread={}))
+    text = jax.tree.map(lambda x: put(x, rules.rows, tokens), without_tables(batch.text))
     # A process holds the tables of all devices of its ranks; what generators are sent goes from rank to rank.
-    send = {
-        name: put(x, rules.rows, by_device if name in batch.text.spread else by_rank)
-        for name, x in batch.text.send.items()
+    tables = {
+        table: {
+            name: put(x, rules.rows, by_rank if name in batch.text.condition else by_device)
+            for name, x in arrays.items()
+        }
+        for table, arrays in tables_of(batch.text).items()
     }
-    spread = {name: put(x, rules.rows, by_device) for name, x in batch.text.spread.items()}
     items = jax.tree.map(lambda x: put(x, rules.item_rows, rows_sharding(mesh, rules.item_rows)), batch.items)
-    return Microbatch(text._replace(send=send, spread=spread), items)
+    return Microbatch(text._replace(**tables), items)
+
+
+def tables_of(text: TextBatch) -> dict[str, dict[str, jax.Array]]:
+    """Return a text's tables of the exchanges by their names."""
+    return {table: getattr(text, table) for table in TABLES}
+
+
+def without_tables(text: TextBatch) -> TextBatch:
+    """Return a text without the tables of the exchanges: what is left has the rows of the LLM."""
+    return text._replace(**{table: {} for table in TABLES})
 
 
 def padding_microbatches(
@@ -90,17 +102,15 @@ def padding_microbatches(
 
     batches = []
     for shape in shapes:
-        text = jax.tree.map(partial(resize, length=shape.lengths[0]), first.text._replace(send={}, spread={}))
+        text = jax.tree.map(partial(resize, length=shape.lengths[0]), without_tables(first.text))
         widths = zip(first.text.send.items(), shape.widths, strict=True)
         lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
         send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
-        items = {}
-        for e, length in ((e, length) for (e, _), length in lengths):
-            x = first.items[e]
-            items[e] = jax.tree.map(partial(resize, length=length), x._replace(condition=None))
-            if x.condition is not None:
-                columns = encoders[e].most_images(length) * encoders[e].queries
-                items[e] = items[e]._replace(condition=resize(x.condition, columns))
+        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
+        condition = {
+            e: resize(x, encoders[e].most_images(items[e].item.shape[1]) * encoders[e].queries)
+            for e, x in first.text.condition.items()
+        }
         spread = {}
         for e, x in first.text.spread.items():
             length, new_length = first.items[e].item.shape[1], items[e].item.shape[1]
@@ -108,7 +118,7 @@ def padding_microbatches(
             rows = (x.shape[2] - prod(first.text.send[e].shape[1:])) // tokens_on_device(encoders[e], 1, length, 0, 0)
             width = tokens_on_device(encoders[e], rows, new_length, *send[e].shape[1:])
             spread[e] = np.zeros((*x.shape[:2], width), x.dtype)
-        batches.append(Microbatch(text._replace(send=send, spread=spread), items))
+        batches.append(Microbatch(text._replace(send=send, spread=spread, condition=condition), items))
     return batches
 
 

@@ -74,7 +74,8 @@ def unit_ranks(config: Config, devices: Sequence[jax.Device]) -> UnitRanks:
             # The LLM's tokens are packed with their rows, whichever of the context devices they go to.
             axes = rules.rows if tower == "llm" else rules.item_rows
             total = topology.ranks * (1 if tower == "llm" else topology.encoders_per_rank)
-            stages = meshes if tower == cut_tower(modules) else meshes[:1]
+            beside = meshes[-1:] if tower in config.model.generators else meshes[:1]
+            stages = meshes if tower == cut_tower(modules) else beside
             each = total // row_ranks(stages[0], axes)
             here = [set(local_ranks(mesh, axes) if mesh.local_devices else ()) for mesh in stages]
             # One range for all stages that are here, since a tower's rows are packed once for them.

@@ -11,7 +11,6 @@ from mmjax.config import Config
 from mmjax.config.training import unit_devices
 from mmjax.console import count, duration, size, table
 from mmjax.pipeline.forecast import PipelineForecast
-from mmjax.planning.allocate import Allocation
 from mmjax.planning.flops import parameters
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.measured_file import layers_record
@@ -101,42 +100,6 @@ def assumptions(forecast: PipelineForecast) -> list[str]:
             "assume rates of layers: replace them by --measured FILE, or on such a device by cluster=here --profile"
         )
     return lines
-
-
-def report_allocation(
-    config: Config, cluster: Cluster, allocation: Allocation | None, mesh: MeshForecast | None, source: str
-) -> list[str]:
-    """Format devices that are allocated to a model with a generator, with the same run on one mesh beside them."""
-    head = (
-        f"plan   {config.name}: {count(sum(parameters(config.model).values()))} parameters, {config.training.precision}"
-    )
-    if allocation is None:
-        return [f"{head}, on {cluster.devices} x {cluster.device.name}", f"choice {compare(None, mesh)}"]
-    rows = [("module", "devices", "tensor", "data", "fsdp", "stages")]
-    rows += [
-        (name, *map(str, (tower.devices, tower.tensor, tower.data, tower.fsdp, tower.stages)))
-        for name, tower in allocation.towers.items()
-    ]
-    lines = [
-        f"{head}, on {allocation.devices} of {cluster.devices} x {cluster.device.name}",
-        f"data   {source}",
-        *table(rows),
-        f"step   {duration(allocation.seconds)} in the simulator, {allocation.microbatches} equal microbatches, bubble "
-        f"{allocation.bubble:.0%}",
-    ]
-    if mesh is not None:
-        lines.append(f"choice one mesh takes {duration(mesh.time.total)}, with its rows as the data fill them")
-    return [*lines, "note   runs have generators on one mesh; these units are for planning alone"]
-
-
-def allocation_numbers(allocation: Allocation | None, mesh: MeshForecast | None) -> dict[str, Any]:
-    """Build the JSON object of `--json` for devices that are allocated to a model with a generator."""
-    numbers = pipeline_numbers(None, mesh)
-    if allocation is None:
-        return numbers
-    units = {name: tower._asdict() | {"devices": tower.devices} for name, tower in allocation.towers.items()}
-    step = {"microbatches": allocation.microbatches, "seconds": allocation.seconds, "bubble": allocation.bubble}
-    return numbers | {"units": units} | step
 
 
 def pipeline_numbers(

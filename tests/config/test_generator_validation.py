@@ -68,7 +68,35 @@ def test_names_that_other_modules_have_and_rows_that_are_missing_are_refused():
         validate(replace(config, batch=replace(config.batch, rows=rows)))
 
 
-def test_layouts_that_do_not_run_generators_are_refused():
-    config = drawing_config()
-    with pytest.raises(UserError, match=r"model\.generators\.picture: units do not run generators"):
-        validate(replace(config, units={"llm": Unit(data=1, modules=("llm", "vision"))}))
+EYES = {"vision": Unit(), "llm": Unit()}
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (EYES, "units: picture has no devices"),
+        (
+            EYES | {"llm": Unit(context=2), "picture": Unit()},
+            r"units\.llm\.context=2: model\.generators read hidden states",
+        ),
+        (EYES | {"picture": Unit(pipeline=3)}, r"units\.picture\.pipeline=3 makes 3 stages of 2 layers"),
+        (EYES | {"picture": Unit(tensor=4)}, r"units\.picture\.tensor=4 does not divide model\.generators\.picture"),
+        (
+            {"items": Unit(modules=("vision", "picture")), "llm": Unit()},
+            r"units\.items\.modules: the LLM stands between encoders and model\.generators\.picture",
+        ),
+    ],
+)
+def test_units_that_cannot_run_a_generator_are_refused(units, message):
+    with pytest.raises(UserError, match=message):
+        validate(drawing_config(units=units))
+
+
+def test_units_end_in_one_generator_and_cut_no_unet():
+    config = drawing_config(units=EYES | {"picture": Unit(tensor=2)})
+    with pytest.raises(UserError, match=r"units\.picture\.tensor=2: the blocks of a UNet"):
+        validate(replace(config, model=replace(config.model, generators={"picture": UNET})))
+    batch = replace(config.batch, rows=config.batch.rows | {"other": 1})
+    two = replace(config.model, generators={"picture": PICTURE, "other": PICTURE})
+    with pytest.raises(UserError, match=r"model\.generators\.other: a pipeline over units ends in one generator"):
+        validate(replace(config, model=two, batch=batch))

@@ -131,8 +131,11 @@ def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") 
     gradients = reduce(merge, (unstack_layers(jax.device_get(sums)) for sums in run.sums))
     difference, leaf = worst_leaf(gradients, unstack_layers(expected.gradients))
     assert difference <= 1e-5, leaf
-    np.testing.assert_allclose(run.loss.loss, expected.loss, rtol=1e-5)
-    assert np.array_equal(run.loss.worst_samples[:8], expected.worst_samples[:8])
+    reports = {pipeline.stages[n].stage.tower: report for n, report in run.reports.items()}
+    np.testing.assert_allclose(reports["llm"].loss, expected.loss, rtol=1e-5)
+    assert np.array_equal(reports["llm"].worst_samples[:8], expected.worst_samples[:8])
+    for name, images in expected.images.items():
+        np.testing.assert_allclose(reports[name], images, rtol=1e-5)
     assert not run.residuals
     assert not run.inputs
     assert not run.output_gradients

@@ -40,6 +40,16 @@ def test_interleaving_divides_the_bubble_by_the_chunks():
     assert timeline.makespan == (8 + (4 - 1) / 2) * (2 + 4)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_every_stage_behind_the_llm_adds_one_pass_to_a_step(name):
+    for behind in range(4):
+        chunks = 4 if name == "1f1b" else 8
+        edges = tuple((i, i + 1) for i in range(chunks + behind - 1))
+        graph = StageGraph(edges, (*(i % 4 for i in range(chunks)), *range(4, 4 + behind)))
+        seconds = {"1f1b": 12 + 3, "interleaved": 2 * 12 + 3}[name] * 3
+        assert run(name, graph, 12, forward=1.0, backward=2.0).makespan == seconds + 3 * behind
+
+
 def test_encoders_side_by_side_are_faster_than_one_after_the_other():
     assert (run("1f1b", MODALITIES, 16).makespan, run("1f1b", chain(5), 16).makespan) == (114, 120)
 

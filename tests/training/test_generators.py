@@ -98,7 +98,7 @@ def test_a_step_without_images_to_make_trains_the_rest_and_gives_generators_no_g
     empty = []
     for batch in batches:
         items = batch.items["picture"]
-        items = items._replace(item=np.full_like(items.item, PADDING), condition=np.full_like(items.condition, PADDING))
+        items = items._replace(item=np.full_like(items.item, PADDING))
         empty.append(batch._replace(items=batch.items | {"picture": items}))
     sums = gradients(executor, state_with(executor, parameters), empty)
     generator = (sums.gradients["generators"], sums.gradients["connectors"]["picture"])

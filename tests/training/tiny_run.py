@@ -169,9 +169,7 @@ def weight(batches: Sequence[Microbatch]) -> float:
 def weights(batches: Sequence[Microbatch]) -> dict[str, np.float32]:
     """Weights of the losses of all microbatches together: of the LLM, and of generators by name."""
     patches = {
-        name: np.float32(sum((b.items[name].item >= 0).sum() for b in batches))
-        for name, items in batches[0].items.items()
-        if items.condition is not None
+        name: np.float32(sum((b.items[name].item >= 0).sum() for b in batches)) for name in batches[0].text.condition
     }
     return {"llm": np.float32(weight(batches))} | patches
 

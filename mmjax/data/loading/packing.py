@@ -62,8 +62,7 @@ def pack_microbatch(
     queries = np.zeros(len(plan.module), np.int64)
     text = _pack_text(plan, arrays, _share(ranks, plan.rows[LLM]), reader, sent, queries, spoiled)
     for k, name in enumerate(arrays.generators, start=1 + len(arrays.encoders)):
-        text.send[name], condition = _conditions(plan, k, arrays, name, ranks, shares[name], queries)
-        items[name] = items[name]._replace(condition=condition)
+        text.send[name], text.condition[name] = _conditions(plan, k, arrays, name, ranks, queries)
     return Microbatch(text, items)
 
 
@@ -122,12 +121,11 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
 
 
 def _conditions(
-    plan: MicrobatchPlan, module: int, arrays: Arrays, name: str, ranks: range, share: range, queries: np.ndarray
+    plan: MicrobatchPlan, module: int, arrays: Arrays, name: str, ranks: range, queries: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Plan the all-to-all of one generator: from where the hidden states of its images' queries are to its rows.
 
-    queries: int64 `[p]`, as in `_pack_text`. share: the generator's rows. Returns `TextBatch.send` and
-    `ItemBatch.condition`.
+    queries: int64 `[p]`, as in `_pack_text`. Returns `TextBatch.send` and `TextBatch.condition`.
     """
     peers, in_all = plan.topology.peers, plan.topology.ranks
     width = plan.shape.widths[module - 1]
@@ -153,9 +151,7 @@ def _conditions(
         exchange = tables(moved, width, capacity, mine, among)
         local = slice(mine.start - ranks.start, mine.stop - ranks.start)
         send[local], condition[local] = exchange.send, exchange.gather
-    condition = condition.reshape(len(ranks) * plan.rows[module], images * count)
-    first = ranks.start * plan.rows[module]
-    return send, condition[share.start - first : share.stop - first]
+    return send, condition.reshape(len(ranks) * plan.rows[module], images * count)
 
 
 @contextmanager
@@ -216,7 +212,7 @@ def _pack_items(
             values[row, span] = value
             coordinates[row, span] = place
             item[row, span] = np.where(valid, in_row[row], PADDING)
-            in_row[row] += 1
+        in_row[row] += 1  # of what could not be read too: an image's number is its place among the conditions
     return ItemBatch(values, item, coordinates, owner, offset)
 
 

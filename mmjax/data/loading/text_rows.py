@@ -110,6 +110,7 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
             for name, module in arrays.modules.items()
         },
         send=send,
+        condition={},
     )
 
 
