@@ -29,6 +29,7 @@ from mmjax.config import (
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.data.plan.length_index import LengthIndex, build_index, read_lengths
 from mmjax.data.plan.placement import MicrobatchPlan, Topology
+from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
@@ -115,7 +116,7 @@ def _index_sources(config: Config, path: Path) -> tuple[LengthIndex, list[float]
     with tempfile.TemporaryDirectory() as folder:
         copy_config(path, Path(folder))  # where a FunctionSource looks its function up
         index = build_index(open_sources(config, "train", Path(folder)), config.model.item_modules)
-    return index, [source.weight for source in config.data.sources.values()]
+    return index, mixture_weights(config.data, index)
 
 
 def _measure(

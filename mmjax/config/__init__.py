@@ -17,6 +17,7 @@ from mmjax.config.data import (
     ChatFormat,
     ConversationFiles,
     DataConfig,
+    DatasetInfoSource,
     EmbeddedSource,
     FileSource,
     FunctionSource,

@@ -195,6 +195,19 @@ class ParquetSource:
 
 
 @dataclass(frozen=True)
+class DatasetInfoSource:
+    """A data set that LLaMA-Factory's dataset_info.json describes, in alpaca's or ShareGPT's form."""
+
+    path: str  # the dataset_info.json, or its folder
+    entry: str  # name of the training split's data set in it
+    validation: str = ""  # name of that split's data set
+    test: str = ""  # name of that split's data set
+    outside: Outside = "refuse"  # references that lead out of its folder
+    kind: Literal["dataset_info"] = "dataset_info"
+    weight: float = 1.0  # share of the samples
+
+
+@dataclass(frozen=True)
 class WebDatasetSource:
     """WebDataset's shards, or a folder that Megatron Energon has prepared: members of one name are a sample.
 
@@ -230,6 +243,7 @@ FileSource = (
     | ManifestSource
     | ParquetSource
     | WebDatasetSource
+    | DatasetInfoSource
     | ArrayRecordSource
 )
 

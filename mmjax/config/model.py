@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mmjax.config.generators import DiffusionTransformerConfig, Generator, Tower, UnetConfig
+from mmjax.config.generators import DiffusionTransformerConfig, Generator, Tower, UnetConfig, VaeConfig, step_vae
 from mmjax.config.towers import AudioConfig, ConnectorConfig, DecoderConfig, Encoder, VisionConfig
 from mmjax.errors import UserError
 
@@ -41,6 +41,11 @@ class ModelConfig:
     def item_modules(self) -> dict[str, Encoder | Generator]:
         """Return the modules whose rows hold items: the encoders, then the generators."""
         return {**self.encoders, **self.generators}
+
+
+def step_vaes(model: ModelConfig) -> dict[str, VaeConfig]:
+    """Return the VAEs that encode images to be made in every step, by their generator; each is always frozen."""
+    return {name: vae for name, c in model.generators.items() if (vae := step_vae(c))}
 
 
 def towers_of(model: ModelConfig) -> dict[str, Tower]:

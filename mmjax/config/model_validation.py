@@ -343,6 +343,10 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
         encoder.class_token or not encoder.registers,
         f"{where}.registers={encoder.registers}: they stand beside a class token; use class_token=true",
     )
+    check(
+        encoder.norm_place == "before" or not encoder.layer_scale,
+        f"{where}.layer_scale=true: what norm_place=after norms is scaled by the norms; use layer_scale=false",
+    )
     _check_windows(where, encoder)
     check(
         not encoder.windowed or encoder.window % encoder.connector.merge == 0,

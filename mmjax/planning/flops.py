@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from mmjax.config import (
     UnetConfig,
     VisionConfig,
 )
-from mmjax.config.generators import Tower
+from mmjax.config.generators import Tower, image_size
 from mmjax.config.model import (
     Sizes,
     adapted_modules,
@@ -35,6 +36,7 @@ from mmjax.config.model import (
     linear_layers,
     merged_width,
     module_of_layer,
+    step_vaes,
     towers_of,
     with_changes,
 )
@@ -49,6 +51,7 @@ from mmjax.planning.diffusion_work import (
     recomputed_products,
 )
 from mmjax.planning.unet import unet_executed, unet_flops, unet_parameters, unets
+from mmjax.planning.vae import vae_flops, vae_parameters
 from mmjax.planning.work import (
     CONV_TAPS,
     AdapterWork,
@@ -100,6 +103,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         # Beside its matrices a table of queries, and one of the tokens of an image whose condition is dropped.
         tables = generator.queries * sum(sizes)
         counts[f"{name}.connector"] = _connector_parameters(model, name, generator.connector, *sizes) + tables
+    counts |= {f"{name}.vae": vae_parameters(vae) for name, vae in step_vaes(model).items()}
     return counts | adapter_parameters(model)
 
 
@@ -163,6 +167,20 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
     for name, unet in _running_unets(model, work).items():
         trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
         flops[name] = Flops(*unet_flops(unet, work[name].tokens // unet.queries, trainable, upstream))
+    return _with_encoding(flops, model, work, elementwise=False)
+
+
+def _with_encoding(
+    flops: dict[str, Flops], model: ModelConfig, work: Mapping[str, Work], elementwise: bool
+) -> dict[str, Flops]:
+    """Add what encoding images in the step takes to the forward pass of their generators."""
+    for name, vae in step_vaes(model).items():
+        if name in flops:
+            generator = model.generators[name]
+            size = image_size(generator)
+            images = work[name].inputs * generator.patch**2 // math.prod(size)
+            encoded = images * vae_flops(vae, size, elementwise)
+            flops[name] = flops[name]._replace(forward=flops[name].forward + encoded)
     return flops
 
 
@@ -197,6 +215,7 @@ def frozen_modules(model: ModelConfig) -> frozenset[str]:
     parts = {"llm": model.llm.frozen}
     for name, tower in (*model.encoders.items(), *model.generators.items()):
         parts |= {name: tower.frozen, f"{name}.connector": tower.connector.frozen}
+    parts |= {f"{name}.vae": True for name in step_vaes(model)}
     return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
 
 
@@ -340,7 +359,7 @@ def executed(
     for name, unet in _running_unets(model, work).items():
         trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
         flops[name] = Flops(*unet_executed(unet, work[name].tokens // unet.queries, trainable, upstream))
-    return flops
+    return _with_encoding(flops, model, work, elementwise=True)
 
 
 def stage_flops(

@@ -18,16 +18,16 @@ from mmjax.config import (
     ModelConfig,
     Muon,
     OptimizerConfig,
-    PixelLatents,
     Remat,
     SequenceParallel,
     VisionConfig,
 )
-from mmjax.config.generators import Tower
-from mmjax.config.model import adapter_parameters, towers_of
+from mmjax.config.generators import Tower, image_size, row_values, takes_pixels
+from mmjax.config.model import adapter_parameters, step_vaes, towers_of
 from mmjax.planning.diffusion_work import LOGSUMEXP, diffusion_saved_bytes
 from mmjax.planning.flops import frozen_modules, needed_gradients, parameters
 from mmjax.planning.unet import unet_saved_bytes, unets
+from mmjax.planning.vae import vae_bytes
 from mmjax.planning.work import (
     CONV_TAPS,
     Work,
@@ -116,6 +116,7 @@ ALIVE = 0.7
 # What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide as the layer.
 MLP_ARRAYS, STREAMS = 4, 4
 COPIES = 4  # arrays as wide as the layer of the copies of tokens that go to experts, and of their gradients
+ARRIVED = 5  # the same of tokens that come from other devices, before they are copied for their experts
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,8 @@ def fixed_bytes(
     `images`: what UNets keep for backward.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
     one layer's backward pass with its gathered weights, or that of 2D convolutions before an audio encoder's layers, or
-    Muon's update, where it takes more than `copies`. With one microbatch, less what the embedding's gradient has room
-    for: it is made last, and XLA uses its buffer until then.
+    images encoded by a VAE, one of each row at a time, or Muon's update, where it takes more than `copies`. With one
+    microbatch, less what the embedding's gradient has room for: it is made last, and XLA uses its buffer until then.
     `optimizer`: moments, unless they are in host memory (`update_bytes`).
     """
     counts = parameters(model)
@@ -215,7 +216,13 @@ def fixed_bytes(
     embedding = 0.0
     if not accumulates and not model.llm.tied and "llm" not in frozen:
         embedding = MASTER * model.llm.vocab * model.llm.width * sharding.part_of("llm")
-    peaks = [max(loss, *layer_peaks, *stem_peaks, *image_peaks) - embedding, update_peak, 0.0]
+    # Before the backward pass, and with nothing kept for it.
+    encoding = [
+        batch.shape[name][0] * vae_bytes(vae, image_size(model.generators[name]), activation)
+        for name, vae in step_vaes(model).items()
+        if name in batch.shape
+    ]
+    peaks = [max(loss, *layer_peaks, *stem_peaks, *image_peaks, *encoding) - embedding, update_peak, 0.0]
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
@@ -326,7 +333,7 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
     if tower in model.generators:
         # Pixels are bytes, latents float32.
         generator = model.generators[tower]
-        values = generator.patch_values * (1 if isinstance(generator.latents, PixelLatents) else 4)
+        values = row_values(generator) * (1 if takes_pixels(generator) else 4)
         return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
     encoder = model.encoders[tower]
     # Pixels are bytes, log-mel bins float32.
@@ -419,9 +426,12 @@ def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -
 def dispatch_bytes(llm: DecoderConfig, positions: int, sharding: ModelSharding, activation: int) -> float:
     """Count the bytes of the copies of tokens, one for each of their experts, that backward makes of a layer.
 
-    A device has room for those of all tokens of the devices that share the experts, which may all take its own.
+    Where devices share the experts, these are as many as it computes at once, beside the tokens that come at once.
     """
-    e = llm.experts
-    copies = positions * e.per_token * sharding.experts
-    hidden = MLP_ARRAYS * e.width / sharding.llm * (sharding.experts > 1)  # else counted with the layer's MLP
-    return activation * copies * (COPIES * llm.width + hidden)
+    e, devices = llm.experts, sharding.experts
+    copies = e.computed_at_once(positions * devices, devices)
+    if devices == 1:  # the hidden layer is counted with the layer's MLP
+        return activation * copies * COPIES * llm.width
+    arrived = devices * e.sent_at_once(positions, devices)
+    hidden = MLP_ARRAYS * e.width / sharding.llm
+    return activation * (copies * (COPIES * llm.width + hidden) + arrived * ARRIVED * llm.width)

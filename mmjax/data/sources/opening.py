@@ -14,6 +14,7 @@ from mmjax.config import (
     ChatFormat,
     Config,
     DataConfig,
+    DatasetInfoSource,
     EmbeddedSource,
     FileSource,
     FunctionSource,
@@ -30,6 +31,7 @@ from mmjax.data.sample import Files, Medium, Source, Split
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
 from mmjax.data.sources.chat_files import ChatFiles, parse_chat, parse_manifest_line, parse_question_record
 from mmjax.data.sources.chat_source import ChatSource
+from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.parquet import ParquetRecords, column_names
 from mmjax.data.sources.webdataset import WebDatasetRecords, list_shards
@@ -145,6 +147,12 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
     where = f"{key}.{'path' if split == 'train' else split}"
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
+    if isinstance(source, DatasetInfoSource):
+        info = DatasetInfo.read(source.path, source.entry if split == "train" else path, key)
+        folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache))
+        return ChatFiles(
+            info.files, cache, folders, info.record, repr((info.form, info.columns, info.tags, info.roles))
+        )
     if isinstance(source, WebDatasetSource):
         return WebDatasetRecords(path, source, split, cache, where)
     if is_dataset(path):
@@ -154,7 +162,7 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
         paths = list_files(path, where)
     if isinstance(source, ParquetSource):
         return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key)
-    folders: dict[Medium, MediaFolder] = {}
+    folders = {}
     for medium, name in FOLDERS.items():
         root = os.path.expanduser(getattr(source, name, ""))
         if root and not is_url(root) and not os.path.exists(root):

@@ -1,0 +1,127 @@
+"""Data sets that LLaMA-Factory's dataset_info.json describes by columns and tags, in alpaca's or ShareGPT's form."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmjax.config.codec import did_you_mean
+from mmjax.data.sample import BadSample
+from mmjax.data.sources.chat_files import KEYS, Record, parse_chat
+from mmjax.data.storage.files import list_files
+from mmjax.errors import UserError
+
+_FILE = "dataset_info.json"
+_MEDIA = {"images": "image", "videos": "video", "audios": "audio"}
+# By format the columns that are read, with their names where an entry gives none; None: there is none then.
+_COLUMNS: Mapping[str, Mapping[str, str | None]] = {
+    "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "system": None, "history": None},
+    "sharegpt": {"messages": "conversations", "system": None, "tools": None},
+}
+_TAGS = {"role_tag": "from", "content_tag": "value"}
+_ROLES = {  # tags of roles: what a record calls them by default, and the role
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call", "assistant"),
+    "system_tag": ("system", "system"),
+}
+# Keys of an entry that change nothing here: where else the data lie, and how records are chosen or shown.
+_IGNORED = ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_sha1", "num_samples", "split", "subset", "folder")
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """One entry of a dataset_info.json."""
+
+    files: list[str]
+    folder: str  # that media are relative to
+    form: str  # alpaca or sharegpt
+    columns: Mapping[str, str | None]
+    tags: Mapping[str, str]
+    roles: Mapping[str, str]  # by what records call them
+
+    @classmethod
+    def read(cls, path: str, entry: str, where: str) -> DatasetInfo:
+        """Read an entry of the file, or of the file in a folder. where: the config's key. Raises UserError."""
+        file = Path(path) / _FILE if os.path.isdir(path) else Path(path)
+        try:
+            entries = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{where}.path={path}: {file.name} cannot be read: {error}") from None
+        if not isinstance(entries, dict) or not isinstance(entries.get(entry), dict):
+            names = [str(name) for name in entries]
+            raise UserError(f"{where}: {file} has no data set {entry!r}{did_you_mean(entry, names)}")
+        return cls.parse(entries[entry], file.parent, f"{where}: {entry!r} of {file}")
+
+    @classmethod
+    def parse(cls, entry: Mapping[str, Any], folder: Path, what: str) -> DatasetInfo:
+        """Parse an entry. what: a description of it, for messages. Raises UserError for what is not read."""
+        known = ("file_name", "formatting", "columns", "tags", "ranking", *_IGNORED)
+        if unknown := [key for key in entry if key not in known]:
+            raise UserError(f"{what} has {unknown[0]}, which is not read")
+        if entry.get("ranking"):
+            raise UserError(f"{what} has ranking=true: pairs of answers are not read")
+        if not (name := entry.get("file_name")):
+            raise UserError(f"{what} has no file_name; fetch its files, and name them there")
+        form = entry.get("formatting", "alpaca")
+        if form not in _COLUMNS:
+            raise UserError(f"{what} has formatting={form!r}; read are {', '.join(_COLUMNS)}")
+        columns, tags = entry.get("columns", {}), entry.get("tags", {})
+        readable = {**_COLUMNS[form], **dict.fromkeys(_MEDIA)}
+        if unknown := [key for key in columns if key not in readable]:
+            raise UserError(f"{what} has columns.{unknown[0]}, which is not read")
+        if unknown := [key for key in tags if key not in (*_TAGS, *_ROLES)]:
+            raise UserError(f"{what} has tags.{unknown[0]}, which is not read")
+        path = folder / name
+        pattern = str(path / "*") if path.is_dir() else str(path)
+        files = list_files(pattern, what)
+        if other := [file for file in files if not file.endswith((".json", ".jsonl"))]:
+            raise UserError(f"{what}: {other[0]} is no JSON; name Parquet files in a source of the kind parquet")
+        return cls(
+            files=files,
+            folder=str(folder),
+            form=form,
+            columns=readable | columns,
+            tags=_TAGS | {key: tags[key] for key in _TAGS if key in tags},
+            roles={tags.get(key, default): role for key, (default, role) in _ROLES.items()},
+        )
+
+    def record(self, record: Mapping[str, Any]) -> Record:
+        """Parse a record of its files. Raises BadSample."""
+        media = {KEYS[kind][0]: record.get(self.columns[name] or "") for name, kind in _MEDIA.items()}
+        if tools := self._value(record, "tools"):
+            raise BadSample(f"has {self.columns['tools']}={str(tools)[:40]!r}, which are not read")
+        turns = self._alpaca(record) if self.form == "alpaca" else self._sharegpt(record)
+        if system := self._value(record, "system"):
+            turns.insert(0, {"role": "system", "content": system})
+        return parse_chat({"messages": turns} | media, "messages")
+
+    def _alpaca(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        questions = [q for q in (self._value(record, "prompt"), self._value(record, "query")) if q]
+        if not all(isinstance(question, str) for question in questions):
+            raise BadSample(f"has a {self.columns['prompt']} that is not text")
+        pairs = [*(self._value(record, "history") or []), ("\n".join(questions), self._value(record, "response"))]
+        return [
+            {"role": role, "content": content}
+            for pair in pairs
+            for role, content in zip(("user", "assistant"), pair, strict=True)
+        ]
+
+    def _sharegpt(self, record: Mapping[str, Any]) -> list[Any]:
+        turns = self._value(record, "messages")
+        if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+            raise BadSample(f"has no {self.columns['messages']}")
+        role_tag, content_tag = self.tags["role_tag"], self.tags["content_tag"]
+        return [
+            {"role": self.roles.get(str(turn.get(role_tag)), turn.get(role_tag)), "content": turn.get(content_tag)}
+            for turn in turns
+        ]
+
+    def _value(self, record: Mapping[str, Any], column: str) -> Any:
+        name = self.columns.get(column)
+        return record.get(name) if name else None

@@ -1,0 +1,90 @@
+"""LLaMA-Factory's data sets, with its own names of columns and roles or others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from files_made import picture
+
+from mmjax.config import DatasetInfoSource
+from mmjax.data.sample import BadSample, MediaPlace
+from mmjax.data.sources.opening import open_conversations
+from mmjax.errors import UserError
+
+IMAGE = MediaPlace("image")
+
+
+def opened(folder: Path, info: dict, split="train", **options):
+    (folder / "dataset_info.json").write_text(json.dumps({"mine": info}))
+    source = DatasetInfoSource(str(folder), **{"entry": "mine"} | options)
+    return open_conversations(source, split, folder / "cache", "data.sources.mine")
+
+
+def texts(conversation) -> list[tuple[str, tuple]]:
+    return [(message.role, message.parts) for message in conversation.messages]
+
+
+def test_sharegpt_by_other_columns_and_tags_with_images_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture(colour=3))
+    turns = [{"role": "ask", "content": "<image>What?"}, {"role": "reply", "content": "A cat."}]
+    (tmp_path / "d.json").write_text(json.dumps([{"messages": turns, "pictures": ["a.png"], "rules": "Be brief."}]))
+    info = {
+        "file_name": "d.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "images": "pictures", "system": "rules"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "ask", "assistant_tag": "reply"},
+    }
+    got = opened(tmp_path, info)
+    assert texts(got.conversation(0)) == [
+        ("system", ("Be brief.",)),
+        ("user", (IMAGE, "What?")),
+        ("assistant", ("A cat.",)),
+    ]
+    assert got.media(0)[0].read() == picture(colour=3)
+
+
+def test_sharegpt_and_alpaca_as_they_are_by_default(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    (tmp_path / "s.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    got = opened(tmp_path, {"file_name": "s.jsonl", "formatting": "sharegpt", "hf_hub_url": "some/where"})
+    assert texts(got.conversation(0)) == [("user", ("Hi",)), ("assistant", ("Hello",))]
+    record = {"instruction": "Add", "input": "1 and 2", "output": "3", "past": [["Hi", "Hello"]]}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "d.json").write_text(json.dumps([record]))
+    got = opened(tmp_path, {"file_name": "a", "columns": {"history": "past"}}, "test", test="mine")
+    assert texts(got.conversation(0)) == [
+        ("user", ("Hi",)),
+        ("assistant", ("Hello",)),
+        ("user", ("Add\n1 and 2",)),
+        ("assistant", ("3",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"hf_hub_url": "some/where"}, "has no file_name; fetch its files"),
+        ({"file_name": "none.json"}, r"none\.json is missing"),
+        ({"file_name": "d.json", "ranking": True}, "ranking=true: pairs of answers are not read"),
+        ({"file_name": "d.json", "formatting": "openai"}, "formatting='openai'; read are alpaca, sharegpt"),
+        ({"file_name": "d.json", "columns": {"kto_tag": "label"}}, "has columns.kto_tag, which is not read"),
+        ({"file_name": "d.json", "formating": "sharegpt"}, "has formating, which is not read"),
+        ({"file_name": "d.parquet"}, "is no JSON; name Parquet files in a source of the kind parquet"),
+    ],
+)
+def test_what_an_entry_says_and_cannot_be_read_is_refused_in_a_line(info, message, tmp_path: Path) -> None:
+    for name in ("d.json", "d.parquet"):
+        (tmp_path / name).write_text("[]")
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, info)
+
+
+def test_a_name_that_is_not_there_and_tools_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text(json.dumps([{"conversations": [], "tools": "[{}]"}]))
+    info = {"file_name": "d.json", "formatting": "sharegpt", "columns": {"tools": "tools"}}
+    with pytest.raises(UserError, match=r"has no data set 'mina': did you mean 'mine'\?"):
+        opened(tmp_path, info, entry="mina")
+    with pytest.raises(BadSample, match="has tools="):
+        opened(tmp_path, info).conversation(0)
