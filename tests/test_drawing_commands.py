@@ -94,6 +94,29 @@ def test_the_images_of_a_split_are_judged_and_written_into_the_run(drawn):
     assert "after step 6" not in report([drawn]).read_text()
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model.generators.picture.patch=3", "8 x 8 pixels is not in whole patches of 3 x 3; prepare images"),
+        (
+            "model.generators.picture.min_patches=64",
+            "8 x 8 pixels is 16 patches, fewer than the generator's min_patches",
+        ),
+        ("model.generators.picture.weights=/nowhere", "/nowhere is no folder; give the folder of a Hugging Face"),
+        ("model.generators.picture.flow.weight=nan", "flow.weight: got 'nan'; expected a finite float"),
+        (
+            "data.sources.drawing.arguments.generator=pen",
+            "an item for module 'pen'; the model's encoders and generators:",
+        ),
+    ],
+)
+def test_a_run_that_cannot_draw_is_refused_in_one_line(word, said, tmp_path, capsys):
+    ended = run(capsys, train.main, TINY_DRAWING, f"run={tmp_path / 'run'}", word)
+    assert ended.code == 2
+    assert said in ended.err
+    assert ended.err.count("\n") == 1
+
+
 def test_a_logged_step_is_made_again_with_its_images(drawn, tmp_path, capsys):
     ended = run(capsys, inspect.main, drawn, "--step", 3, f"--out={tmp_path}")
     assert ended.code == 0, ended.err

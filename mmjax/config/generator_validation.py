@@ -56,6 +56,12 @@ def _check_generator(where: str, generator: Generator) -> None:
         at_least(1, where, generator, ("layers", "width", "heads", "mlp_width", "patch", "min_patches", "grid"))
         above_zero(where, generator, ("norm_eps", "grid_scale"))
         divides(where, generator.width, "width", generator.heads, "heads")
+        unit = 12 if generator.micro_conditions else 4
+        check(
+            generator.width % unit == 0,
+            f"{where}.width={generator.width}: sines and cosines of rows and columns"
+            f"{', and of sizes (micro_conditions),' if unit == 12 else ''} fill it; use a multiple of {unit}",
+        )
         check(
             generator.queries <= generator.min_patches,
             f"{where}.queries={generator.queries}: an image of min_patches={generator.min_patches} has fewer patches; "
