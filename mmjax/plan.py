@@ -32,7 +32,7 @@ from mmjax.autotune.forecast import (
 )
 from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
 from mmjax.autotune.memory_plan import describe_shortage, device_speed
-from mmjax.config import Config, UnetConfig
+from mmjax.config import Config, ExpertsConfig, UnetConfig
 from mmjax.config.loading import copy_config, default_config, find_config, load
 from mmjax.console import count, duration, print_lines, size, table
 from mmjax.data.plan.length_index import (
@@ -335,11 +335,26 @@ def report(forecast: RunForecast, price: float | None, source: str, compiled: Co
     lines += [
         f"step   {duration(chosen.time.total)}, MFU {forecast.mfu(chosen):.1%} ({forecast.basis}): {parts}",
         *describe_links(forecast.cluster),
+        *expert_lines(config.model.llm.experts, forecast.mesh["expert"]),
         *table(_balance_rows(forecast)),
         f"start  about {_one_digit(compile_seconds(chosen)):,.0f} s of compiling, measured for H100 on one CPU core: "
         f"{len(chosen.layout.shapes)} shape(s), {layer_stacks(chosen)} run(s) of layers",
     ]
     return [*lines, *_whole_run(forecast, price), *(f"limits {line}" for line in limits(forecast))]
+
+
+def expert_lines(experts: ExpertsConfig | None, devices: int) -> list[str]:
+    """Say how tokens reach the devices that share a layer's experts."""
+    if experts is None or devices == 1:
+        return []
+    share = experts.sent_at_once(10_000, devices) / 10_000
+    if share == 1:
+        return [
+            f"       experts: the tokens of {devices} devices are gathered, for an even router sends each nearly all"
+        ]
+    return [
+        f"       experts: an all-to-all sends each of {devices} devices up to {share:.0%} of a device's tokens at once"
+    ]
 
 
 def _compiled_lines(predicted: float, compiled: Compiled) -> list[str]:

@@ -13,6 +13,7 @@ from commands import TINY, run
 from started import ROOT
 
 from mmjax import plan, train
+from mmjax.config import ExpertsConfig
 
 
 def told(capsys, *words: str) -> str:
@@ -290,3 +291,10 @@ def test_a_plan_for_another_config_or_that_does_not_fit_is_refused(capsys, tmp_p
     assert tight.code == 2
     assert "nothing is written, for the run does not fit" in tight.err
     assert not (tmp_path / "tight.json").exists()
+
+
+def test_the_plan_says_how_tokens_reach_their_experts():
+    experts = ExpertsConfig((0,), count=128, per_token=8, width=8)
+    assert plan.expert_lines(experts, 1) == plan.expert_lines(None, 8) == []
+    assert "the tokens of 4 devices are gathered" in plan.expert_lines(experts, 4)[0]
+    assert "an all-to-all sends each of 32 devices up to 29% of a device's tokens" in plan.expert_lines(experts, 32)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -91,6 +92,9 @@ class DeltaNetConfig:
     taps: int = 4  # tokens that the short convolution reads, the token itself included
 
 
+EXPERT_ROOM = 1.25  # times what an even router gives a device: what it takes at once; the rest takes another turn
+
+
 @dataclass(frozen=True)
 class ExpertsConfig:
     """A mixture of experts in place of the MLP in some layers: a router sends each token to a few of many MLPs."""
@@ -103,6 +107,21 @@ class ExpertsConfig:
     shared_width: int = 0  # of the hidden layer of an expert that sees every token, behind a gate; 0: there is none
     balance_loss: float = 0.0  # weight of the loss that balances the tokens of the experts
     z_loss: float = 0.0  # weight of the mean squared log-sum-exp of the router's logits
+
+    def sent_at_once(self, tokens: int, devices: int) -> int:
+        """Return how many of its tokens a device sends at once to each of those that share the experts; at most all.
+
+        Of 64 experts on 8 devices a token's 2 are both on other devices than a given one with chance 0.76: 0.3 of all.
+        """
+        elsewhere = math.comb(self.count - self.count // devices, self.per_token) / math.comb(
+            self.count, self.per_token
+        )
+        return min(tokens, math.ceil(EXPERT_ROOM * (1 - elsewhere) * tokens))
+
+    def computed_at_once(self, tokens: int, devices: int) -> int:
+        """Return how many copies of tokens a device computes at once, of these tokens of all that share the experts."""
+        copies = tokens * self.per_token
+        return min(copies, math.ceil(EXPERT_ROOM * copies / devices))
 
 
 @dataclass(frozen=True)
@@ -309,6 +328,7 @@ class VisionConfig:
     kind: Literal["vision"] = "vision"
     embed_norm_first: bool = False  # embed_norm comes before learned positions are added
     registers: int = 0  # further learned tokens beside the class token, without positions
+    norm_place: Literal["before", "after"] = "before"  # a layer's norms: of the inputs of attention and MLP, or outputs
 
     @property
     def own_tokens(self) -> int:

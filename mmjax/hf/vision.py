@@ -1,4 +1,4 @@
-"""Vision towers: CLIP, SigLIP, Pixtral, DINOv2, and InternViT in transformers' layout and in OpenGVLab's own."""
+"""Vision towers: CLIP, EVA-CLIP, SigLIP, Pixtral, DINOv2, and InternViT in transformers' and OpenGVLab's layouts."""
 
 from __future__ import annotations
 
@@ -117,6 +117,20 @@ def _clip(fields: Fields) -> VisionConfig:
     return _two_norms(fields, "quick_gelu", 1e-5, class_token=True)
 
 
+def _evaclip(fields: Fields) -> VisionConfig:
+    for name in ("rope", "naiveswiglu", "subln", "global_average_pool"):  # of EVA-02's own layout
+        fields.refuse(name, False)
+    biased = [name for name in QKV if fields.get(f"{name[0]}_bias", bool, True)]
+    return replace(
+        _two_norms(fields, "gelu", 1e-5, class_token=True),
+        embed_bias=True,
+        embed_norm=False,
+        norm="rms" if fields.get("use_rms_norm", bool, True) else "layer",
+        norm_place="after" if fields.get("post_layernorm", bool, False) else "before",
+        biases=(*biased, "output", "up", "down"),
+    )
+
+
 def _siglip(fields: Fields) -> VisionConfig:
     return _two_norms(fields, "gelu_pytorch_tanh", 1e-6, class_token=False)
 
@@ -163,6 +177,7 @@ def _patches(fields: Fields, image: int, patch: int) -> tuple[int, LearnedGrid]:
 def _clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
     layer = f"{prefix}encoder.layers.*."
     named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+    place = "norm" if config.norm_place == "before" else "after"
     return TensorNames(
         {
             "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
@@ -170,9 +185,9 @@ def _clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
             "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0,))},
             "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding.weight")},
             "embed.norm": norm(f"{prefix}pre_layrnorm"),
-            "layers.*.attention_norm": norm(f"{layer}layer_norm1"),
+            f"layers.*.attention_{place}": norm(f"{layer}layer_norm1"),
             **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}") for ours, name in named.items()},
-            "layers.*.mlp_norm": norm(f"{layer}layer_norm2"),
+            f"layers.*.mlp_{place}": norm(f"{layer}layer_norm2"),
             "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
             "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
             "head": norm(f"{prefix}post_layernorm"),
@@ -391,6 +406,7 @@ _POOLING_HEAD = (
 _MASK_TOKEN = ("embeddings.mask_token",)  # of pretraining
 TOWERS_BY_KIND = {
     "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", _clip_parts),
+    "evaclip_vision_model": Tower(_evaclip, "embeddings.class_embedding", _clip_parts),
     "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", _clip_parts, _POOLING_HEAD),
     "idefics3_vision": Tower(_idefics3, "embeddings.position_embedding.weight", _clip_parts),
     "pixtral": Tower(_pixtral, "patch_conv.weight", _pixtral_parts),
@@ -480,6 +496,8 @@ def _mismatch(vision: VisionConfig) -> str:
 ALONE = {
     "clip": -2,
     "clip_vision_model": -2,
+    "evaclip": -2,
+    "evaclip_vision_model": -2,
     "siglip": -2,
     "siglip_vision_model": -2,
     "pixtral": -1,
@@ -491,9 +509,8 @@ ALONE = {
 
 def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
     """The tower of a folder that is one, or of CLIP or SigLIP with their text towers."""
-    kind = fields.get("model_type", str)
-    inner = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)
-    layer = ALONE[kind]
+    inner = _tower_alone(fields)
+    layer = ALONE[fields.get("model_type", str)]
     tower = with_images(folder, vision_of(inner, layer, layer == -1, ConnectorConfig()))
     if isinstance(tower.images, PixtralResize):
         # Tokens that other LLMs do not have.
@@ -504,8 +521,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
 def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tower of a checkpoint; all else there, such as CLIP's text tower, is left alone."""
     fields = folder.fields
-    kind = fields.get("model_type", str)
-    tower = fields if kind in TOWERS_BY_KIND else _inner_tower(fields, kind)
+    tower = _tower_alone(fields)
     kind = kind_of(tower)
     prefix = find_tower(folder, kind)
     name, config = next((name, e) for name, e in model.encoders.items() if e.weights and Path(e.weights) == folder.path)
@@ -514,6 +530,15 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
     return Layout({name: parts}, {name: (prefix,)}, unread + unused_in(config, tower, prefix))
 
 
-def _inner_tower(fields: Fields, kind: str) -> Fields:
-    inner = fields.inner("vision_config")
-    return Fields({"model_type": f"{kind}_vision_model", **inner.values}, inner.where)
+def _tower_alone(fields: Fields) -> Fields:
+    """Return the fields of a folder's tower, with its kind.
+
+    EVA-CLIP's folders call themselves CLIP as well, and say the class of their own code.
+    """
+    kind = fields.get("model_type", str)
+    alone = kind in TOWERS_BY_KIND
+    inner = fields if alone else fields.inner("vision_config")
+    classes = (*fields.get("architectures", list, []), *fields.get("auto_map", dict, {}).values())
+    if any("evaclip" in str(name).lower() for name in classes):
+        return replace(inner, values={**inner.values, "model_type": "evaclip_vision_model"})
+    return inner.over({} if alone else {"model_type": f"{kind}_vision_model"})

@@ -23,6 +23,7 @@ class Routing(NamedTuple):
     probability: Float[Array, "*l e"]  # of each expert
     squares: Float[Array, "*l"]  # of the log-sum-exp of the router's logits
     count: Float[Array, "*l"]  # tokens
+    turns: Float[Array, "*l"]  # in which tokens went to the devices of their experts; 1 where all went at once
 
 
 def route(
@@ -50,6 +51,7 @@ def route(
         probability=jnp.where(valid[:, None], probability, 0).sum(0),
         squares=jnp.where(valid, squares, 0).sum(),
         count=valid.sum(dtype=jnp.float32),
+        turns=jnp.ones(()),
     )
     return Routes(expert, share), routing
 

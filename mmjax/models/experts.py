@@ -7,9 +7,12 @@ what an expert computes of a token is a matter of that token alone, so packing c
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
@@ -17,8 +20,8 @@ from mmjax.config import Activation, ExpertsConfig
 from mmjax.kernels.grouped_matmul import grouped_matmul, takes
 from mmjax.models.expert_routing import Routes, Routing, route
 from mmjax.models.layers import ACTIVATIONS, MLP, Linear, keep_inputs
-from mmjax.parallel.expert_exchange import INTO, OUT, ExpertLayout
-from mmjax.parallel.sharding import Axes, platform
+from mmjax.parallel.expert_exchange import INTO, OUT, ExpertLayout, Sends, sum_parts, sum_rows
+from mmjax.parallel.sharding import TENSOR, Axes, platform
 
 
 class ExpertMatrices(nnx.Module):
@@ -60,8 +63,13 @@ class Experts(nnx.Module):
         def on_device(x: Array, valid: Array, router: Array, *matrices: Array) -> tuple[Array, Routing]:
             tokens = x.reshape(x.shape[0] * x.shape[1], x.shape[2])
             routes, routing = route(tokens, router, valid.reshape(len(tokens)), c.per_token, c.normalized)
-            out = grouped_mlp(tokens, routes, *matrices, layout, self.activation)
-            return out.reshape(x.shape), layout.add_up(routing)
+            routing = layout.add_up(routing)._replace(turns=routing.turns)
+            if layout.devices == 1:
+                out = apply_experts(tokens, routes, *matrices, layout, self.activation)
+            else:
+                out, turns = apply_shared_experts(tokens, routes, *matrices, layout, c, self.activation)
+                routing = routing._replace(turns=turns)
+            return out.reshape(x.shape), routing
 
         matrices = (self.gate.weight[...], self.up.weight[...], self.down.weight[...])
         out, routing = layout.run(on_device, x, valid, self.router.weight[...], *matrices)
@@ -70,7 +78,61 @@ class Experts(nnx.Module):
         return out, routing
 
 
-def grouped_mlp(
+class Copies(NamedTuple):
+    """Copies of tokens, one for each of their experts on the device, sorted by expert; all of them or a slice."""
+
+    index: Int[Array, " c"]  # token * k + which of the token's experts; m * k: none
+    place: Int[Array, "m k"]  # where each copy lies; c: not here
+    sizes: Int[Array, " e"]  # of the experts
+
+    @classmethod
+    def of(cls, expert: Int[Array, "m k"], first: Int[Array, ""] | int, count: int) -> Copies:
+        """Sort the copies for `count` experts from `first` on."""
+        local = expert.reshape(expert.size) - first
+        # Copies for other experts come last: of 3 experts here, 5 5 0 7 1 1 as seen from expert 5 is 0 0 _ 2 _ _.
+        group = jnp.where((local >= 0) & (local < count), local, count)
+        order = jnp.argsort(group, stable=True)
+        inverse = jnp.argsort(order)
+        sizes = (group[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+        index, place = (
+            jnp.where(at < sizes.sum(), x, len(x)) for x, at in ((order, jnp.arange(len(order))), (inverse, inverse))
+        )
+        return cls(index, place.reshape(expert.shape), sizes)
+
+    def slice(self, start: Int[Array, ""], size: int) -> Copies:
+        """Return `size` copies from `start` on."""
+        none = len(self.index)
+        index = lax.dynamic_slice_in_dim(jnp.pad(self.index, (0, size), constant_values=none), start, size)
+        place = self.place - start
+        ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, size)
+        sizes = jnp.diff(ends, prepend=0)
+        return Copies(index, jnp.where((place >= 0) & (place < size), place, size), sizes)
+
+    def take(self, x: Float[Array, "m d"]) -> Float[Array, "c d"]:
+        """Take the token of each copy."""
+        per_token = self.place.shape[1]
+        return sum_rows(x, (self.index // per_token)[:, None], self.place)
+
+    def into(self, x: Array, gate: Array, up: Array) -> tuple[Array, Array]:
+        """Multiply the copies of tokens `[m, d]` by their experts' matrices into the hidden layer."""
+        copies = self.take(x)
+        return grouped_product(copies, gate, self.sizes), grouped_product(copies, up, self.sizes)
+
+    def out(
+        self, gated: Array, raised: Array, down: Array, share: Array, activation: Activation
+    ) -> Float[Array, "m d"]:
+        """Finish the experts of the copies, and sum what they make of each token by its `share` `[m, k]` of them."""
+        # A hidden layer times its share instead of what comes out of it: a sum over copies is then a plain one.
+        share = sum_rows(share.reshape(share.size), self.index[:, None], self.place.reshape(share.size, 1))
+        hidden = ACTIVATIONS[activation](gated).astype(jnp.float32) * raised.astype(jnp.float32) * share[:, None]
+        # Behind the last group a product may hold anything, and so may its gradient.
+        grouped = (jnp.arange(len(hidden)) < self.sizes.sum())[:, None]
+        hidden = jnp.where(grouped, hidden, 0).astype(gated.dtype)
+        y = grouped_product(hidden, down, self.sizes)
+        return sum_rows(y, self.place, (self.index // self.place.shape[1])[:, None])
+
+
+def apply_experts(
     x: Float[Array, "n d"],
     routes: Routes,
     gate: Float[Array, "e _ f"],
@@ -79,44 +141,79 @@ def grouped_mlp(
     layout: ExpertLayout,
     activation: Activation,
 ) -> Float[Array, "n d"]:
-    """Sum the outputs of each token's experts by their weights, in the tokens' precision.
+    """Sum the outputs of each token's experts by their weights, in the tokens' precision; every device has all experts.
 
-    The matrices are those of the device's experts, its shard of each.
+    The matrices are the device's shards of each expert.
     """
-    width = x.shape[1]
-    count = len(gate)
-    routes = layout.gather(routes)
-    tokens, per_token = routes.expert.shape
-    local = routes.expert.reshape(tokens * per_token) - layout.first(count)
-    # Copies for other experts come last: of 3 experts here, 5 5 0 7 1 1 as seen from expert 5 is 0 0 _ 2 _ _.
-    group = jnp.where((local >= 0) & (local < count), local, count)
-    order = jnp.argsort(group, stable=True)
-    inverse = jnp.argsort(order)
-    sizes = (group[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
-    # Behind the last group a product may hold anything, and so may its gradient.
-    grouped = (jnp.arange(tokens * per_token) < sizes.sum())[:, None]
+    expert, share = layout.gather(tuple(routes), layout.parts)
+    copies = Copies.of(expert, 0, len(gate))
 
     # Tokens and matrices are gathered inside, so that backward gathers them again instead of keeping them.
     def into(x: Array, gate: Array, up: Array) -> tuple[Array, Array]:
-        copies = jnp.broadcast_to(layout.gather(x)[:, None], (tokens, per_token, width))
-        copies = jnp.where(grouped, permute(copies.reshape(tokens * per_token, width), order, inverse), 0)
-        weights = [layout.gather_shards(weight.astype(x.dtype), 1) for weight in (gate, up)]
-        return tuple(grouped_product(copies, weight, sizes) for weight in weights)
+        weights = (layout.gather_shards(weight.astype(x.dtype), 1) for weight in (gate, up))
+        return copies.into(layout.gather(x, layout.parts), *weights)
 
     def out(gated: Array, raised: Array, down: Array, share: Array) -> Array:
-        hidden = jnp.where(grouped, ACTIVATIONS[activation](gated) * raised, 0)
-        y = grouped_product(hidden, layout.gather_shards(down.astype(x.dtype), 2), sizes)
-        y = permute(jnp.where(grouped, y, 0), inverse, order).reshape(tokens, per_token, width)
-        return layout.scatter(jnp.einsum("nkd,nk->nd", y.astype(jnp.float32), share).astype(x.dtype))
+        down = layout.gather_shards(down.astype(x.dtype), 2)
+        return layout.scatter(copies.out(gated, raised, down, share, activation), layout.parts)
 
-    def both(x: Array, gate: Array, up: Array, down: Array, share: Array) -> Array:
-        return out(*into(x, gate, up), down, share)
-
-    if layout.exchanges:
-        # There is room for all tokens of all devices, in case they take these experts: too much to keep.
-        return keep_inputs(both)(x, gate, up, down, routes.share)
     gated, raised = (checkpoint_name(y, "linear") for y in keep_inputs(into)(x, gate, up))
-    return keep_inputs(out)(gated, raised, down, routes.share)
+    return keep_inputs(out)(gated, raised, down, share)
+
+
+def apply_shared_experts(
+    x: Float[Array, "n d"],
+    routes: Routes,
+    gate: Float[Array, "e _ f"],
+    up: Float[Array, "e _ f"],
+    down: Float[Array, "e f _"],
+    layout: ExpertLayout,
+    config: ExpertsConfig,
+    activation: Activation,
+) -> tuple[Float[Array, "n d"], Float[Array, ""]]:
+    """Apply experts of which each device has some; return the turns as well in which tokens went to their devices."""
+    devices, count = layout.devices, len(gate)
+    size = config.sent_at_once(len(x), devices) if layout.sends else len(x)
+    sends = Sends.of(routes.expert, config.count, size, layout) if size < len(x) else None
+    computed = config.computed_at_once(len(x) * layout.sharing, devices)
+    tensor = tuple(axis for axis in layout.parts if axis == TENSOR)
+
+    def local_experts(expert: Array, tokens: Array, share: Array, *weights: Array) -> Array:
+        """Sum what the device's experts make of tokens, some copies at a time."""
+        copies = Copies.of(expert, layout.first(count), count)
+
+        def slice_of_copies(
+            number: Array, copies: Copies, tokens: Array, share: Array, gate: Array, up: Array, down: Array
+        ) -> Array:
+            copies = copies.slice(number * computed, computed)
+            return copies.out(*copies.into(tokens, gate, up), down, share, activation)
+
+        parts = -(-copies.sizes.sum() // computed)
+        return sum_parts(slice_of_copies, parts, copies, tokens, share, *weights).astype(x.dtype)
+
+    def turn(number: Array, tables: tuple[Array, Sends], x: Array, share: Array, *weights: Array) -> Array:
+        expert, sends = tables[0], tables[1].turn(number, size)
+        token = sends.token.reshape(devices * size, 1)
+        arrays = (
+            expert.at[token[:, 0]].get(mode="fill", fill_value=config.count),
+            sum_rows(x, token, sends.place),
+            sum_rows(share, token, sends.place),
+        )
+        made = local_experts(*layout.gather(jax.tree.map(layout.send, arrays), tensor), *weights)
+        return sum_rows(layout.send(layout.scatter(made, tensor)), sends.place, token)
+
+    # Backward does everything again: to keep are tokens of all devices, and gathered matrices.
+    def exchange(x: Array, share: Array, gate: Array, up: Array, down: Array) -> Array:
+        weights = [
+            layout.gather_shards(weight.astype(x.dtype), axis) for weight, axis in ((gate, 1), (up, 1), (down, 2))
+        ]
+        if sends is None:
+            arrays = layout.gather((routes.expert, x, share), layout.parts)
+            return layout.scatter(local_experts(*arrays, *weights), layout.parts)
+        return sum_parts(turn, sends.turns, (routes.expert, sends), x, share, *weights).astype(x.dtype)
+
+    turns = jnp.ones(()) if sends is None else sends.turns.astype(jnp.float32)
+    return keep_inputs(exchange)(x, routes.share, gate, up, down), turns
 
 
 def grouped_product(
@@ -125,15 +222,3 @@ def grouped_product(
     """Multiply groups of rows of these sizes by a matrix each, by a kernel on GPUs, for which XLA has none."""
     kernel = platform() in ("gpu", "cuda") and takes(*weight.shape[1:])
     return (grouped_matmul if kernel else jax.lax.ragged_dot)(x, weight, sizes)
-
-
-@jax.custom_vjp
-def permute(x: Float[Array, "n d"], order: Int[Array, " n"], inverse: Int[Array, " n"]) -> Float[Array, "n d"]:
-    """Take rows in this order; the gradient takes them in the inverse one, where JAX's own would scatter them."""
-    return x[order]
-
-
-permute.defvjp(
-    lambda x, order, inverse: (x[order], (order, inverse)),
-    lambda orders, gradient: (gradient[orders[1]], None, None),
-)

@@ -23,7 +23,7 @@ from mmjax.models.layers import IMPL, Noise, PositionTable
 from mmjax.models.vae import Encoder as VaeEncoder
 from mmjax.models.vae import moments_of
 from mmjax.parallel.encoder_exchange import dispatch
-from mmjax.parallel.sharding import active, constrain, encoding
+from mmjax.parallel.sharding import CONTEXT, active, constrain, encoding
 
 
 class Conditioner(nnx.Module):
@@ -173,7 +173,11 @@ def condition_of(
     """Bring the hidden states of queries to the generator's rows, and project them."""
     rules = active()
     mesh, exchange = (None, "padded") if rules is None else (rules.mesh, rules.exchange)
-    states = dispatch(hidden, text.send[name], items.condition, mesh, exchange)
+    if mesh is not None and mesh.shape[CONTEXT] > 1:
+        # Every device of a rank gets whole rows, in their own order.
+        order = jnp.argsort(constrain(text.pos, "rows", None), axis=1)
+        hidden = jnp.take_along_axis(constrain(hidden, "rows", None, "width"), order[..., None], axis=1)
+    states = dispatch(hidden, text.send[name], items.condition, mesh, exchange, whole=True)
     with encoding():
         states = constrain(states, "rows", "length", "width")
         return conditioner.tokens(states, items.condition >= 0, dropped)

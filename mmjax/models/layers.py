@@ -423,6 +423,7 @@ class LayerConfig:
     attention_gate: bool = False  # beside the queries of each head
     delta_net: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of attention
     experts: Callable[[nnx.Rngs], nnx.Module] | None = None  # makes what takes the place of the MLP
+    pre_norms: bool = True  # of the inputs of attention and MLP
     post_norms: bool = False  # of the outputs of attention and MLP
     layer_scale: bool = False  # learned per-channel scales of the same outputs
     scoring: Scoring = DEFAULT_SCORING
@@ -521,15 +522,15 @@ class LayerOutput(NamedTuple):
 
 
 class TransformerLayer(nnx.Module):
-    """Pre-norm attention or gated delta net, then a pre-norm MLP or experts, each added to the residual stream."""
+    """Attention or a gated delta net, then an MLP or experts, each between its norms added to the residual stream."""
 
     def __init__(self, block: LayerConfig, rngs: nnx.Rngs):
         b = block
-        self.attention_norm = b.norm(b.width)
+        self.attention_norm = b.norm(b.width) if b.pre_norms else None
         self.attention = None if b.delta_net else SelfAttention(b, rngs)
         self.delta_net = b.delta_net and b.delta_net(rngs)
         self.attention_after = _post_module(b)
-        self.mlp_norm = b.norm(b.width)
+        self.mlp_norm = b.norm(b.width) if b.pre_norms else None
         mlp = partial(MLP, b.width, b.mlp_width, b.width, b.activation, gated=b.gated, biases=b.biases)
         self.mlp = None if b.experts else mlp(rngs)
         self.experts = b.experts and b.experts(rngs)
@@ -538,17 +539,18 @@ class TransformerLayer(nnx.Module):
     def __call__(self, x: Float[Array, "b t d"], context: Context, past: KVCacheView | None = None) -> LayerOutput:
         """Apply the layer, on the cache of `past` if given; return as well what the cache keeps of the tokens."""
         mixer = self.attention if self.delta_net is None else self.delta_net
-        attn_out, layer_cache = mixer(self.attention_norm(x), context, past)
+        attn_out, layer_cache = mixer(x if self.attention_norm is None else self.attention_norm(x), context, past)
         if self.attention_after is not None:
             attn_out = self.attention_after(attn_out)
         x = x + drop(attn_out, context.dropout, ATTENTION)
         # The name that the remat policy `attention_mlp` saves (`layer_stacks.SAVED`).
         x = checkpoint_name(x, "mlp_input")
         routing = None
+        mlp_in = x if self.mlp_norm is None else self.mlp_norm(x)
         if self.experts is None:
-            mlp_out = self.mlp(self.mlp_norm(x))
+            mlp_out = self.mlp(mlp_in)
         else:
-            mlp_out, routing = self.experts(self.mlp_norm(x), context.mask.sample >= 0)
+            mlp_out, routing = self.experts(mlp_in, context.mask.sample >= 0)
         if self.mlp_after is not None:
             mlp_out = self.mlp_after(mlp_out)
         return LayerOutput(x + drop(mlp_out, context.dropout, MLP_SITE), layer_cache, routing)
@@ -558,7 +560,7 @@ NORMS = {"layer": LayerNorm, "rms": RMSNorm}
 
 
 def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
-    """Describe a pre-norm layer with full attention. Raises ValueError where heads do not divide the width."""
+    """Describe a layer with full attention. Raises ValueError where heads do not divide the width."""
     c = config
     if c.width % c.heads:
         raise ValueError(f"a width of {c.width} does not divide into {c.heads} heads")
@@ -576,5 +578,7 @@ def encoder_layer_config(config: VisionConfig | AudioConfig) -> LayerConfig:
         biases=c.biases,
         width_norm=partial(RMSNorm, eps=vision.qk_norm_eps) if vision and vision.qk_norm == "width" else None,
         layer_scale=vision is not None and vision.layer_scale,
+        pre_norms=vision is None or vision.norm_place == "before",
+        post_norms=vision is not None and vision.norm_place == "after",
         max_block=window_block(vision.window) if vision and vision.windowed else MAX_BLOCK,
     )

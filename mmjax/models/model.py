@@ -452,7 +452,7 @@ def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, 
     if part == "connector":
         yield reduce(getattr, path, model.connectors[tower]), None
         return
-    stacks = (model.llm if tower == "llm" else model.encoders[tower]).layers
+    stacks = model.tower(tower).layers
     for run in stacks.plan:
         for stored, layers in run.parts.items():
             if (mixer := getattr(stacks.runs[stored], path[1])) is not None:

@@ -1,18 +1,23 @@
 """Bring tokens to the devices of their experts and back, exact and in static shapes: no capacity, none dropped.
 
-Along the mesh axis `expert` every device has some of a layer's experts and some of the batch's rows. Tokens are
-gathered along the axis with their routes, each device sums what its own experts make of them, and these sums are added
-up and scattered to the devices that the tokens came from. Tensor parallelism cuts each expert's hidden layer, so its
-devices' sums are added up as well.
+Along the mesh axis `expert` every device has some of a layer's experts and some of the batch's rows. An all-to-all
+brings each token once to every device that has one of its experts; what these make of it comes back by the inverse, and
+is added up. There is room for somewhat more than an even router sends: the tokens that find none go in another turn, in
+which all devices take part if any has such tokens. Where that room is for all tokens, with few devices or many experts
+a token, tokens are gathered along the axis instead, and sums scattered. Tensor parallelism cuts each expert's hidden
+layer, so its devices' sums are added up as well.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -71,28 +76,42 @@ class ExpertLayout:
         return run(x, valid, router, *matrices)
 
     @property
-    def exchanges(self) -> bool:
-        """Return whether tokens are brought to the devices of their experts."""
-        return EXPERT in self.parts
+    def devices(self) -> int:
+        """Return the number of devices that share the experts, 1 where each has all of them."""
+        return self.mesh.shape[EXPERT] if EXPERT in self.parts else 1
+
+    @property
+    def sends(self) -> bool:
+        """Return whether these devices have tokens of their own, which can be sent from one to another."""
+        return EXPERT in self.parts and EXPERT in self.divides
+
+    @property
+    def sharing(self) -> int:
+        """Return the number of devices whose tokens share a device's experts, or its parts of them."""
+        return math.prod(self.mesh.shape[axis] for axis in self.parts if axis in self.divides)
 
     # What follows is called inside of `run`.
 
     def first(self, count: int) -> Int[Array, ""] | int:
         """Return the number of the device's first expert, of which it has `count`."""
-        return lax.axis_index(EXPERT) * count if self.exchanges else 0
+        return lax.axis_index(EXPERT) * count if self.devices > 1 else 0
 
-    def gather(self, tree: Tree) -> Tree:
-        """Gather arrays `[n, ...]` of tokens from the devices that have other parts of the experts."""
-        axes = tuple(axis for axis in self.parts if axis in self.divides)
+    def gather(self, tree: Tree, parts: tuple[str, ...]) -> Tree:
+        """Gather arrays `[n, ...]` of tokens from the devices along these of `parts`."""
+        axes = tuple(axis for axis in parts if axis in self.divides)
         return jax.tree.map(lambda x: lax.all_gather(x, axes, axis=0, tiled=True), tree) if axes else tree
 
-    def scatter(self, sums: Float[Array, "n d"]) -> Float[Array, "m d"]:
+    def scatter(self, sums: Float[Array, "n d"], parts: tuple[str, ...]) -> Float[Array, "m d"]:
         """Add up what the devices have made of the same tokens, and leave each its own: the inverse of `gather`."""
-        if axes := tuple(axis for axis in self.parts if axis not in self.divides):
+        if axes := tuple(axis for axis in parts if axis not in self.divides):
             sums = lax.psum(sums, axes)
-        if axes := tuple(axis for axis in self.parts if axis in self.divides):
+        if axes := tuple(axis for axis in parts if axis in self.divides):
             sums = lax.psum_scatter(sums, axes, scatter_dimension=0, tiled=True)
         return sums
+
+    def send(self, x: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
+        """Exchange equal parts of `x`, one for each device that shares the experts; its own inverse."""
+        return lax.all_to_all(x, EXPERT, 0, 0, tiled=True)
 
     def gather_shards(self, weight: Float[Array, "e _ _"], axis: int) -> Float[Array, "e _ _"]:
         """Gather FSDP's shards of the device's experts, which divide this axis."""
@@ -101,6 +120,88 @@ class ExpertLayout:
     def add_up(self, sums: Tree) -> Tree:
         """Add up sums over all tokens."""
         return lax.psum(sums, self.divides) if self.divides else sums
+
+
+class Sends(NamedTuple):
+    """Lists of the tokens that a device sends to each device, once to every one that has one of their experts.
+
+    With room for 2 tokens at once (`size`), a device's list of 3 takes two turns.
+    """
+
+    token: Int[Array, "p l"]  # for each device, in order; n: none
+    place: Int[Array, "n k"]  # in these lists, one after the other, of each token for the device of each expert
+    turns: Int[Array, ""]  # of all devices, in which the longest list of any is sent
+
+    @classmethod
+    def of(cls, expert: Int[Array, "n k"], count: int, size: int, layout: ExpertLayout) -> Sends:
+        """List the tokens by the devices of their experts, which are `count` in all."""
+        tokens, devices = len(expert), layout.devices
+        length = -(-tokens // size) * size
+        device = expert // (count // devices)  # of padding, `devices`
+        goes = (device[:, :, None] == jnp.arange(devices)).any(1)
+        before = jnp.cumsum(goes, axis=0, dtype=jnp.int32)
+        rank = jnp.take_along_axis(before - 1, jnp.minimum(device, devices - 1), axis=1)
+        # A token's second expert on the same device has no place: the token is there already.
+        again = jnp.tril(device[:, :, None] == device[:, None, :], -1).any(-1)
+        place = jnp.where(again | (device == devices), devices * length, device * length + rank)
+        token = (
+            jnp.full(devices * length, tokens, jnp.int32)
+            .at[place]
+            .set(jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop")
+        )
+        turns = lax.pmax(-(-before[-1].max() // size), layout.mesh.axis_names)
+        return cls(token.reshape(devices, length), place, turns)
+
+    def turn(self, number: Int[Array, ""], size: int) -> Sends:
+        """Return what is sent in one turn, of `turns`."""
+        devices, length = self.token.shape
+        device, rank = self.place // length, self.place % length - number * size
+        inside = (rank >= 0) & (rank < size) & (device < devices)
+        token = lax.dynamic_slice_in_dim(self.token, number * size, size, axis=1)
+        return self._replace(token=token, place=jnp.where(inside, device * size + rank, devices * size))
+
+
+def sum_parts(part: Callable[..., Array], parts: Int[Array, ""], tables: Any, *arrays: Array) -> Array:
+    """Sum `part(i, tables, *arrays)` in float32 over i < parts, a number that the data say.
+
+    Only the inputs are kept for backward, which computes each part again. tables: arrays that have no gradient.
+    """
+    out = jax.eval_shape(part, jnp.int32(0), tables, *arrays)
+
+    @jax.custom_vjp
+    def total(parts: Array, tables: Any, arrays: tuple[Array, ...]) -> Array:
+        def add(number: Array, total: Array) -> Array:
+            return total + part(number, tables, *arrays).astype(jnp.float32)
+
+        return lax.fori_loop(0, parts, add, jnp.zeros(out.shape, jnp.float32))
+
+    def gradients(inputs: tuple, d_out: Array) -> tuple:
+        parts, tables, arrays = inputs
+
+        def add(number: Array, total: tuple[Array, ...]) -> tuple[Array, ...]:
+            _, of_part = jax.vjp(partial(part, number, tables), *arrays)
+            return jax.tree.map(jnp.add, total, of_part(d_out.astype(out.dtype)))
+
+        return None, None, lax.fori_loop(0, parts, add, jax.tree.map(jnp.zeros_like, arrays))
+
+    total.defvjp(lambda *inputs: (total(*inputs), inputs), gradients)
+    return total(parts, tables, arrays)
+
+
+@jax.custom_vjp
+def sum_rows(x: Float[Array, "n ..."], rows: Int[Array, "m a"], back: Int[Array, "n b"]) -> Float[Array, "m ..."]:
+    """Sum for each output the rows of `x` that `rows` lists, n standing for none; back: the outputs in which a row is.
+
+    So the gradient is such a sum as well, where JAX's own would scatter, in no fixed order on a GPU.
+    """
+    taken = x.at[rows].get(mode="fill", fill_value=0)
+    return taken[:, 0] if rows.shape[1] == 1 else taken.sum(1, dtype=jnp.float32).astype(x.dtype)
+
+
+sum_rows.defvjp(
+    lambda x, rows, back: (sum_rows(x, rows, back), (rows, back)),
+    lambda tables, gradient: (sum_rows(gradient, *tables[::-1]), None, None),
+)
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ A model of XLA's allocation, accurate to a few percent where it was compiled for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -115,6 +116,7 @@ ALIVE = 0.7
 # What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide as the layer.
 MLP_ARRAYS, STREAMS = 4, 4
 COPIES = 4  # arrays as wide as the layer of the copies of tokens that go to experts, and of their gradients
+ARRIVED = 5  # the same of tokens that come from other devices, before they are copied for their experts
 
 
 @dataclass(frozen=True)
@@ -342,13 +344,15 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
 def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: int) -> float:
     """Count the bytes of an encoder's outputs before and after the exchange, with what its connector saves.
 
-    Of a generator those of its inputs, which its connector takes in the LLM's width.
+    Of a generator those of its inputs, which its connector takes in the LLM's width; where devices share rows of the
+    LLM, each has the whole rows' outputs too, as they came and in order.
     """
     if name in model.generators:
         generator = model.generators[name]
         c = generator.connector
         numbers = 2 * model.llm.width + (2 + c.gated) * c.mlp_width + generator.condition_width
-        return row_work(model, batch.shape)[name].tokens * numbers * activation
+        whole = 2 * batch.context * math.prod(batch.shape["llm"]) * model.llm.width if batch.context > 1 else 0
+        return (row_work(model, batch.shape)[name].tokens * numbers + whole) * activation
     encoder = model.encoders[name]
     # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice, and
     # what a patch merger makes, with a projection three times more.
@@ -368,8 +372,9 @@ def sent_slots(model: ModelConfig, batch: DeviceBatch) -> dict[str, int]:
     """Count the tokens for which a device's sends have room, by module: `send` and `spread` of a TextBatch."""
     work = row_work(model, batch.shape) if batch.context > 1 else {}
     slots = {name: batch.peers * width for name, width in batch.widths.items()}
-    # Each of the rank's devices may get all that came and that is here.
-    return {name: n + (batch.context * (n + work[name].tokens) if work else 0) for name, n in slots.items()}
+    # Each of the rank's devices may get all that came and that is here, but of what goes to a generator.
+    spread = set(work) - set(model.generators)
+    return {name: n + (batch.context * (n + work[name].tokens) if name in spread else 0) for name, n in slots.items()}
 
 
 def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:
@@ -421,9 +426,12 @@ def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -
 def dispatch_bytes(llm: DecoderConfig, positions: int, sharding: ModelSharding, activation: int) -> float:
     """Count the bytes of the copies of tokens, one for each of their experts, that backward makes of a layer.
 
-    A device has room for those of all tokens of the devices that share the experts, which may all take its own.
+    Where devices share the experts, these are as many as it computes at once, beside the tokens that come at once.
     """
-    e = llm.experts
-    copies = positions * e.per_token * sharding.experts
-    hidden = MLP_ARRAYS * e.width / sharding.llm * (sharding.experts > 1)  # else counted with the layer's MLP
-    return activation * copies * (COPIES * llm.width + hidden)
+    e, devices = llm.experts, sharding.experts
+    copies = e.computed_at_once(positions * devices, devices)
+    if devices == 1:  # the hidden layer is counted with the layer's MLP
+        return activation * copies * COPIES * llm.width
+    arrived = devices * e.sent_at_once(positions, devices)
+    hidden = MLP_ARRAYS * e.width / sharding.llm
+    return activation * (copies * (COPIES * llm.width + hidden) + arrived * ARRIVED * llm.width)

@@ -288,14 +288,25 @@ def exchange_seconds(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun
 def dispatch_seconds(llm: DecoderConfig, work: Work, machine: ClusterRun) -> float:
     """Estimate the seconds in which tokens go to the devices of their experts and back, in both passes of all layers.
 
-    Forward gathers tokens and scatters sums; backward gathers tokens and gradients of sums, and scatters gradients.
+    An even router is assumed, whose tokens go in one turn (`mmjax.parallel.expert_exchange`).
     """
     group = machine.sharding.experts
     if llm.experts is None or group == 1:
         return 0.0
-    size = group * work.positions * llm.width * machine.activation
+    size = sum(llm.expert_layers) * expert_bytes(llm, work.positions, group, machine.activation)
     stride = machine.mesh.get("context", 1) * machine.mesh["tensor"]
-    return 5 * sum(llm.expert_layers) * collective_seconds(size, group, stride, machine.cluster)
+    sends = llm.experts.sent_at_once(work.positions, group) < work.positions
+    return (_all_to_all if sends else collective_seconds)(size, group, stride, machine.cluster)
+
+
+def expert_bytes(llm: DecoderConfig, tokens: int, devices: int, activation: int) -> int:
+    """Count the bytes that a device sends to those that share a layer's experts, in both passes, and to itself.
+
+    Forward sends tokens, with the numbers and shares of their experts, and sends sums back. Backward sends these
+    tokens again and the gradients of sums, and gradients of tokens and shares back.
+    """
+    token = 5 * llm.width * activation + 5 * MASTER * llm.experts.per_token
+    return devices * llm.experts.sent_at_once(tokens, devices) * token
 
 
 def collective_seconds(size: float, group: int, stride: int, cluster: Cluster) -> float:

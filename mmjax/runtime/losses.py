@@ -28,6 +28,7 @@ class ExpertSums(NamedTuple):
     tokens: jax.Array  # float32 [layers, experts]: that each expert got, in each layer that has any
     balance: jax.Array  # float32 []: mean of the microbatches' balance losses by their loss weight
     z: jax.Array  # float32 []: the same of the router's z losses
+    extra_turns: jax.Array  # float32 []: in which tokens went to the devices of their experts, beyond one a layer
 
 
 def expert_sums(routing: Routing | None, share: jax.Array) -> ExpertSums | None:
@@ -37,7 +38,12 @@ def expert_sums(routing: Routing | None, share: jax.Array) -> ExpertSums | None:
     """
     if routing is None:
         return None
-    return ExpertSums(routing.tokens, share * balance_loss(routing), share * z_loss(routing))
+    return ExpertSums(
+        tokens=routing.tokens,
+        balance=share * balance_loss(routing),
+        z=share * z_loss(routing),
+        extra_turns=jnp.maximum(routing.turns - 1, 0).sum(),
+    )
 
 
 def expert_loss(sums: ExpertSums | None, config: ExpertsConfig | None) -> jax.Array | float:

@@ -312,7 +312,7 @@ class Executor:
         if config.experts is None:
             return None
         tokens = jnp.zeros((sum(config.expert_layers), config.experts.count))
-        return ExpertSums(tokens, jnp.zeros(()), jnp.zeros(()))
+        return ExpertSums(tokens, *[jnp.zeros(())] * 3)
 
     def _accumulate(
         self,

@@ -91,9 +91,10 @@ def exchange_scalars(loaded: LoadedStep, encoders: Sequence[str], topology: Topo
 
 
 def expert_scalars(sums: ExpertSums | None) -> Scalars:
-    """Return the losses of a step's experts, unweighted, and the tokens of the fullest expert over the mean.
+    """Return the losses of a step's experts, unweighted, the tokens of the fullest expert over the mean, and turns.
 
-    The imbalance is that of the most uneven layer: 1 where all experts of every layer have the same.
+    The imbalance is that of the most uneven layer: 1 where all experts of every layer have the same. Turns are those
+    that tokens took to the devices of their experts beyond one a layer and microbatch.
     """
     if sums is None:
         return {}
@@ -102,6 +103,7 @@ def expert_scalars(sums: ExpertSums | None) -> Scalars:
         "experts/balance_loss": float(sums.balance),
         "experts/z_loss": float(sums.z),
         "experts/imbalance": float((sums.tokens.max(-1) / means).max()),
+        "experts/extra_turns": float(sums.extra_turns),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import transformers
+from evaclip import EvaClipVisionConfig
 
 Fields = dict[str, Any]
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "relu", "swish")
@@ -279,6 +280,14 @@ def two_norm_tower(rng: np.random.Generator, most: int = 5) -> tuple[transformer
         return transformers.CLIPVisionConfig(**sizes), own | {"vision_feature_select_strategy": "default"}
     tower = transformers.SiglipVisionConfig(**sizes, vision_use_head=pick(rng, False, True))
     return tower, own | {"vision_feature_select_strategy": "full"}
+
+
+def evaclip_tower(rng: np.random.Generator) -> EvaClipVisionConfig:
+    """EVA-CLIP, with any of its biases, norms of both kinds, before or after attention and MLP."""
+    sizes = tower_sizes(rng, 6)
+    sizes["num_hidden_layers"] = between(rng, 2, 4)  # of which all but the last are read
+    options = ("q_bias", "k_bias", "v_bias", "post_layernorm", "use_rms_norm")
+    return EvaClipVisionConfig(**sizes, **{name: pick(rng, False, True) for name in options})
 
 
 def dinov2_tower(rng: np.random.Generator, registers: bool = False) -> transformers.PreTrainedConfig:

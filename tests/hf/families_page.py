@@ -21,7 +21,7 @@ BEGIN, END = "<!-- table: made by tests/hf/families_page.py -->\n", "<!-- end of
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
     "internvl_chat": {"vision_config": {"image_size": 448}, "llm_config": {"model_type": "qwen2"}},
-    **{kind: {"vision_config": {}} for kind in ("clip", "siglip")},
+    **{kind: {"vision_config": {}} for kind in ("clip", "evaclip", "siglip")},
     **{kind: {"text_config": {"partial_rotary_factor": 0.5}} for kind in ("glm4v", "glm46v")},
     # The tower's default width in transformers is not the text's.
     "qwen2_vl": {"vision_config": {"hidden_size": 8192}},

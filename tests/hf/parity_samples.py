@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from parity import Params, check_gradients, forget_longer_texts, loaded, same_logits
+from parity import (
+    Params,
+    check_gradients,
+    forget_longer_texts,
+    loaded,
+    same_gradients,
+    same_logits,
+    saved_gradients,
+)
 
 from mmjax.batch import Microbatch
 from mmjax.config import (
@@ -19,7 +27,9 @@ from mmjax.config import (
     AnyRes,
     BatchConfig,
     Config,
+    ConnectorConfig,
     DataConfig,
+    DecoderConfig,
     MeshConfig,
     ModelConfig,
     NoGrouping,
@@ -36,10 +46,14 @@ from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import Item, Sample, SampleLengths, Source, Text
 from mmjax.data.sources.processors import ImageProcessor, place_media
+from mmjax.hf.families import encoder_from_hf, layout_of
+from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime.state import hyperparameters, make_optimizer
+from mmjax.planning.flops import parameters
+from mmjax.runtime.state import hyperparameters, make_optimizer, parameter_shardings
 from mmjax.runtime.step import Executor
+from mmjax.runtime.weights import load_pretrained
 
 Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
 
@@ -204,6 +218,54 @@ def check_packed(
     loss_there(model, compare=True).backward()
     check_gradients(ours, params, batch, model, count, loss_there)
     return jax.device_get(batch)
+
+
+def pixels(picture: np.ndarray) -> torch.Tensor:
+    """Prepare an image as a tower without a processor takes it."""
+    return torch.tensor((picture / 255 - 0.5) / 0.5, dtype=torch.float32).permute(2, 0, 1)[None]
+
+
+def check_tower(
+    model: torch.nn.Module,
+    folder: Path,
+    theirs: Callable[[np.ndarray], torch.Tensor],
+    pictures: Sequence[np.ndarray],
+    rng: np.random.Generator,
+    merge: int,
+) -> None:
+    """What a tower's folder makes of five images in a row to 1e-4, and the gradients of a weighted sum of it.
+
+    theirs: features `[t, d]` of one image there: of the class token, registers, then patches row by row.
+    """
+    eyes = replace(encoder_from_hf(folder), connector=ConnectorConfig(merge=merge))
+    config = ModelConfig(DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9), {"eyes": eyes})
+    ours = Model.build(config, jnp.float32)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    params = load_pretrained(ours, parameter_shardings(ours, mesh, ShardingRules()))
+    assert sum(x.size for x in jax.tree.leaves(params)) == parameters(config)["eyes"]
+    made = packed(config, [[np.arange(1, 4), *pictures[:3]], [*pictures[3:], np.arange(1, 5)]])
+    items = jax.tree.map(jnp.asarray, made.items["eyes"])
+
+    def features(params: Params) -> jax.Array:
+        tower = ours.module(params).encoders["eyes"]
+        return tower.finished(tower.layers(tower.embedded(items), tower.context(items)))[0]
+
+    found = np.asarray(jax.jit(features)(params))
+    item, (_, row, column) = made.items["eyes"].item[0], made.items["eyes"].coordinates[0].T
+    factors = rng.normal(size=found.shape).astype(np.float32)
+    total = torch.zeros(())
+    for number, picture in zip(dict.fromkeys(item[item >= 0]), pictures, strict=True):
+        wanted = theirs(picture)
+        across = picture.shape[1] // eyes.patch
+        (here,) = np.nonzero(item == number)
+        place = np.where(row < 0, -1 - column, eyes.own_tokens + row * across + column)[here]
+        assert sorted(place) == list(range(len(wanted)))
+        np.testing.assert_allclose(found[here], wanted.detach().numpy()[place], atol=1e-4)
+        total = total + (wanted[torch.tensor(place)] * torch.tensor(factors[here])).sum()
+    total.backward()
+    counted = jnp.asarray(factors * (item >= 0)[:, None])
+    gradients = jax.jit(jax.grad(lambda p: (features(p) * counted).sum()))(params)
+    same_gradients(gradients, layout_of(HfFolder.open(folder), config), saved_gradients(model))
 
 
 def check_ten_steps(model: torch.nn.Module, folder: Path, samples: Sequence[Sequence[Part]], theirs: Theirs) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
+from evaclip import EvaClipVisionConfig, EvaClipVisionModel
 from parity import random_model
 from parity_samples import packed
 
@@ -38,6 +39,7 @@ def qwen(name: str) -> tuple:
 
 ENCODERS = {
     "clip": lambda: (transformers.CLIPVisionConfig(**TOWER), transformers.CLIPVisionModel),
+    "evaclip": lambda: (EvaClipVisionConfig(**TOWER, q_bias=False, k_bias=False, v_bias=False), EvaClipVisionModel),
     "siglip": lambda: (transformers.SiglipVisionConfig(**TOWER), transformers.SiglipVisionModel),
     "internvl": lambda: (transformers.InternVLVisionConfig(**TOWER), transformers.InternVLVisionModel),
     "dinov2": lambda: (transformers.Dinov2Config(**DINO), transformers.Dinov2Model),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from evaclip import EvaClipVisionConfig, EvaClipVisionModel
 from parity import random_model
 from parity_samples import packed
 
@@ -40,6 +41,7 @@ ENCODERS = {
         ),
         transformers.CLIPModel,
     ),
+    "evaclip": (EvaClipVisionConfig(**TOWER, k_bias=False), EvaClipVisionModel),
     "siglip": (transformers.SiglipVisionConfig(**TOWER), transformers.SiglipVisionModel),
     "pixtral": (
         transformers.PixtralVisionConfig(**TOWER | {"hidden_size": 30}),
@@ -85,7 +87,11 @@ def test_a_tower_and_a_decoder_of_two_folders_give_one_model(encoder, decoder, t
     pixels = torch.tensor((image / 255 - 0.5) / 0.5, dtype=torch.float32).permute(2, 0, 1)[None]
     vision = theirs.vision_model if encoder == "clip" else theirs
     layer = -1 if encoder in ("internvl", "pixtral") else -2
-    wanted = vision(pixel_values=pixels, output_hidden_states=True).hidden_states[layer][0].detach().numpy()
+    if encoder == "evaclip":
+        states = theirs.hidden_states(pixels)
+    else:
+        states = vision(pixel_values=pixels, output_hidden_states=True).hidden_states
+    wanted = states[layer][0].detach().numpy()
     order = np.asarray(items.coordinates[0, :16, 1] * 4 + items.coordinates[0, :16, 2])
     np.testing.assert_allclose(np.asarray(out)[0, :16], wanted[-16:][order], atol=1e-4)
 

@@ -400,7 +400,9 @@ def test_losses_of_routing_are_those_of_transformers_without_padding():
     tokens = (np.argsort(-logits, -1)[..., :2, None] == np.arange(5)).sum(2)
     squares = np.log(np.exp(logits).sum(-1)) ** 2
     sums = ((x * mask[:, None]).sum(1).astype(np.float32) for x in (tokens, probability))
-    routing = Routing(*map(jnp.asarray, (*sums, (squares * mask).sum(1), np.full(2, 23.0, np.float32))))
+    routing = Routing(
+        *map(jnp.asarray, (*sums, (squares * mask).sum(1), np.full(2, 23.0, np.float32), np.ones(2, np.float32)))
+    )
     theirs = load_balancing_loss_func(tuple(torch.tensor(logits)), 5, 2, torch.tensor(mask[None].astype(int)))
     assert float(balance_loss(routing)) == pytest.approx(float(theirs), rel=1e-5)
     assert float(z_loss(routing)) == pytest.approx(squares[:, mask].mean(), rel=1e-5)

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import drawn
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
-from parity import random_model, same_gradients, saved_gradients
-from parity_samples import check_samples, is_text, packed
+from parity import random_model
+from parity_samples import check_samples, check_tower, is_text, pixels
 from transformers import Dinov2Model, Dinov2WithRegistersModel, LlavaConfig, LlavaForConditionalGeneration
 
-from mmjax.config import ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig
 from mmjax.errors import UserError
-from mmjax.hf.families import encoder_from_hf, from_hf, layout_of
-from mmjax.hf.folder import HfFolder
-from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.flops import parameters
-from mmjax.runtime.state import parameter_shardings
-from mmjax.runtime.weights import load_pretrained
+from mmjax.hf.families import encoder_from_hf, from_hf
 
 VOCAB, IMAGE = 61, 60
 
@@ -34,10 +23,6 @@ def image(rng: np.random.Generator, patch: int) -> np.ndarray:
     return rng.integers(0, 256, (height, width, 3), np.uint8)
 
 
-def pixels(picture: np.ndarray) -> torch.Tensor:
-    return torch.tensor((picture / 255 - 0.5) / 0.5, dtype=torch.float32).permute(2, 0, 1)[None]
-
-
 @pytest.mark.default_cases("1-False", "1-True")
 @pytest.mark.parametrize("registers", [False, True])
 @pytest.mark.parametrize("seed", range(12))
@@ -46,39 +31,12 @@ def test_dinov2_is_what_transformers_makes_of_it_with_images_of_many_sizes_in_on
     config = drawn.dinov2_tower(rng, registers)
     theirs = random_model(config, Dinov2WithRegistersModel if registers else Dinov2Model)
     theirs.save_pretrained(tmp_path)
-    merge = drawn.pick(rng, 1, 2, 3)
-    eyes = replace(encoder_from_hf(tmp_path), connector=ConnectorConfig(merge=merge))
-    model = ModelConfig(DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9), {"eyes": eyes})
-    ours = Model.build(model, jnp.float32)
-    params = load_pretrained(
-        ours, parameter_shardings(ours, make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules())
-    )
-    assert sum(x.size for x in jax.tree.leaves(params)) == parameters(model)["eyes"]
-    pictures = [image(rng, eyes.patch) for _ in range(5)]
-    made = packed(model, [[np.arange(1, 4), *pictures[:3]], [*pictures[3:], np.arange(1, 5)]])
-    items = jax.tree.map(jnp.asarray, made.items["eyes"])
 
-    def features(params):
-        tower = ours.module(params).encoders["eyes"]
-        return tower.finished(tower.layers(tower.embedded(items), tower.context(items)))[0]
+    def features(picture: np.ndarray) -> torch.Tensor:
+        return theirs(pixels(picture)).last_hidden_state[0]
 
-    found = np.asarray(jax.jit(features)(params))
-    item, (_, row, column) = made.items["eyes"].item[0], made.items["eyes"].coordinates[0].T
-    factors = rng.normal(size=found.shape).astype(np.float32)
-    total = torch.zeros(())
-    for number, picture in zip(dict.fromkeys(item[item >= 0]), pictures, strict=True):
-        wanted = theirs(pixels(picture)).last_hidden_state[0]
-        across = picture.shape[1] // eyes.patch
-        (here,) = np.nonzero(item == number)
-        # There the class token is first, registers follow, then patches row by row.
-        place = np.where(row < 0, -1 - column, eyes.own_tokens + row * across + column)[here]
-        assert sorted(place) == list(range(len(wanted)))
-        np.testing.assert_allclose(found[here], wanted.detach().numpy()[place], atol=1e-4)
-        total = total + (wanted[torch.tensor(place)] * torch.tensor(factors[here])).sum()
-    total.backward()
-    counted = jnp.asarray(factors * (item >= 0)[:, None])
-    gradients = jax.jit(jax.grad(lambda p: (features(p) * counted).sum()))(params)
-    same_gradients(gradients, layout_of(HfFolder.open(tmp_path), model), saved_gradients(theirs))
+    pictures = [image(rng, config.patch_size) for _ in range(5)]
+    check_tower(theirs, tmp_path, features, pictures, rng, merge=drawn.pick(rng, 1, 2, 3))
 
 
 @pytest.mark.default_cases("0")

@@ -168,7 +168,7 @@ def test_tokens_decoded_one_by_one_have_the_logits_of_the_whole_row():
 
 def test_the_balance_loss_is_least_where_all_experts_get_the_same():
     full = lambda shape, value: jnp.full(shape, value, jnp.float32)  # noqa: E731
-    even = Routing(full((2, 4), 6), full((2, 4), 3), full(2, 0), full(2, 12))
+    even = Routing(full((2, 4), 6), full((2, 4), 3), full(2, 0), full(2, 12), full(2, 1))
     assert float(balance_loss(even)) == pytest.approx(2)  # experts of a token
     uneven = even._replace(tokens=jnp.array([[12.0, 12, 0, 0]] * 2), probability=jnp.array([[6.0, 6, 0, 0]] * 2))
     assert float(balance_loss(uneven)) == pytest.approx(4)

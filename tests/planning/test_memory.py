@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mmjax.config import Adafactor, AdamW, Config, MeshConfig, Muon, OptimizerConfig
+from mmjax.config import Adafactor, AdamW, Config, DecoderConfig, ExpertsConfig, MeshConfig, Muon, OptimizerConfig
 from mmjax.config.loading import load
 from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.memory import DeviceBatch, ModelSharding, fixed_bytes, saved_bytes, update_bytes
+from mmjax.planning.memory import DeviceBatch, ModelSharding, dispatch_bytes, fixed_bytes, saved_bytes, update_bytes
 from mmjax.planning.work import layer_sizes
 from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor
@@ -178,3 +178,12 @@ def test_an_exchange_has_room_for_what_is_sent_and_what_arrives_and_two_steps_ba
     assert held(config, batch=replace(BATCH, microbatches=3))["batch"] == 3 * found["batch"]
     text = 4 * 64 * (12 + 2)
     assert found["batch"] > 2 * text
+
+
+def test_memory_of_a_layer_with_experts_does_not_grow_with_the_devices_that_share_them():
+    experts = ExpertsConfig((0,), count=128, per_token=8, width=64)
+    llm = DecoderConfig(1, 512, 8, 8, 64, 512, vocab=8, experts=experts)
+    shared = [dispatch_bytes(llm, 4096, ModelSharding(experts=n), 2) for n in (1, 8, 32)]
+    copies = 2 * 8 * 4096 * 4 * 512
+    assert shared[0] == copies
+    assert copies < shared[1] < shared[2] < 3 * copies  # not 8 and 32 times as many

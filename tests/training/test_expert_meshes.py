@@ -82,5 +82,6 @@ def test_a_step_reports_the_losses_and_the_imbalance_of_its_experts():
         assert scalars[name] == pytest.approx(share @ [getattr(sums.experts, field) for sums in alone], rel=1e-5)
     tokens = sum(sums.experts.tokens for sums in alone)
     assert tokens.sum(-1).tolist() == [EXPERTS.per_token * sum((b.text.sample >= 0).sum() for b in batches)] * 2
+    assert scalars["experts/extra_turns"] == 0  # on one device there is one turn
     assert scalars["experts/imbalance"] == pytest.approx((tokens.max(-1) / tokens.mean(-1)).max())
     assert float(report.loss.sum()) == pytest.approx(sum(float(sums.loss.sum()) for sums in alone), rel=1e-5)
