@@ -21,7 +21,7 @@ from mmjax.config.model import adapted_modules, module_names, towers_of, with_ch
 from mmjax.console import print_lines, table
 from mmjax.disk import atomic_folder, remove_path
 from mmjax.errors import UserError, exit_process, run_command
-from mmjax.hf.folder import SINGLE, HfFolder
+from mmjax.hf.folder import CLASS_NAME, SINGLE, HfFolder
 from mmjax.hf.layout import TRANSPOSED
 from mmjax.hf.writing import (
     ADAPTER_CONFIG,
@@ -222,14 +222,15 @@ def _write_adapter(
         )
     source, names = candidates[0]
     text_only = names == ["llm"]  # transformers names the layers of a causal LM otherwise than inside a VLM
+    as_named = text_only or CLASS_NAME in source.config  # modules are named as the tensors are, in diffusers too
     tensors: dict[str, NewTensor] = {}
     configs = {}
     for piece in (piece for pieces in exporter.pieces(source, names).values() for piece in pieces):
         if lora := exporter.lora_of(piece.name):
-            path = module_path(_linear_weight(piece), text_only)
+            path = module_path(_linear_weight(piece), as_named)
             configs[path] = lora
             tensors |= _adapter_tensors(exporter, piece, path)
-    paths, full_tensors = _modules_to_save(exporter, source, full, text_only)
+    paths, full_tensors = _modules_to_save(exporter, source, full, as_named)
     write_tensors(out / ADAPTER_WEIGHTS, tensors | full_tensors)
     (out / ADAPTER_CONFIG).write_text(adapter_config(configs, str(source.path), text_only, paths))
     lines = [f"  adapters of {len(configs)} linear layers, for {source.path}"]
@@ -237,7 +238,7 @@ def _write_adapter(
 
 
 def _modules_to_save(
-    exporter: Exporter, source: HfFolder, modules: Sequence[str], text_only: bool
+    exporter: Exporter, source: HfFolder, modules: Sequence[str], as_named: bool
 ) -> tuple[list[str], dict[str, NewTensor]]:
     """List the `modules_to_save` of modules trained in full: paths in transformers, and tensors as PEFT names them.
 
@@ -257,7 +258,7 @@ def _modules_to_save(
                 "it; leave --adapter away"
             )
         stored = source.stored(key)
-        path = module_path(f"{path}.weight", text_only)
+        path = module_path(f"{path}.weight", as_named)
 
         # Read when it is written: tensors of a large model never are in memory together.
         def read(key: str = key, pieces: Sequence[Piece] = pieces):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import re
 import shutil
 import sys
@@ -101,7 +102,14 @@ def test_a_logged_step_is_made_again_with_its_images(drawn, tmp_path, capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", [("mesh.data=4",), ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("mesh.data=4",),
+        ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+        ("mesh.data=2", "mesh.context=2"),
+    ],
+)
 def test_a_run_goes_on_over_other_devices_with_the_same_images_noise_and_losses(drawn, mesh, tmp_path):
     """Of eight steps three quarters are made again, on a mesh of their own."""
     words = ("training.evaluate_every=0", "training.keep=4", "training.steps=8")
@@ -109,7 +117,7 @@ def test_a_run_goes_on_over_other_devices_with_the_same_images_noise_and_losses(
     other = shutil.copytree(tmp_path / "eight", tmp_path / "other")
     for step in (4, 6, 8):
         shutil.rmtree(other / "checkpoints" / str(step))
-    devices = jax.devices()[: 4 if len(mesh) == 1 else 8]
+    devices = jax.devices()[: math.prod(int(word.split("=")[1]) for word in mesh)]
     train.train(load(TINY_DRAWING, [f"run={other}", *words, *mesh]), Path(TINY_DRAWING), "resume", devices)
     found, wanted = steps_of(other), steps_of(tmp_path / "eight")
     assert list(found) == list(wanted) == list(range(1, 9))

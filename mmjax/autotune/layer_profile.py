@@ -51,7 +51,7 @@ def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) ->
     if tower in config.generators:
         # A frozen one's first layer would be a stack of its own.
         generator = replace(config.generators[tower], layers=layers, remat=remat, frozen=False)
-        return ModelConfig(replace(llm, layers=1), generators={tower: generator})
+        return ModelConfig(replace(llm, layers=1), generators={tower: generator}, lora=config.lora)
     encoder = replace(config.encoders[tower], layers=layers, remat=remat)
     if isinstance(encoder, VisionConfig):
         # Layers that feed the LLM (deepstack) would split the stack into several scans.

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from mmjax.config.checks import above_zero, at_least, check, divides
-from mmjax.config.generators import DiffusionTransformerConfig, FlowMatching, Generator, UnetConfig
+from mmjax.config.generators import (
+    DiffusionTransformerConfig,
+    FlowMatching,
+    Generator,
+    UnetConfig,
+    VaeConfig,
+    image_size,
+    step_vae,
+)
 from mmjax.config.model import ModelConfig
 from mmjax.config.towers import ConnectorConfig
 
@@ -32,6 +40,8 @@ def _check_generator(where: str, generator: Generator) -> None:
             "one for each",
         )
         check(key == "mean" or min(values) > 0, f"{where}.latents.std={values}: must be more than 0")
+    if vae := step_vae(generator):
+        _check_vae(f"{where}.latents", generator, vae)
     _check_flow(f"{where}.flow", generator.flow)
     connector = generator.connector
     usual = ConnectorConfig(merge=1)
@@ -53,6 +63,25 @@ def _check_generator(where: str, generator: Generator) -> None:
         )
     else:
         _check_unet(where, generator)
+
+
+def _check_vae(where: str, generator: Generator, vae: VaeConfig) -> None:
+    """Check a VAE that encodes in every step."""
+    for key in ("channels", "factor", "scale", "shift"):
+        configured, value = getattr(generator.latents, key), getattr(vae, key)
+        check(configured == value, f"{where}.{key}={configured}, but its vae says {value}; use {where}.{key}={value}")
+    check(vae.image_channels == 3, f"{where}.vae.image_channels={vae.image_channels}: images have 3 channels")
+    size = image_size(generator)
+    check(
+        size is not None,
+        f"{where}.encode=step: images of one size are encoded in a step, and these have any; prepare them by "
+        "images=fixed_size, or choose encode=once",
+    )
+    unit = generator.patch * vae.factor
+    check(
+        all(side % generator.patch == 0 for side in size),
+        f"{where}.encode=step: images are no whole patches of {unit} x {unit} pixels; change images.crop",
+    )
 
 
 def _check_flow(where: str, flow: FlowMatching) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mmjax.config.media import AsIs, ImagePreparation
+from mmjax.config.media import AsIs, FixedSize, ImagePreparation
 from mmjax.config.towers import (
     Activation,
     Attention,
@@ -36,6 +36,29 @@ class PixelLatents:
 
 
 @dataclass(frozen=True)
+class VaeConfig:
+    """The variational autoencoder of Stable Diffusion and its successors (diffusers' AutoencoderKL), read from its
+    folder.
+    """
+
+    widths: tuple[int, ...] = (128, 256, 512, 512)  # channels of each level; the resolution halves between levels
+    blocks: int = 2  # residual blocks per level of the encoder; one more in the decoder
+    groups: int = 32  # of GroupNorm
+    image_channels: int = 3  # of an image
+    channels: int = 4  # of a latent
+    attention: bool = True  # at the lowest resolution
+    encoder_product: bool = True  # behind the encoder, over channels
+    decoder_product: bool = True  # before the decoder, over channels
+    scale: float = 0.18215  # latents become (x - shift) * scale
+    shift: float = 0.0  # of latents before they are scaled
+
+    @property
+    def factor(self) -> int:
+        """Return the pixels per side of a latent."""
+        return 2 ** (len(self.widths) - 1)
+
+
+@dataclass(frozen=True)
 class VaeLatents:
     """Latents that a frozen variational autoencoder makes of an image."""
 
@@ -45,6 +68,9 @@ class VaeLatents:
     scale: float = 0.18215  # latents become (x - shift) * scale
     shift: float = 0.0  # of latents before they are scaled
     kind: Literal["vae"] = "vae"
+    # once: by mmjax.index --latents, before training; step: from pixels, in every step, images of one size
+    encode: Literal["once", "step"] = "once"
+    vae: VaeConfig = VaeConfig()  # that encodes in every step, as its folder describes it
 
 
 Latents = PixelLatents | VaeLatents
@@ -157,27 +183,33 @@ class UnetConfig:
 
 
 Generator = DiffusionTransformerConfig | UnetConfig
+
+
+def step_vae(generator: Generator) -> VaeConfig | None:
+    """Return the VAE that encodes a generator's images in every step, or None."""
+    latents = generator.latents
+    return latents.vae if isinstance(latents, VaeLatents) and latents.encode == "step" else None
+
+
+def takes_pixels(generator: Generator) -> bool:
+    """Return whether a generator's rows hold pixels: its latents themselves, or what is encoded in the step."""
+    return isinstance(generator.latents, PixelLatents) or step_vae(generator) is not None
+
+
+def row_values(generator: Generator) -> int:
+    """Return how many values a patch has in a generator's rows, where it may not be latents yet."""
+    if (vae := step_vae(generator)) is None:
+        return generator.patch_values
+    return (generator.patch * generator.latents.factor) ** 2 * vae.image_channels
+
+
+def image_size(generator: Generator) -> tuple[int, int] | None:
+    """Return the latents of each side of a generator's images where all have one size, else None."""
+    if isinstance(generator, UnetConfig):
+        return generator.size
+    images = generator.images
+    pixels = (images.crop or images.resize) if isinstance(images, FixedSize) else ()
+    return tuple(side // generator.latents.factor for side in pixels) if len(pixels) == 2 else None
+
+
 Tower = DecoderConfig | Encoder | DiffusionTransformerConfig  # what has a stack of layers
-
-
-@dataclass(frozen=True)
-class VaeConfig:
-    """The variational autoencoder of Stable Diffusion and its successors (diffusers' AutoencoderKL), read from its
-    folder.
-    """
-
-    widths: tuple[int, ...] = (128, 256, 512, 512)  # channels of each level; the resolution halves between levels
-    blocks: int = 2  # residual blocks per level of the encoder; one more in the decoder
-    groups: int = 32  # of GroupNorm
-    image_channels: int = 3  # of an image
-    channels: int = 4  # of a latent
-    attention: bool = True  # at the lowest resolution
-    encoder_product: bool = True  # behind the encoder, over channels
-    decoder_product: bool = True  # before the decoder, over channels
-    scale: float = 0.18215  # latents become (x - shift) * scale
-    shift: float = 0.0  # of latents before they are scaled
-
-    @property
-    def factor(self) -> int:
-        """Return the pixels per side of a latent."""
-        return 2 ** (len(self.widths) - 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from mmjax.config.generators import DiffusionTransformerConfig, Generator, Tower, UnetConfig
+from mmjax.config.generators import DiffusionTransformerConfig, Generator, Tower, UnetConfig, VaeConfig, step_vae
 from mmjax.config.towers import AudioConfig, ConnectorConfig, DecoderConfig, Encoder, VisionConfig
 from mmjax.errors import UserError
 
@@ -41,6 +41,11 @@ class ModelConfig:
     def item_modules(self) -> dict[str, Encoder | Generator]:
         """Return the modules whose rows hold items: the encoders, then the generators."""
         return {**self.encoders, **self.generators}
+
+
+def step_vaes(model: ModelConfig) -> dict[str, VaeConfig]:
+    """Return the VAEs that encode images to be made in every step, by their generator; each is always frozen."""
+    return {name: vae for name, c in model.generators.items() if (vae := step_vae(c))}
 
 
 def towers_of(model: ModelConfig) -> dict[str, Tower]:
@@ -82,8 +87,8 @@ Sizes = dict[str, tuple[int, int]]  # (inputs, outputs) by name
 def linear_layers(model: ModelConfig) -> Sizes:
     """List the linear layers that may have an adapter: those of the transformer layers and of the connectors.
 
-    Embeddings, output tables, an encoder's first convolutions, the mergers of a deepstack and the experts that a router
-    chooses may not.
+    Embeddings, output tables, an encoder's first convolutions, the mergers of a deepstack, the experts that a router
+    chooses, connectors of generators and UNets may not.
     """
     llm = model.llm
     query_width = llm.heads * llm.head_width
@@ -110,6 +115,13 @@ def linear_layers(model: ModelConfig) -> Sizes:
         vision = isinstance(encoder, VisionConfig)
         sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
         sizes |= {f"{name}.connector.{layer}": size for layer, size in connector_layers(encoder, llm.width).items()}
+    for name, generator in model.generators.items():
+        if isinstance(generator, DiffusionTransformerConfig):
+            width = generator.width
+            tokens = width if generator.condition_mlp else generator.condition_width
+            inputs = {"query": width, "key": tokens, "value": tokens, "output": width}
+            sizes |= _layer_sizes(name, width, width, width, generator.mlp_width, gated=False)
+            sizes |= {f"{name}.layers.*.cross_attention.{layer}": (n, width) for layer, n in inputs.items()}
     return sizes
 
 
@@ -208,7 +220,7 @@ def layer_count(model: ModelConfig, name: str) -> int:
     if place != "layers":
         return 1
     if module != "llm":
-        return model.encoders[module].layers
+        return towers_of(model)[module].layers
     layers = model.llm.layers
     delta = sum(model.llm.delta_layers)
     sparse = sum(model.llm.expert_layers)

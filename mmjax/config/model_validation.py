@@ -33,6 +33,7 @@ from mmjax.config import (
     SplitTiles,
     StoredTable,
     StretchedGrid,
+    UnetConfig,
     UniformVideo,
     VideoPreparation,
     VisionConfig,
@@ -206,6 +207,11 @@ def _check_lora(model: ModelConfig) -> None:
         example = next(iter(names))
         check(bool(lora.layers), f"{where}.layers is empty; give patterns of linear layers, such as {example}")
         for pattern in lora.layers:
+            module = pattern.split(".")[0]
+            check(
+                not isinstance(model.generators.get(module), UnetConfig),
+                f"{where}.layers: {pattern!r}: model.generators.{module} is a UNet, whose blocks take no adapters",
+            )
             check(
                 bool(matching_layers(replace(lora, layers=(pattern,)), names)),
                 f"{where}.layers: {pattern!r} matches no linear layer (all layers of a tower have the same adapters: "

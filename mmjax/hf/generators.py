@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmjax.config import DiffusionTransformerConfig, Generator, ModelConfig, UnetConfig
+from mmjax.config.model import step_vaes
 from mmjax.disk import read_json
-from mmjax.hf import pixart, unet
-from mmjax.hf.folder import HfFolder
+from mmjax.hf import pixart, unet, vae
+from mmjax.hf.folder import CLASS_NAME, HfFolder
 from mmjax.hf.layout import Layout, TensorNames
-from mmjax.hf.vae import PART, vae_latents
 from mmjax.hub import generator_folder
 
 
@@ -22,7 +22,9 @@ def generator_from_hf(folder: str | Path) -> Generator:
     """
     path = generator_folder(folder).absolute()
     generator = unet.read(unet.open_unet(path)) if _is_unet(path) else pixart.read(pixart.open_transformer(path))
-    return replace(generator, latents=vae_latents(path)) if (path / PART / "config.json").is_file() else generator
+    return (
+        replace(generator, latents=vae.vae_latents(path)) if (path / vae.PART / "config.json").is_file() else generator
+    )
 
 
 def _is_unet(path: Path) -> bool:
@@ -33,7 +35,15 @@ def _is_unet(path: Path) -> bool:
 
 
 def generator_layout(folder: HfFolder, model: ModelConfig) -> Layout:
-    """Locate the generators that a model takes from a folder."""
+    """Locate the generators that a model takes from a folder, or the VAEs that encode their images in every step."""
+    if folder.fields.get(CLASS_NAME, str) == vae.CLASS:
+        names = [f"{name}.vae" for name in step_vaes(model)]
+        decoder = ("decoder.*", "post_quant_conv.*")
+        return Layout(
+            {name: vae.vae_tensors(step_vaes(model)[name.removesuffix(".vae")], folder) for name in names},
+            dict.fromkeys(names, ("",)),
+            decoder,
+        )
     taken = {name: c for name, c in model.generators.items() if c.weights and Path(c.weights) == folder.path}
     return Layout({name: _parts(c) for name, c in taken.items()}, dict.fromkeys(taken, ("",)), pixart.UNUSED)
 

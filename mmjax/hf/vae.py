@@ -75,7 +75,7 @@ def _widths(fields: Fields) -> list[int]:
 def vae_latents(path: str | Path) -> VaeLatents:
     """Describe the latents that a folder's VAE makes, for a generator's config."""
     vae = read_vae(open_vae(path))
-    return VaeLatents(str(path), channels=vae.channels, factor=vae.factor, scale=vae.scale, shift=vae.shift)
+    return VaeLatents(str(path), channels=vae.channels, factor=vae.factor, scale=vae.scale, shift=vae.shift, vae=vae)
 
 
 def vae_fingerprint(weights: str | Path) -> str:

@@ -30,13 +30,13 @@ MOVED = {
 }
 
 
-def module_path(key: str, decoder_only: bool) -> str:
-    """The module whose weight this tensor is, in the class that transformers loads the checkpoint with.
+def module_path(key: str, as_named: bool) -> str:
+    """The module whose weight this tensor is, in the class that transformers or diffusers loads the checkpoint with.
 
-    decoder_only: the checkpoint is a decoder's, and its tensors are named like its modules.
+    as_named: the checkpoint is a decoder's or a generator's, and its tensors are named like its modules.
     """
     path = key.removesuffix(".weight")
-    if decoder_only:
+    if as_named:
         return path
     path = path.replace("vision_tower.vision_model.", "vision_tower.")  # as CLIP and SigLIP were wrapped once
     return next((new + path.removeprefix(old) for old, new in MOVED.items() if path.startswith(old)), f"model.{path}")
@@ -57,8 +57,8 @@ def adapter_config(
 ) -> str:
     """The adapter's config as JSON, from the adapter of every module by its path.
 
-    source: the checkpoint's folder. saved: paths of modules that the adapter has whole. decoder_only: as in
-    `module_path`; modules then go by their last names, as they mostly do, for all layers have the same. The rank and
+    source: the checkpoint's folder. saved: paths of modules that the adapter has whole. decoder_only: the checkpoint is
+    a decoder's; modules then go by their last names, as they mostly do, for all layers have the same. The rank and
     alpha that most modules have are the config's own, others are named. Where some scale by the root of the rank and
     others do not, none does, with alphas that come to the same.
     """

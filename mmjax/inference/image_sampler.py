@@ -23,7 +23,7 @@ from mmjax.inference.prompts import BatchLimits, PromptRows
 from mmjax.models.generation import pixels_of
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, row_ranks
+from mmjax.parallel.sharding import CONTEXT, ShardingRules, activations_on, replicated, row_ranks
 from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.vae import Vae, decode_pictures, load_vae
 
@@ -74,7 +74,8 @@ class ImageSampler:
         self._sampling = sampling or ImageSampling()
         self._batch_limits = batch_limits
         encoders_per_rank = row_ranks(mesh, rules.item_rows) // row_ranks(mesh, rules.rows)
-        self._topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank)
+        context = mesh.shape[CONTEXT]
+        self._topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank, context=context)
         self._vaes: dict[str, Vae] = {}  # of generators, loaded when first needed
         self._sample = jax.jit(self._sampled, out_shardings=replicated(mesh))
 

@@ -21,9 +21,9 @@ from mmjax.config import (
     MediaLimits,
     ModelConfig,
     PanAndScan,
-    PixelLatents,
     SplitTiles,
 )
+from mmjax.config.generators import step_vae, takes_pixels
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import Arrays
@@ -283,8 +283,11 @@ def _read_item(prompts: Source, model: ModelConfig, index: int, number: int) -> 
     module, size = prompts.facts(index).items[number]
     if module not in model.generators:
         return prompts.item(index, number)
-    latents = model.generators[module].latents
-    dtype = np.uint8 if isinstance(latents, PixelLatents) else np.float32
+    generator = model.generators[module]
+    latents = generator.latents
+    if vae := step_vae(generator):
+        return np.zeros((*size, vae.image_channels), np.uint8)
+    dtype = np.uint8 if takes_pixels(generator) else np.float32
     return np.zeros((*(side // latents.factor for side in size), latents.channels), dtype)
 
 

@@ -17,10 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.batch import PADDING, ItemBatch, TextBatch
 from mmjax.config import Generator, PixelLatents
+from mmjax.config.generators import image_size, step_vae
 from mmjax.models.connector import Connector
 from mmjax.models.layers import IMPL, Noise, PositionTable
+from mmjax.models.vae import Encoder as VaeEncoder
+from mmjax.models.vae import moments_of
 from mmjax.parallel.encoder_exchange import dispatch
-from mmjax.parallel.sharding import active, constrain, encoding
+from mmjax.parallel.sharding import CONTEXT, active, constrain, encoding
 
 
 class Conditioner(nnx.Module):
@@ -57,6 +60,7 @@ class Draws(NamedTuple):
     time: Float[Array, "r i"]  # of each image, 0 to 1
     dropped: Bool[Array, "r i"]  # whether it is trained without its condition
     noise: Float[Array, "r l f"]
+    posterior: Float[Array, "r l f"] | None = None  # noise of the latents that a VAE makes of images in the step
 
 
 def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
@@ -69,7 +73,7 @@ def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
     def position_key(owner: Array, offset: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
 
-    length, features = items.values.shape[1:]
+    length, features = items.item.shape[1], config.patch_values
     # Of each image of a row, its first patch: (sample, index among the sample's patches) is its alone.
     images = jnp.arange(config.most_images(length))
     first = jnp.argmax(items.item[:, None] == images[:, None], axis=-1)
@@ -84,10 +88,13 @@ def draw(noise: Noise, name: str, config: Generator, items: ItemBatch) -> Draws:
     time, dropped = jax.vmap(jax.vmap(image))(keys)
     patch_keys = jax.vmap(jax.vmap(position_key))(items.owner, items.offset)
 
-    def patch(key: Array) -> Array:
-        return jax.random.normal(jax.random.fold_in(key, 1), (features,))
+    def of_patches(purpose: int) -> Array:
+        def patch(key: Array) -> Array:
+            return jax.random.normal(jax.random.fold_in(key, purpose), (features,))
 
-    return Draws(time, dropped, constrain(jax.vmap(jax.vmap(patch))(patch_keys), "rows", "length", None))
+        return constrain(jax.vmap(jax.vmap(patch))(patch_keys), "rows", "length", None)
+
+    return Draws(time, dropped, of_patches(1), of_patches(2) if step_vae(config) else None)
 
 
 def latents_of(config: Generator, items: ItemBatch) -> Float[Array, "r l f"]:
@@ -100,6 +107,47 @@ def latents_of(config: Generator, items: ItemBatch) -> Float[Array, "r l f"]:
         shift = (np.array(latents.mean) / np.array(latents.std)).astype(np.float32)
         values = (pixels * scale - shift).reshape(values.shape)
     return jnp.where((items.item >= 0)[..., None], values, 0)
+
+
+class LatentEncoder(nnx.Module):
+    """A frozen VAE that makes latents of a generator's images, all of one size, from their pixels in every step."""
+
+    def __init__(self, config: Generator, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.encoder = VaeEncoder(config.latents.vae, rngs)
+        self.config = config
+        self.dtype = dtype
+
+    def __call__(self, items: ItemBatch, noise: Float[Array, "r l f"]) -> Float[Array, "r l f"]:
+        """Draw scaled float32 latents of the images' distributions; 0 at padding.
+
+        items: patches of uint8 pixels. A row's images lie one behind the other from its start. They are encoded one of
+        each row at a time, so that memory is bounded.
+        """
+        c = self.config
+        height, width = (side // c.patch for side in image_size(c))  # in patches
+        rows, length = items.item.shape
+        count = length // (height * width)
+        used = count * height * width
+        side = c.patch * c.latents.factor
+        patches = items.values[:, :used].reshape(rows, count, height, width, side, side, -1)
+        images = jnp.moveaxis(patches, (1, 4), (0, 3)).reshape(count, rows, height * side, width * side, -1)
+        # One mapped axis is of a row's images; the other, of rows, lies on the devices.
+        mean, log_variance = jax.lax.map(self._moments, constrain(images, None, "rows", None, None, None))
+        mean, deviation = (self._patches(x, length) for x in (mean, jnp.exp(0.5 * log_variance)))
+        latents = (mean + deviation * noise - c.latents.shift) * c.latents.scale
+        return jax.lax.stop_gradient(jnp.where((items.item >= 0)[..., None], latents, 0))
+
+    def _moments(self, images: Array) -> tuple[Array, Array]:
+        images = constrain(images, "rows", None, None, None)
+        return moments_of(self.encoder, (images.astype(jnp.float32) / 127.5 - 1).astype(self.dtype))
+
+    def _patches(self, x: Float[Array, "i r y x m"], length: int) -> Float[Array, "r l f"]:
+        """Cut latents into the patches of rows of this length."""
+        count, rows, height, width, channels = x.shape
+        p = self.config.patch
+        x = x.reshape(count, rows, height // p, p, width // p, p, channels)
+        x = jnp.moveaxis(x, (0, 3), (1, 4)).reshape(rows, -1, p * p * channels)
+        return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
 
 
 def pixels_of(latents: PixelLatents, values: np.ndarray) -> np.ndarray:
@@ -125,7 +173,11 @@ def condition_of(
     """Bring the hidden states of queries to the generator's rows, and project them."""
     rules = active()
     mesh, exchange = (None, "padded") if rules is None else (rules.mesh, rules.exchange)
-    states = dispatch(hidden, text.send[name], items.condition, mesh, exchange)
+    if mesh is not None and mesh.shape[CONTEXT] > 1:
+        # Every device of a rank gets whole rows, in their own order.
+        order = jnp.argsort(constrain(text.pos, "rows", None), axis=1)
+        hidden = jnp.take_along_axis(constrain(hidden, "rows", None, "width"), order[..., None], axis=1)
+    states = dispatch(hidden, text.send[name], items.condition, mesh, exchange, whole=True)
     with encoding():
         states = constrain(states, "rows", "length", "width")
         return conditioner.tokens(states, items.condition >= 0, dropped)
@@ -152,13 +204,15 @@ def euler(
 
 def velocity_errors(
     generator: nnx.Module,
-    config: Generator,
     items: ItemBatch,
+    clean: Float[Array, "r l f"],
     condition: Float[Array, "r c e"],
     draws: Draws,
 ) -> Float[Array, "r l"]:
-    """Compute the mean squared error of every patch's predicted velocity, float32; 0 at padding (Esser et al. 2024)."""
-    clean = latents_of(config, items)
+    """Compute the mean squared error of every patch's predicted velocity, float32; 0 at padding (Esser et al. 2024).
+
+    clean: latents, float32, 0 at padding.
+    """
     time = per_patch(draws.time, items.item)[..., None] if draws.time.size else jnp.zeros((*items.item.shape, 1))
     noised = (1 - time) * clean + time * draws.noise
     predicted = generator(noised, items, draws.time, condition)

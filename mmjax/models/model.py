@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import DiffusionTransformerConfig, LoraConfig, ModelConfig, UnetConfig, VisionConfig
-from mmjax.config.model import adapters_by_layer, frozen_by_adapters, lora_scale
+from mmjax.config.model import adapters_by_layer, frozen_by_adapters, lora_scale, step_vaes
 from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing
 from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
@@ -28,6 +28,7 @@ from mmjax.parallel.sharding import encoding
 # Of a pipeline stage, by name, as `Stage` takes and makes them.
 Activations = dict[str, Float[Array, "_ _ _"]]
 
+PARTS = {"connectors": ".connector", "vaes": ".vae"}  # branches of the parameters of what belongs to a tower
 ADAPTER_ATTRIBUTE = "lora"  # attribute of `Linear`
 
 
@@ -104,7 +105,8 @@ class Model:
         for name, encoder in self.config.item_modules.items():
             names |= {name} if encoder.frozen else set()
             names |= {f"{name}.connector"} if encoder.connector.frozen else set()
-        return names | frozen_by_adapters(self.config)
+        vaes = {f"{name}.vae" for name in step_vaes(self.config)}
+        return names | vaes | frozen_by_adapters(self.config)
 
     @property
     def is_random(self) -> bool:
@@ -340,13 +342,13 @@ def towers_of(params: Params) -> Params:
 
 
 def module_of(path: tuple[str, ...]) -> str:
-    """Name the module that a parameter belongs to: "llm", an encoder or generator, or "<name>.connector"."""
+    """Name the module that a parameter belongs to: "llm", an encoder or generator, "<name>.connector", "<name>.vae"."""
     kind = path[0]
     if kind == "llm":
         return "llm"
-    if kind not in ("encoders", "generators", "connectors") or len(path) < 2:
+    if kind not in ("encoders", "generators", *PARTS) or len(path) < 2:
         raise ValueError(f"{'/'.join(map(str, path))} is no parameter of a multimodal model")
-    return f"{path[1]}.connector" if kind == "connectors" else path[1]
+    return f"{path[1]}{PARTS.get(kind, '')}"
 
 
 def parameter_group(path: tuple[str, ...]) -> str:
@@ -356,8 +358,8 @@ def parameter_group(path: tuple[str, ...]) -> str:
 
 def modules_of(params: Params) -> set[str]:
     """Name the modules in nested dicts of parameters, as `module_of` does."""
-    connectors = {f"{name}.connector" for name in params.get("connectors", ())}
-    return set(towers_of(params)) | connectors
+    parts = {f"{name}{suffix}" for kind, suffix in PARTS.items() for name in params.get(kind, ())}
+    return set(towers_of(params)) | parts
 
 
 def partition(params: Params, frozen: Set[str]) -> tuple[Params, Params]:
@@ -450,7 +452,7 @@ def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, 
     if part == "connector":
         yield reduce(getattr, path, model.connectors[tower]), None
         return
-    stacks = (model.llm if tower == "llm" else model.encoders[tower]).layers
+    stacks = model.tower(tower).layers
     for run in stacks.plan:
         for stored, layers in run.parts.items():
             if (mixer := getattr(stacks.runs[stored], path[1])) is not None:

@@ -14,12 +14,21 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.batch import PADDING, TEXT_KIND, ItemBatch, TextBatch, WeightedSlots
 from mmjax.config import DiffusionTransformerConfig, ModelConfig, VisionConfig
+from mmjax.config.model import step_vaes
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder, logits_of
 from mmjax.models.diffusion_transformer import DiffusionTransformer
 from mmjax.models.encoders import AudioEncoder, VisionEncoder
-from mmjax.models.generation import Conditioner, condition_of, draw, euler, velocity_errors
+from mmjax.models.generation import (
+    Conditioner,
+    LatentEncoder,
+    condition_of,
+    draw,
+    euler,
+    latents_of,
+    velocity_errors,
+)
 from mmjax.models.layer_stacks import KVCache, LayerStack
 from mmjax.models.layers import (
     Context,
@@ -35,7 +44,7 @@ Functions = Mapping[str, Callable[..., Any]]  # callbacks by the names that conf
 
 
 class MultimodalModel(nnx.Module):
-    """`llm`, and by name `encoders`, `generators` and the `connectors` of both."""
+    """`llm`, and by name `encoders`, `generators`, the `connectors` of both, and `vaes` of images to be made."""
 
     def __init__(
         self,
@@ -67,9 +76,11 @@ class MultimodalModel(nnx.Module):
                 DiffusionTransformer(c, plans[name], dtype, rngs) if transformer else Unet(c, dtype, rngs)
             )
             connectors[name] = Conditioner(c, config.llm.width, rngs)
+        vaes = {name: LatentEncoder(config.generators[name], dtype, rngs) for name in step_vaes(config)}
         self.encoders = nnx.Dict(encoders)
         self.generators = nnx.Dict(generators)
         self.connectors = nnx.Dict(connectors)
+        self.vaes = nnx.Dict(vaes)
         callbacks = {name: c.callbacks for name, c in config.encoders.items()}
         self.after_encoder = {name: _callback(functions, c.after_encoder) for name, c in callbacks.items()}
         self.after_connector = {name: _callback(functions, c.after_connector) for name, c in callbacks.items()}
@@ -176,7 +187,9 @@ class MultimodalModel(nnx.Module):
                 draws = draw(np.zeros(2, np.uint32) if noise is None else noise, name, config, batch)
             condition = condition_of(self.connectors[name], hidden, text, name, batch, draws.dropped)
             with encoding():
-                errors[name] = velocity_errors(generator, config, batch, condition, draws)
+                vae = self.vaes.get(name)
+                clean = latents_of(config, batch) if vae is None else vae(batch, draws.posterior)
+                errors[name] = velocity_errors(generator, batch, clean, condition, draws)
         return errors
 
     def sample_images(

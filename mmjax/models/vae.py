@@ -142,6 +142,14 @@ class Autoencoder(nnx.Module):
         self.decoder = Decoder(config, rngs)
 
 
+def moments_of(
+    encoder: Encoder, image: Float[Array, "b h w c"]
+) -> tuple[Float[Array, "b y x m"], Float[Array, "b y x m"]]:
+    """Compute the float32 mean and log variance of the latents of images in -1..1, in the images' precision."""
+    mean, log_variance = jnp.split(encoder(image).astype(jnp.float32), 2, axis=-1)
+    return mean, jnp.clip(log_variance, *LOG_VARIANCE)
+
+
 @dataclass(frozen=True, eq=False)
 class VaeModel:
     """A variational autoencoder as pure functions on nested dicts of parameters."""
@@ -165,9 +173,7 @@ class VaeModel:
         """
         if any(side % self.config.factor for side in image.shape[1:3]):
             raise ValueError(f"{image.shape[1]} x {image.shape[2]} pixels are no multiples of {self.config.factor}")
-        moments = self._module(params).encoder(image).astype(jnp.float32)
-        mean, log_variance = jnp.split(moments, 2, axis=-1)
-        return mean, jnp.clip(log_variance, *LOG_VARIANCE)
+        return moments_of(self._module(params).encoder, image)
 
     def decode(self, params: Params, latents: Float[Array, "b y x m"]) -> Float[Array, "b h w c"]:
         """Compute the images, about -1..1, of latents that are not scaled."""

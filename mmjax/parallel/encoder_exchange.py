@@ -31,12 +31,14 @@ def dispatch(
     mesh: Mesh | None,
     exchange: Exchange = "padded",
     spread: Int[Array, "devices context chunk"] | None = None,
+    whole: bool = False,
 ) -> Float[Array, "text_rows positions *n width"]:
     """Bring each position of the text its token as `slots` says, zeros where it is -1.
 
     send, spread: of all devices that share neither their rows nor their positions, as in `TextBatch`; slots index what
     arrives by `spread`, by `send`, and the device's own tokens. All arrays lie over the mesh; without one, they are on
-    one device. exchange: `padded` sends chunks of equal size, `ragged` only what is in them (GPU, TPU). Raises
+    one device. exchange: `padded` sends chunks of equal size, `ragged` only what is in them (GPU, TPU). whole: all
+    devices of a rank have its tokens and get all that it is sent, whatever shares their rows elsewhere. Raises
     ValueError where peers do not divide the ranks, or the mesh has another number of ranks.
     """
     context = 1 if spread is None else spread.shape[1]
@@ -46,7 +48,7 @@ def dispatch(
     tables = (send,) if spread is None else (send, spread)
     if mesh is None or mesh.size == 1:
         return _on_one_device(tokens, tables, slots)
-    if (ranks, context) != (row_ranks(mesh), mesh.shape[CONTEXT]):
+    if (ranks, context) != (row_ranks(mesh), 1 if whole else mesh.shape[CONTEXT]):
         of_context = f" of {context} devices" if context > 1 else ""
         raise ValueError(f"a batch made for {ranks} ranks{of_context} cannot run on a mesh of {dict(mesh.shape)}")
     # Static: they decide the program, while tables and slots are its inputs.
@@ -54,8 +56,8 @@ def dispatch(
         _Way(RANKS, peers, _groups(ranks, peers), exchange, mesh.shape[TENSOR]),
         _Way((CONTEXT,), context, None, exchange, mesh.shape[TENSOR]),
     )
-    over = PartitionSpec((*RANKS, CONTEXT))
-    placed = PartitionSpec(RANKS, CONTEXT)
+    over = PartitionSpec(RANKS if whole else (*RANKS, CONTEXT))
+    placed = PartitionSpec(RANKS, None if whole else CONTEXT)
 
     def of_devices(
         part: Callable[..., jax.Array], takes: PartitionSpec, makes: PartitionSpec

@@ -87,10 +87,6 @@ def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig
             raise UserError(
                 f"mesh.expert={expert} does not divide model.llm.experts.count={count}; use a divisor of it"
             )
-    if context > 1 and model.generators:
-        raise UserError(
-            f"mesh.context={context}: model.generators read hidden states of whole rows; use mesh.context=1"
-        )
     heads = {f"encoders.{name}.heads": encoder.heads for name, encoder in model.encoders.items()}
     for name, generator in model.generators.items():
         if isinstance(generator, DiffusionTransformerConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from mmjax.config import (
     UnetConfig,
     VisionConfig,
 )
-from mmjax.config.generators import Tower
+from mmjax.config.generators import Tower, image_size
 from mmjax.config.model import (
     Sizes,
     adapted_modules,
@@ -35,20 +36,25 @@ from mmjax.config.model import (
     linear_layers,
     merged_width,
     module_of_layer,
+    step_vaes,
     towers_of,
     with_changes,
 )
 from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import padded_width
 from mmjax.planning.diffusion_work import (
+    attention_gradients,
+    diffusion_adapters,
     diffusion_parameters,
     diffusion_products,
     executed_cross,
     recomputed_products,
 )
 from mmjax.planning.unet import unet_executed, unet_flops, unet_parameters, unets
+from mmjax.planning.vae import vae_flops, vae_parameters
 from mmjax.planning.work import (
     CONV_TAPS,
+    AdapterWork,
     Products,
     Work,
     connector_mlps,
@@ -97,6 +103,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
         # Beside its matrices a table of queries, and one of the tokens of an image whose condition is dropped.
         tables = generator.queries * sum(sizes)
         counts[f"{name}.connector"] = _connector_parameters(model, name, generator.connector, *sizes) + tables
+    counts |= {f"{name}.vae": vae_parameters(vae) for name, vae in step_vaes(model).items()}
     return counts | adapter_parameters(model)
 
 
@@ -149,7 +156,7 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
     for module, p in _products(model, work, frozen).items():
         trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
         # MFU counts what is needed, whatever a scan then computes in vain.
-        lora = adapter_work(module, model, work, reached=trainable or upstream, spares=True)
+        lora = adapter_work(module, model, work, trainable, upstream, spares=True)
         backward = trainable * (p.data + p.weights + 2 * p.of_time) + lora.backward
         if trainable or upstream or has_adapters:
             # With any trainable parameter here or before, gradients flow through the activations.
@@ -160,6 +167,20 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
     for name, unet in _running_unets(model, work).items():
         trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
         flops[name] = Flops(*unet_flops(unet, work[name].tokens // unet.queries, trainable, upstream))
+    return _with_encoding(flops, model, work, elementwise=False)
+
+
+def _with_encoding(
+    flops: dict[str, Flops], model: ModelConfig, work: Mapping[str, Work], elementwise: bool
+) -> dict[str, Flops]:
+    """Add what encoding images in the step takes to the forward pass of their generators."""
+    for name, vae in step_vaes(model).items():
+        if name in flops:
+            generator = model.generators[name]
+            size = image_size(generator)
+            images = work[name].inputs * generator.patch**2 // math.prod(size)
+            encoded = images * vae_flops(vae, size, elementwise)
+            flops[name] = flops[name]._replace(forward=flops[name].forward + encoded)
     return flops
 
 
@@ -194,6 +215,7 @@ def frozen_modules(model: ModelConfig) -> frozenset[str]:
     parts = {"llm": model.llm.frozen}
     for name, tower in (*model.encoders.items(), *model.generators.items()):
         parts |= {name: tower.frozen, f"{name}.connector": tower.connector.frozen}
+    parts |= {f"{name}.vae": True for name in step_vaes(model)}
     return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
 
 
@@ -234,7 +256,7 @@ def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) ->
         config = model.generators.get(name) or towers_of(model)[name]
         if isinstance(config, DiffusionTransformerConfig):
             trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
-            products[name] = diffusion_products(config, w, trainable, upstream)
+            products[name] = diffusion_products(config, w, trainable, upstream, adapter_ranks(model, name))
         if name in model.generators:
             matrices = connector_weights(model, name)
             rows, columns = next(iter(layers_of_connector(model, name).values()))
@@ -303,7 +325,7 @@ def executed(
         # If the first two layers have one policy they are one scan, whose body computes every gradient for all of them.
         apart = isinstance(config, DiffusionTransformerConfig) and config.frozen  # as `Model.build` cuts it
         unscanned = len(policies) < 2 or policies[0] != policies[1] or apart  # the first layer
-        lora = adapter_work(module, model, work, reached=trainable or upstream, spares=unscanned)
+        lora = adapter_work(module, model, work, trainable, upstream, spares=unscanned)
         # The blockwise kernel computes the gradients of queries, keys and values together, needed or not.
         attention -= lora.spared_attention if config.attention == "dense" else 0
         backward = trainable * (p.data + p.weights + 2 * p.of_time) + lora.backward
@@ -321,9 +343,11 @@ def executed(
                 cross, cross_backward = executed_cross(config, work[tower], trainable)
                 backward += has_backward * cross_backward
                 if unscanned and not trainable and config.layers:
-                    # Of the first layer there is but the gradient of the condition.
-                    backward -= has_backward * (p.spared_weights + attention // config.layers)
-                    backward_ops -= layer_elementwise(config, work[tower])[1]
+                    # Of the first layer there is but the gradient of the condition, and of adapters.
+                    needed = attention_gradients(adapter_ranks(model, tower))
+                    spared = (4 - needed) if config.attention == "dense" else 4 * (not needed)
+                    backward -= has_backward * (p.spared_weights + spared * attention // (4 * config.layers))
+                    backward_ops -= (not needed) * layer_elementwise(config, work[tower])[1]
             if isinstance(config, AudioConfig) and config.stem_width:  # which keeps its input alone
                 recompute += trainable * 2 * sum(stem_products(config, work[tower]))
         else:
@@ -335,7 +359,7 @@ def executed(
     for name, unet in _running_unets(model, work).items():
         trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
         flops[name] = Flops(*unet_executed(unet, work[name].tokens // unet.queries, trainable, upstream))
-    return flops
+    return _with_encoding(flops, model, work, elementwise=True)
 
 
 def stage_flops(
@@ -563,26 +587,29 @@ def _sum(*terms: tuple[tuple[int, int], int]) -> tuple[int, int]:
     return sum(rate[0] * n for rate, n in terms), sum(rate[1] * n for rate, n in terms)
 
 
-class AdapterWork(NamedTuple):
-    """Multiply-adds of a module with adapters, relative to the module without them."""
-
-    forward: int = 0  # of the adapters
-    backward: int = 0  # of the adapters: gradients of a, b and of their inputs
-    spared_weights: int = 0  # saved: activation gradients through frozen weights with nothing trainable before them
-    spared_attention: float = 0  # saved: gradients inside attention
+def adapter_ranks(model: ModelConfig, tower: str) -> dict[str, int]:
+    """Return the ranks of the adapters of a tower's layers by their paths in a layer: `attention.query`, `mlp.up`."""
+    adapters = adapters_by_layer(model).items()
+    return {name.split("*.")[1]: lora.rank for name, lora in adapters if module_of_layer(name) == tower}
 
 
 def adapter_work(
-    module: str, model: ModelConfig, works: Mapping[str, Work], reached: bool, spares: bool
+    module: str, model: ModelConfig, works: Mapping[str, Work], trainable: bool, upstream: bool, spares: bool
 ) -> AdapterWork:
     """Count the multiply-adds that a module's adapters add and save.
 
-    reached: whether its input needs a gradient, or all its weights do. Otherwise the gradient ends at the first adapter
-    of its first layer. spares: whether that layer is compiled by itself; in a scan it computes what the others do.
+    trainable: whether its weights need a gradient. upstream: whether its input does. Where none does, the gradient ends
+    at the first adapter of its first layer. spares: whether that layer is compiled by itself; in a scan it computes
+    what the others do.
     """
     adapters = {name: lora for name, lora in adapters_by_layer(model).items() if module_of_layer(name) == module}
     if not adapters:
         return AdapterWork()
+    if module in model.generators:
+        return diffusion_adapters(
+            model.generators[module], works[module], adapter_ranks(model, module), trainable, upstream
+        )
+    reached = trainable or upstream
     connector = module.endswith(".connector")
     tower = module.removesuffix(".connector")
     work = works[tower]

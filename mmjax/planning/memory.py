@@ -5,6 +5,7 @@ A model of XLA's allocation, accurate to a few percent where it was compiled for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,16 +18,16 @@ from mmjax.config import (
     ModelConfig,
     Muon,
     OptimizerConfig,
-    PixelLatents,
     Remat,
     SequenceParallel,
     VisionConfig,
 )
-from mmjax.config.generators import Tower
-from mmjax.config.model import adapter_parameters, towers_of
+from mmjax.config.generators import Tower, image_size, row_values, takes_pixels
+from mmjax.config.model import adapter_parameters, step_vaes, towers_of
 from mmjax.planning.diffusion_work import LOGSUMEXP, diffusion_saved_bytes
 from mmjax.planning.flops import frozen_modules, needed_gradients, parameters
 from mmjax.planning.unet import unet_saved_bytes, unets
+from mmjax.planning.vae import vae_bytes
 from mmjax.planning.work import (
     CONV_TAPS,
     Work,
@@ -175,8 +176,8 @@ def fixed_bytes(
     `images`: what UNets keep for backward.
     `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
     one layer's backward pass with its gathered weights, or that of 2D convolutions before an audio encoder's layers, or
-    Muon's update, where it takes more than `copies`. With one microbatch, less what the embedding's gradient has room
-    for: it is made last, and XLA uses its buffer until then.
+    images encoded by a VAE, one of each row at a time, or Muon's update, where it takes more than `copies`. With one
+    microbatch, less what the embedding's gradient has room for: it is made last, and XLA uses its buffer until then.
     `optimizer`: moments, unless they are in host memory (`update_bytes`).
     """
     counts = parameters(model)
@@ -215,7 +216,13 @@ def fixed_bytes(
     embedding = 0.0
     if not accumulates and not model.llm.tied and "llm" not in frozen:
         embedding = MASTER * model.llm.vocab * model.llm.width * sharding.part_of("llm")
-    peaks = [max(loss, *layer_peaks, *stem_peaks, *image_peaks) - embedding, update_peak, 0.0]
+    # Before the backward pass, and with nothing kept for it.
+    encoding = [
+        batch.shape[name][0] * vae_bytes(vae, image_size(model.generators[name]), activation)
+        for name, vae in step_vaes(model).items()
+        if name in batch.shape
+    ]
+    peaks = [max(loss, *layer_peaks, *stem_peaks, *image_peaks, *encoding) - embedding, update_peak, 0.0]
     return {
         "parameters": MASTER * trainable + activation * fixed,
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
@@ -326,7 +333,7 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
     if tower in model.generators:
         # Pixels are bytes, latents float32.
         generator = model.generators[tower]
-        values = generator.patch_values * (1 if isinstance(generator.latents, PixelLatents) else 4)
+        values = row_values(generator) * (1 if takes_pixels(generator) else 4)
         return rows * length * (values + 4 * ITEM_FIELDS) + 4 * batch.peers * batch.widths.get(tower, 0)
     encoder = model.encoders[tower]
     # Pixels are bytes, log-mel bins float32.
@@ -337,13 +344,15 @@ def batch_bytes(model: ModelConfig, batch: DeviceBatch, tower: str) -> float:
 def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: int) -> float:
     """Count the bytes of an encoder's outputs before and after the exchange, with what its connector saves.
 
-    Of a generator those of its inputs, which its connector takes in the LLM's width.
+    Of a generator those of its inputs, which its connector takes in the LLM's width; where devices share rows of the
+    LLM, each has the whole rows' outputs too, as they came and in order.
     """
     if name in model.generators:
         generator = model.generators[name]
         c = generator.connector
         numbers = 2 * model.llm.width + (2 + c.gated) * c.mlp_width + generator.condition_width
-        return row_work(model, batch.shape)[name].tokens * numbers * activation
+        whole = 2 * batch.context * math.prod(batch.shape["llm"]) * model.llm.width if batch.context > 1 else 0
+        return (row_work(model, batch.shape)[name].tokens * numbers + whole) * activation
     encoder = model.encoders[name]
     # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice, and
     # what a patch merger makes, with a projection three times more.
@@ -363,8 +372,9 @@ def sent_slots(model: ModelConfig, batch: DeviceBatch) -> dict[str, int]:
     """Count the tokens for which a device's sends have room, by module: `send` and `spread` of a TextBatch."""
     work = row_work(model, batch.shape) if batch.context > 1 else {}
     slots = {name: batch.peers * width for name, width in batch.widths.items()}
-    # Each of the rank's devices may get all that came and that is here.
-    return {name: n + (batch.context * (n + work[name].tokens) if work else 0) for name, n in slots.items()}
+    # Each of the rank's devices may get all that came and that is here, but of what goes to a generator.
+    spread = set(work) - set(model.generators)
+    return {name: n + (batch.context * (n + work[name].tokens) if name in spread else 0) for name, n in slots.items()}
 
 
 def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, activation: int, chunks: int) -> float:

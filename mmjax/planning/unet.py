@@ -98,7 +98,7 @@ def _convolution(
     name: str, inputs: int, outputs: int, height: int, width: int, stride: int = 1, data: bool = False
 ) -> UnetBlock:
     """Describe a convolution over an image of these sides. data: its input needs no gradient."""
-    products = _taps(height, stride) * _taps(width, stride) * inputs * outputs
+    products = taps(height, stride) * taps(width, stride) * inputs * outputs
     positions = (height // stride) * (width // stride)
     return UnetBlock(
         name,
@@ -111,7 +111,7 @@ def _convolution(
     )
 
 
-def _taps(side: int, stride: int) -> int:
+def taps(side: int, stride: int) -> int:
     """Count the taps of a convolution along one side that lie on the image: the zeros around it are not multiplied.
 
     Of 4 positions the first and the last have 2, the others 3; with a stride of 2 the first of 2 has 2, the other 3.

@@ -60,6 +60,15 @@ class Products(NamedTuple):
     spared_attention: int = 0  # of `attention` and `cross` in backward
 
 
+class AdapterWork(NamedTuple):
+    """Multiply-adds of a module with adapters, relative to the module without them."""
+
+    forward: int = 0  # of the adapters
+    backward: int = 0  # of the adapters: gradients of a, b and of their inputs
+    spared_weights: int = 0  # saved: activation gradients through frozen weights with nothing trainable before them
+    spared_attention: float = 0  # saved: gradients inside attention
+
+
 class LayerSizes(NamedTuple):
     """Sizes of one transformer layer; of a tower with layers of several kinds, their mean."""
 

@@ -68,12 +68,16 @@ def _put(
 ) -> Microbatch:
     """Put every array on the devices by `put(array, axes, sharding)`. axes: of the ranks whose part a process holds."""
     tokens, by_device = tokens_sharding(mesh, rules), rows_sharding(mesh, rules.token_rows)
-    tables = {"send": batch.text.send, "spread": batch.text.spread}
+    by_rank = rows_sharding(mesh, rules.rows)
     text = jax.tree.map(lambda x: put(x, rules.rows, tokens), batch.text._replace(send={}, spread={}))
-    # A process holds the tables of all devices of its ranks.
-    tables = jax.tree.map(lambda x: put(x, rules.rows, by_device), tables)
+    # A process holds the tables of all devices of its ranks; what generators are sent goes from rank to rank.
+    send = {
+        name: put(x, rules.rows, by_device if name in batch.text.spread else by_rank)
+        for name, x in batch.text.send.items()
+    }
+    spread = {name: put(x, rules.rows, by_device) for name, x in batch.text.spread.items()}
     items = jax.tree.map(lambda x: put(x, rules.item_rows, rows_sharding(mesh, rules.item_rows)), batch.items)
-    return Microbatch(text._replace(**tables), items)
+    return Microbatch(text._replace(send=send, spread=spread), items)
 
 
 def padding_microbatches(

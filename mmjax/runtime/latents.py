@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array
 
 from mmjax.config import Config, Generator, ModelConfig, VaeLatents
+from mmjax.config.generators import step_vae
 from mmjax.console import ProgressLine, print_lines, print_note, size
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.sample import BadSample, Source
@@ -38,8 +39,8 @@ ReadImages = Callable[[int], list[np.ndarray]]
 
 
 def vae_generators(model: ModelConfig) -> dict[str, Generator]:
-    """Select the generators whose latents a VAE makes."""
-    return {name: g for name, g in model.generators.items() if isinstance(g.latents, VaeLatents)}
+    """Select the generators whose latents a VAE makes before training."""
+    return {name: g for name, g in model.generators.items() if isinstance(g.latents, VaeLatents) and not step_vae(g)}
 
 
 def read_images(source: Source, generator: str, sample: int) -> list[np.ndarray]:
@@ -201,7 +202,10 @@ def make_all_latents(config: Config) -> Iterator[BadSampleEntry]:
     """
     generators = vae_generators(config.model)
     if not generators:
-        raise UserError("the model has no generator with a VAE, so there are no latents to make: set one's latents=vae")
+        raise UserError(
+            "the model has no generator with a VAE that encodes once, so there are no latents to make: set one's "
+            "latents=vae"
+        )
     for generator, of_generator in generators.items():
         vae = load_vae(of_generator.latents, f"model.generators.{generator}.latents")
         for split in SPLITS:

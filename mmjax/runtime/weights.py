@@ -15,11 +15,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from mmjax.config import LoraConfig, ModelConfig
-from mmjax.config.model import adapters_by_layer, lora_scale
+from mmjax.config.model import adapters_by_layer, lora_scale, step_vaes
 from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder, split_entry
 from mmjax.hf.layout import TRANSPOSED, TensorNames, TensorSlice
+from mmjax.hf.vae import open_vae, read_vae
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
 from mmjax.models.layer_stacks import Params, named_layers
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, module_of, parameter_group
@@ -49,15 +50,16 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
     unexpected or of another shape.
     """
     loaded: Params = {}
-    for path, modules in modules_by_folder(model.config).items():
-        folder = HfFolder.open(path)
+    folders = [(HfFolder.open(path), names) for path, names in modules_by_folder(model.config).items()]
+    folders += [(_vae_folder(model.config, name), [f"{name}.vae"]) for name in step_vaes(model.config)]
+    for folder, modules in folders:
         layout = layout_of(folder, model.config)
         sources = _sources(model, folder, {module: layout.modules[module] for module in modules})
         read = {split_entry(part.key)[0] for layers in sources.values() for part, _ in layers}
         if unexpected := layout.unexpected_tensors(folder, read, modules):
             raise UserError(
-                f"{path} has {len(unexpected)} tensors that this model lacks, such as {unexpected[0]}: its config.json "
-                "does not describe its weights"
+                f"{folder.path} has {len(unexpected)} tensors that this model lacks, such as {unexpected[0]}: its "
+                "config.json does not describe its weights"
             )
         for names, layers in sources.items():
             dtype = jnp.dtype(model.dtype if module_of(names) in model.frozen else jnp.float32)
@@ -67,6 +69,18 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
                 parent = parent.setdefault(name, {})
             parent[names[-1]] = _load(folder, layers, leaf.shape, dtype, _get(shardings, names))
     return loaded
+
+
+def _vae_folder(config: ModelConfig, name: str) -> HfFolder:
+    """Open the folder of a generator's VAE. Raises UserError where there is none, or another VAE than the config's."""
+    latents = config.generators[name].latents
+    folder = open_vae(latents.weights)
+    if (stored := read_vae(folder)) != latents.vae:
+        raise UserError(
+            f"model.generators.{name}.latents.vae is another VAE than that of {folder.path}, which is {stored}; use "
+            "what mmjax.hf.vae.vae_latents reads of it"
+        )
+    return folder
 
 
 # The part of a checkpoint and our shape, of each layer of a stack, and of each expert; else a single one.

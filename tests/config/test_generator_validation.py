@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from drawing import PICTURE, drawing_config
 
-from mmjax.config import ConnectorConfig, FlowMatching, MeshConfig, PixelLatents, UnetConfig, Unit
+from mmjax.config import ConnectorConfig, FlowMatching, LoraConfig, PixelLatents, UnetConfig, Unit
 from mmjax.config.loading import from_json, to_json
 from mmjax.config.validation import validate
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import check_heads, mesh_sizes
 
 UNET = UnetConfig(condition_width=8, widths=(8, 16), heads=(1, 2), attending=(True, False), groups=4, size=(8, 8))
 
@@ -49,6 +48,17 @@ def test_what_cannot_be_built_is_refused_by_key(generator, said):
         validate(with_generator(generator))
 
 
+def test_unets_and_generators_connectors_take_no_adapters():
+    for generator, pattern, said in (
+        (UNET, "picture.*", r"'picture\.\*': model\.generators\.picture is a UNet, whose blocks take no adapters"),
+        (PICTURE, "picture.connector.*", r"'picture\.connector\.\*' matches no linear layer"),
+    ):
+        config = with_generator(generator)
+        lora = {"one": LoraConfig((pattern,), 4)}
+        with pytest.raises(UserError, match=rf"model\.lora\.one\.layers: {said}"):
+            validate(replace(config, model=replace(config.model, lora=lora)))
+
+
 def test_names_that_other_modules_have_and_rows_that_are_missing_are_refused():
     with pytest.raises(UserError, match=r"model\.generators\.vision: an encoder has this name"):
         validate(with_generator(PICTURE, "vision"))
@@ -60,8 +70,5 @@ def test_names_that_other_modules_have_and_rows_that_are_missing_are_refused():
 
 def test_layouts_that_do_not_run_generators_are_refused():
     config = drawing_config()
-    mesh = MeshConfig(1, context=2)
-    with pytest.raises(UserError, match=r"mesh\.context=2: model\.generators read hidden states of whole rows"):
-        check_heads(mesh_sizes(mesh, 2), mesh, config.model)
     with pytest.raises(UserError, match=r"model\.generators\.picture: units do not run generators"):
         validate(replace(config, units={"llm": Unit(data=1, modules=("llm", "vision"))}))

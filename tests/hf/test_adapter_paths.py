@@ -54,7 +54,7 @@ def test_every_linear_layer_has_the_path_of_its_module(family, tmp_path):
     model = kind.from_config(CONFIGS[family]())
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        paths = {module_path(key, decoder_only=False) for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118
+        paths = {module_path(key, as_named=False) for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     assert linear - paths <= {"lm_head"}
 
@@ -69,5 +69,5 @@ def test_every_linear_layer_has_the_path_of_its_module(family, tmp_path):
     ],
 )
 def test_old_names_are_known(key, path):
-    assert module_path(f"{key}.weight", decoder_only=False) == path
-    assert module_path(f"{key}.weight", decoder_only=True) == key
+    assert module_path(f"{key}.weight", as_named=False) == path
+    assert module_path(f"{key}.weight", as_named=True) == key

@@ -14,15 +14,20 @@ import drawn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peft
 import pytest
 import torch
+from commands import TINY
 from diffusers import PixArtTransformer2DModel
+from fine_tuning import moved_run
 from flax import nnx
 from image_rows import rows_of_images
 from safetensors.numpy import load_file, save_file
 
-from mmjax.config import DecoderConfig, DiffusionTransformerConfig, MeshConfig, ModelConfig, VaeLatents
+from mmjax.config import DecoderConfig, DiffusionTransformerConfig, LoraConfig, MeshConfig, ModelConfig, VaeLatents
+from mmjax.config.loading import load
 from mmjax.errors import UserError
+from mmjax.export import export
 from mmjax.hf import pixart
 from mmjax.hf.folder import HfFolder
 from mmjax.hf.generators import generator_from_hf
@@ -221,6 +226,32 @@ def test_a_model_starts_from_a_folder_and_is_written_over_it(seed, tmp_path):
     assert count == len(after) == len(before)
     for name, tensor in before.items():
         np.testing.assert_array_equal(after[name], tensor + 1, err_msg=name)
+
+
+def test_adapters_are_merged_or_written_for_peft_and_both_predict_the_same(tmp_path):
+    theirs = saved(tmp_path / "transformer", drawn.pixart(np.random.default_rng(2)))
+    picture = generator_from_hf(tmp_path / "transformer")
+    picture = replace(picture, connector=replace(picture.connector, frozen=True), frozen=True)
+    llm = DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9, frozen=True)
+    rest = LoraConfig(("picture.*.attention.query", "picture.*.up"), 3)
+    lora = {"cross": LoraConfig(("picture.*.cross_attention.*",), 2), "rest": rest}
+    config = replace(load(TINY), run=str(tmp_path / "run"), model=ModelConfig(llm, {}, lora, {"picture": picture}))
+    moved_run(config, 0.3)
+    export(tmp_path / "run", tmp_path / "merged")
+    export(tmp_path / "run", tmp_path / "adapter", adapter=True)
+    merged = PixArtTransformer2DModel.from_pretrained(tmp_path / "merged" / "picture").eval()
+    rng = torch.Generator().manual_seed(0)
+    side = theirs.config.patch_size * 4
+    given = (
+        torch.randn(1, theirs.config.in_channels, side, side, generator=rng),
+        torch.randn(1, 5, theirs.config.caption_channels or theirs.config.cross_attention_dim, generator=rng),
+        torch.tensor([300.0]),
+        {"resolution": torch.tensor([[64.0, 64.0]]), "aspect_ratio": torch.tensor([[1.0]])},
+    )
+    before, wanted = (model(*given).sample.detach() for model in (theirs, merged))
+    found = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()(*given).sample
+    assert float((wanted - before).abs().max()) > 0.01 * float(before.abs().max())
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
 
 
 def test_a_tensor_that_the_transformer_lacks_is_refused(tmp_path):

@@ -31,7 +31,7 @@ def params(model):
 def sampled(model, params, limits=None, mesh=None, **sampling):
     """The images of five prompts with one to three digits."""
     mesh = mesh or MeshConfig(data=1)
-    devices = jax.devices()[: mesh.data * mesh.tensor]
+    devices = jax.devices()[: mesh.data * mesh.context * mesh.tensor]
     sampler = ImageSampler(
         model, make_mesh(mesh, devices), ShardingRules.of(mesh), ImageSampling(steps=3, **sampling), limits
     )
@@ -55,8 +55,14 @@ def test_images_made_together_are_those_made_one_by_one(model, params, together)
     assert all(np.abs(alone[n] - together[n]).max() <= 1 for n in together)
 
 
-def test_images_made_on_several_devices_are_those_of_one(model, params, together):
-    spread = sampled(model, params, mesh=MeshConfig(data=2, tensor=2, encoders="data"))
+@pytest.mark.default_cases("tensor")
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(data=2, tensor=2, encoders="data"), MeshConfig(data=2, context=2, tensor=2)],
+    ids=["tensor", "context"],
+)
+def test_images_made_on_several_devices_are_those_of_one(mesh, model, params, together):
+    spread = sampled(model, params, mesh=mesh)
     assert all(np.abs(spread[n] - together[n]).max() <= 1 for n in together)
 
 

@@ -12,8 +12,9 @@ from drawing import drawing_config
 from tiny_run import MESHES, gradients, load_steps, make_executor, scattered, state_with, worst_leaf
 
 from mmjax.batch import PADDING
-from mmjax.config import NoBalance, PostBalance
+from mmjax.config import LoraConfig, NoBalance, PostBalance
 from mmjax.data.plan.placement import ONE_RANK, Topology
+from mmjax.models.layer_stacks import key_names
 
 APART = PostBalance(locality="off")  # every phase by itself, so that nearly all conditions travel
 
@@ -52,6 +53,9 @@ ACROSS = {
     "data=8": Topology(8, 8, 8),
     "fsdp=4 x tensor=2": Topology(4, 4, 4),
     "data=2 x fsdp=2 x tensor=2, encoders=data": Topology(4, 2, 4, encoders_per_rank=2),
+    "context=4": Topology(1, encoders_per_rank=4, context=4),
+    "data=2 x context=2 x tensor=2": Topology(2, 2, 2, encoders_per_rank=2, context=2),
+    "fsdp=2 x context=2 x tensor=2, encoders=data": Topology(2, 2, 2, encoders_per_rank=4, context=2),
 }
 
 
@@ -60,8 +64,26 @@ ACROSS = {
 def test_losses_and_every_gradient_are_those_of_one_device(mesh, loaded, parameters, one_device):
     executor = make_executor(drawing_config(), MESHES[mesh])
     batches = loaded(ACROSS[mesh])
-    assert any((b.text.send["picture"] >= 0).any() for b in batches), "no condition travels"
+    travels = any((b.text.send["picture"] >= 0).any() for b in batches)
+    assert travels == (ACROSS[mesh].ranks > 1)
     assert_same(gradients(executor, state_with(executor, parameters), batches), one_device)
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_a_generator_have_the_gradients_of_one_device_and_its_weights_none(loaded):
+    config = drawing_config()
+    config = replace(config, model=replace(config.model, lora={"drawing": LoraConfig(("picture.*",), 4)}))
+    mesh = "data=2 x fsdp=2 x tensor=2, encoders=data"
+    found = []
+    for name, topology in ((mesh, ACROSS[mesh]), ("one device", ONE_RANK)):
+        executor = make_executor(config, MESHES[name])
+        trainable = jax.device_put(scattered(executor), executor.shardings.trainable)
+        state = executor.init(jax.random.key(0))._replace(trainable=trainable)
+        found.append(gradients(executor, state, loaded(topology)))
+    assert_same(*found)
+    paths = [key_names(path) for path, _ in jax.tree.leaves_with_path(found[0].gradients["generators"])]
+    assert len(paths) == 2 * 10  # a and b of both attentions' four matrices and the MLP's two, over both layers
+    assert all("lora" in path for path in paths)
 
 
 def test_balancing_changes_where_images_are_made_and_nothing_else(loaded, parameters, one_device):

@@ -50,7 +50,7 @@ def spread_over_context(batch: Microbatch, plan: MicrobatchPlan, arrays: Arrays,
     if balanced:
         orders = [_balanced_order(text, row, context) for row in range(len(text.token))]
         text = _reorder(text, np.array(orders, np.int64).reshape(-1, length))
-    slots, spread = {}, {}
+    slots, spread = dict(text.slots), {}
     for k, (name, encoder) in enumerate(arrays.encoders.items(), start=1):
         old = text.slots[name]
         indices = old.slot if isinstance(old, WeightedSlots) else old

@@ -133,12 +133,7 @@ class PoolClient:
             if ":" in self.address:  # else Ray would try for minutes
                 host, port = self.address.removeprefix("ray://").split(":")
                 socket.create_connection((host, int(port)), timeout=POLL_SECONDS).close()
-            ray.init(
-                self.address,
-                log_to_driver=False,
-                logging_level="CRITICAL",
-                runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}},  # tasks must never touch an accelerator
-            )
+            ray.init(self.address, log_to_driver=False, logging_level="CRITICAL")
         except (OSError, ValueError, RuntimeError) as error:
             line = str(error).strip().split("\n")[0]
             raise UserError(
@@ -155,7 +150,13 @@ class PoolClient:
             if not cpus:
                 raise UserError(f"data.pool={self.address}: no node of the cluster has CPUs")
             self._check_code(ray, [node["NodeID"] for node in nodes])
-        self.task = ray.remote(num_cpus=1, max_retries=TASK_RETRIES)(load)
+        module = __name__
+
+        def task(described: bytes, step: int) -> CheckedBlock:  # by value, so that this comes before all imports
+            os.environ["JAX_PLATFORMS"] = "cpu"  # tasks must never touch an accelerator
+            return importlib.import_module(module).load(described, step)
+
+        self.task = ray.remote(num_cpus=1, max_retries=TASK_RETRIES)(task)
         self.loader_ref = ray.put(pickle.dumps((os.getcwd(), self.loader)))
         bound = f"{self.max_steps} steps and {size(self.max_bytes)}"
         return f"pool   {self.address}: {len(nodes)} nodes, {cpus} CPUs; at most {bound} in flight for each process"

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import PADDING, TEXT_KIND, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
-from mmjax.config import AudioConfig, Generator, ModelConfig, PixelLatents, VisionConfig
+from mmjax.config import AudioConfig, Generator, ModelConfig, VisionConfig
+from mmjax.config.generators import row_values, takes_pixels
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.sample import CORNERS, NEWLINE, NO_TOKEN, ArrangedItems, Item, Sample, Text
 from mmjax.errors import UserError
@@ -53,16 +54,14 @@ class Arrays:
     def features(self, module: str) -> int:
         """Return the width of one patch or frame."""
         config = self.modules[module]
+        if isinstance(config, Generator):
+            return row_values(config)
         return config.mels if isinstance(config, AudioConfig) else config.patch_values
 
     def dtype(self, module: str) -> type:
         """Return the dtype of the patches or frames."""
         config = self.modules[module]
-        pixels = (
-            isinstance(config.latents, PixelLatents)
-            if isinstance(config, Generator)
-            else isinstance(config, VisionConfig)
-        )
+        pixels = takes_pixels(config) if isinstance(config, Generator) else isinstance(config, VisionConfig)
         return np.uint8 if pixels else np.float32
 
     def newline(self, encoder: str) -> bool:

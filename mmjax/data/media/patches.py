@@ -18,10 +18,10 @@ from mmjax.config import (
     LearnedGrid,
     LogMel,
     NoVideo,
-    PixelLatents,
     UnetConfig,
     VisionConfig,
 )
+from mmjax.config.generators import image_size, step_vae, takes_pixels
 from mmjax.config.towers import Encoder
 from mmjax.data.media.audio_features import clip_size, frame_columns, log_mel_frames
 from mmjax.errors import BadMedia
@@ -109,9 +109,11 @@ def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
     if height % unit or width % unit:
         raise BadMedia(f"{pixels} is not in whole patches of {unit} x {unit}; prepare images in whole patches")
     rows, columns = height // unit, width // unit
-    if isinstance(generator, UnetConfig) and (rows, columns) != generator.size:
-        fixed = " x ".join(map(str, generator.size))
-        raise BadMedia(f"{pixels} is {rows} x {columns} latents, the generator's size {fixed}; prepare images for it")
+    latents = height // generator.latents.factor, width // generator.latents.factor
+    fixed = image_size(generator) if isinstance(generator, UnetConfig) or step_vae(generator) else latents
+    if latents != fixed:
+        found, wanted = (" x ".join(map(str, size)) for size in (latents, fixed))
+        raise BadMedia(f"{pixels} is {found} latents, the generator's size {wanted}; prepare images for it")
     if rows * columns < generator.min_patches:
         raise BadMedia(f"{pixels} is {rows * columns} patches, fewer than the generator's min_patches")
     return rows, columns
@@ -120,17 +122,18 @@ def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
 def generator_input(generator: Generator, array: np.ndarray) -> EncoderInput:
     """Cut an image, uint8 `[H, W, C]`, or its latents, float32 `[h, w, C]`, into patches, row by row.
 
-    Raises ValueError for another shape or type than the generator's latents have.
+    Raises ValueError for another shape or type than the generator's rows take.
     """
-    latents = generator.latents
-    dtype = np.uint8 if isinstance(latents, PixelLatents) else np.float32
-    if array.ndim != 3 or array.shape[2] != latents.channels or array.dtype != dtype:
-        layout = f"{np.dtype(dtype)} [height, width, {latents.channels}]"
+    vae = step_vae(generator)
+    channels = vae.image_channels if vae else generator.latents.channels
+    dtype = np.uint8 if takes_pixels(generator) else np.float32
+    if array.ndim != 3 or array.shape[2] != channels or array.dtype != dtype:
+        layout = f"{np.dtype(dtype)} [height, width, {channels}]"
         raise ValueError(f"an image to be made is {array.dtype} {list(array.shape)}, not {layout}")
-    rows, columns = latent_grid(generator, tuple(side * latents.factor for side in array.shape[:2]))
-    side = generator.patch
+    factor = 1 if vae else generator.latents.factor
+    rows, columns = latent_grid(generator, tuple(side * factor for side in array.shape[:2]))
     # In a patch: row, column, channel.
-    patches = array.reshape(rows, side, columns, side, latents.channels).swapaxes(1, 2)
+    patches = array.reshape(rows, array.shape[0] // rows, columns, -1, channels).swapaxes(1, 2)
     coordinates, valid = _merge_order(rows, columns, 1)
     return EncoderInput(patches.reshape(rows * columns, -1), coordinates, valid)
 

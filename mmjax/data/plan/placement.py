@@ -124,6 +124,7 @@ class Placer:
     price: np.ndarray
     shapes: tuple[Shape, ...] = ()
     columns: int = 1  # of the rows of grouping: all parts of a sample lie in one
+    generators: frozenset[int] = frozenset()  # numbers of the modules whose conditions go from rank to rank
 
     @property
     def in_columns(self) -> bool:
@@ -248,8 +249,8 @@ class Placer:
         width = np.zeros(modules - 1, np.int64)
         for k in np.unique(parts.module[rank != home_rank]):
             items = np.flatnonzero(parts.module == k)
-            # Devices that share a rank's rows exchange with those of their own number.
-            context = self.topology.context
+            # Devices that share a rank's rows exchange with those of their own number, but for conditions.
+            context = 1 if int(k) in self.generators else self.topology.context
             number = row[items] % self.rows[k] // (self.rows[k] // context) * ranks
             width[k - 1] = widest(
                 number + rank[items], number + home_rank[items], inputs.tokens[items], ranks * context

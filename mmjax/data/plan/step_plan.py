@@ -83,6 +83,7 @@ def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Pla
         price=price,
         shapes=layout.shapes,
         columns=grouper.columns,
+        generators=frozenset(range(1 + len(config.model.encoders), 1 + len(config.model.item_modules))),
     )
 
 
