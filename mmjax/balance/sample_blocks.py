@@ -33,7 +33,7 @@ def distribute_samples(work: np.ndarray, sample: np.ndarray, ranks: int) -> np.n
     if excess(work, rank, ranks) <= MAX_EXCESS:
         return rank
     balanced = distribute(work, ranks)
-    return min(rank, balanced, key=lambda found: excess(work, found, ranks))
+    return min(rank, balanced, key=lambda ranked: excess(work, ranked, ranks))
 
 
 def block_samples(mask: Mask, block: int) -> np.ndarray:

@@ -63,8 +63,8 @@ def _compare(name: str, cluster: Cluster, index: LengthIndex) -> dict[str, Any]:
     began = time.process_time()
     allocate(problem)
     search = time.process_time() - began
-    found = {"simulated": ours, **{name: baseline(problem) for name, baseline in BASELINES.items()}}
-    simulated = {key: None if allocation is None else allocation.seconds for key, allocation in found.items()}
+    allocations = {"simulated": ours, **{name: baseline(problem) for name, baseline in BASELINES.items()}}
+    simulated = {key: None if allocation is None else allocation.seconds for key, allocation in allocations.items()}
     units = choose_units(config, cluster, index, [1.0], lambda _: speed)
     mesh = forecast_best_mesh(config, cluster, index, [1.0], speed)
     forecast = {

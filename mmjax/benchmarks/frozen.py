@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.width < 64 or args.width % 64:
         raise UserError("--width must be a multiple of 64")
     devices = jax.devices()
-    whole = _config(args.width, len(devices))
-    configs = {ALL: whole} | {trained: replace(whole, model=train_only(whole.model, trained)) for trained in SETTINGS}
+    base = _config(args.width, len(devices))
+    configs = {ALL: base} | {trained: replace(base, model=train_only(base.model, trained)) for trained in SETTINGS}
     steps = {name: make_step(config, devices) for name, config in configs.items()}
     shape = steps[ALL].batch.shape
     programs: dict[Any, Callable[[], Any]] = {name: step.run for name, step in steps.items()}

@@ -176,8 +176,8 @@ class PoolClient:
 
         where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         remote = ray.remote(num_cpus=0, max_retries=TASK_RETRIES)(check)
-        found = [remote.options(scheduling_strategy=where(node, soft=False)).remote() for node in nodes]
-        for version, missing in ray.get(found, timeout=PATIENCE):
+        answers = [remote.options(scheduling_strategy=where(node, soft=False)).remote() for node in nodes]
+        for version, missing in ray.get(answers, timeout=PATIENCE):
             if version != code_version():
                 raise UserError(
                     f"data.pool={self.address}: the code of mmjax on a node ({version}) is not this process's "

@@ -112,8 +112,8 @@ def latent_grid(generator: Generator, size: tuple[int, ...]) -> tuple[int, int]:
     latents = height // generator.latents.factor, width // generator.latents.factor
     fixed = image_size(generator) if isinstance(generator, UnetConfig) or step_vae(generator) else latents
     if latents != fixed:
-        found, wanted = (" x ".join(map(str, size)) for size in (latents, fixed))
-        raise BadMedia(f"{pixels} is {found} latents, the generator's size {wanted}; prepare images for it")
+        actual, required = (" x ".join(map(str, size)) for size in (latents, fixed))
+        raise BadMedia(f"{pixels} is {actual} latents, the generator's size {required}; prepare images for it")
     if rows * columns < generator.min_patches:
         raise BadMedia(f"{pixels} is {rows * columns} patches, fewer than the generator's min_patches")
     return rows, columns

@@ -153,11 +153,11 @@ class Member(ArchiveMember):
 
 def list_shards(path: str, where: str) -> list[str]:
     """List the shards of a path or URL, with `*` or ranges such as {000..127}. Raises UserError."""
-    if (found := _RANGE.search(path)) is None:
+    if (span := _RANGE.search(path)) is None:
         return list_files(path, where)
-    first, last = found.groups()
+    first, last = span.groups()
     numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return [s for n in numbers for s in list_shards(f"{path[: found.start()]}{n}{path[found.end() :]}", where)]
+    return [s for n in numbers for s in list_shards(f"{path[: span.start()]}{n}{path[span.end() :]}", where)]
 
 
 def _text(member: Member) -> str:
@@ -284,12 +284,12 @@ def _yaml(path: Path, where: str) -> dict[str, Any]:
 
 def _energon_field(members: Mapping[str, Member], field: str) -> Any:
     """Return what a field of Energon's map refers to: an extension, with keys behind it, as in json[turns][0]."""
-    found = _FIELD.fullmatch(field)
-    if not found or found[1] not in members:
-        raise BadSample(f"has no .{found[1] if found else field}; its members are {', '.join(members)}")
-    member = members[found[1]]
-    value = _json(member) if found[1].rpartition(".")[2] == "json" else _text(member)
-    for key in re.findall(r"\[([^\[\]]+)\]", found[2]):
+    match = _FIELD.fullmatch(field)
+    if not match or match[1] not in members:
+        raise BadSample(f"has no .{match[1] if match else field}; its members are {', '.join(members)}")
+    member = members[match[1]]
+    value = _json(member) if match[1].rpartition(".")[2] == "json" else _text(member)
+    for key in re.findall(r"\[([^\[\]]+)\]", match[2]):
         try:
             value = value[int(key) if isinstance(value, list) else key]
         except (KeyError, IndexError, ValueError, TypeError):
