@@ -121,7 +121,7 @@ class ExpertsConfig:
     def computed_at_once(self, tokens: int, devices: int) -> int:
         """Return how many copies of tokens a device computes at once, of these tokens of all that share the experts."""
         copies = tokens * self.per_token
-        return min(copies, math.ceil(EXPERT_ROOM * copies / devices))
+        return max(1, min(copies, math.ceil(EXPERT_ROOM * copies / devices)))
 
 
 @dataclass(frozen=True)

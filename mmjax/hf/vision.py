@@ -536,9 +536,9 @@ def _tower_alone(fields: Fields) -> Fields:
     EVA-CLIP's folders call themselves CLIP as well, and say the class of their own code.
     """
     kind = fields.get("model_type", str)
-    alone = kind in TOWERS_BY_KIND
-    inner = fields if alone else fields.inner("vision_config")
+    is_tower = kind in TOWERS_BY_KIND
+    inner = fields if is_tower else fields.inner("vision_config")
     classes = (*fields.get("architectures", list, []), *fields.get("auto_map", dict, {}).values())
     if any("evaclip" in str(name).lower() for name in classes):
         return replace(inner, values={**inner.values, "model_type": "evaclip_vision_model"})
-    return inner.over({} if alone else {"model_type": f"{kind}_vision_model"})
+    return inner.over({} if is_tower else {"model_type": f"{kind}_vision_model"})

@@ -95,7 +95,8 @@ class Copies(NamedTuple):
         inverse = jnp.argsort(order)
         sizes = (group[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
         index, place = (
-            jnp.where(at < sizes.sum(), x, len(x)) for x, at in ((order, jnp.arange(len(order))), (inverse, inverse))
+            jnp.where(rank < sizes.sum(), x, len(x))
+            for x, rank in ((order, jnp.arange(len(order))), (inverse, inverse))
         )
         return cls(index, place.reshape(expert.shape), sizes)
 
@@ -199,8 +200,8 @@ def apply_shared_experts(
             sum_rows(x, token, sends.place),
             sum_rows(share, token, sends.place),
         )
-        made = local_experts(*layout.gather(jax.tree.map(layout.send, arrays), tensor), *weights)
-        return sum_rows(layout.send(layout.scatter(made, tensor)), sends.place, token)
+        sums = local_experts(*layout.gather(jax.tree.map(layout.send, arrays), tensor), *weights)
+        return sum_rows(layout.send(layout.scatter(sums, tensor)), sends.place, token)
 
     # Backward does everything again: to keep are tokens of all devices, and gathered matrices.
     def exchange(x: Array, share: Array, gate: Array, up: Array, down: Array) -> Array:

@@ -139,8 +139,8 @@ class Sends(NamedTuple):
         length = -(-tokens // size) * size
         device = expert // (count // devices)  # of padding, `devices`
         goes = (device[:, :, None] == jnp.arange(devices)).any(1)
-        before = jnp.cumsum(goes, axis=0, dtype=jnp.int32)
-        rank = jnp.take_along_axis(before - 1, jnp.minimum(device, devices - 1), axis=1)
+        counts = jnp.cumsum(goes, axis=0, dtype=jnp.int32)
+        rank = jnp.take_along_axis(counts - 1, jnp.minimum(device, devices - 1), axis=1)
         # A token's second expert on the same device has no place: the token is there already.
         again = jnp.tril(device[:, :, None] == device[:, None, :], -1).any(-1)
         place = jnp.where(again | (device == devices), devices * length, device * length + rank)
@@ -149,7 +149,7 @@ class Sends(NamedTuple):
             .at[place]
             .set(jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop")
         )
-        turns = lax.pmax(-(-before[-1].max() // size), layout.mesh.axis_names)
+        turns = lax.pmax(-(-counts[-1].max() // size), layout.mesh.axis_names)
         return cls(token.reshape(devices, length), place, turns)
 
     def turn(self, number: Int[Array, ""], size: int) -> Sends:
