@@ -144,11 +144,12 @@ def _check_units(config: Config) -> None:
         f"model.generators.{(generators or [''])[-1]}: a pipeline over units ends in one generator; leave units "
         "empty, so that all modules share one mesh",
     )
-    for name in step_vaes(config.model):
-        raise UserError(
-            f"model.generators.{name}.latents.encode=step: stages of units do not run a VAE; store the latents by "
-            "mmjax.index --latents, and leave encode as it is"
-        )
+    encoded = list(step_vaes(config.model))
+    check(
+        not encoded,
+        f"model.generators.{(encoded or [''])[0]}.latents.encode=step: stages of units do not run a VAE; store the "
+        "latents by mmjax.index --latents, and use encode=once",
+    )
     towers = {"llm": config.model.llm, **config.model.item_modules}
     kept = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
     mesh = replace(MeshConfig(), **kept)
