@@ -290,9 +290,6 @@ class DataConfig:
 
     # training data, by a name of your own
     sources: dict[str, EmbeddedSource | FunctionSource | FileSource] = field(default_factory=dict)
-    # A source's share of the samples is its weight times (its number of samples) ** (1 / temperature): with 1 weights
-    # are epochs, with more, small sources come more often; 0: the weight alone
-    temperature: float = 0.0
     cache: str = ""  # a folder for headers and lengths of the sources' files; empty: ~/.cache/mmjax/data
     on_bad_sample: Literal["skip", "raise"] = "skip"  # an unreadable sample: listed, then skipped or fatal
     max_bad_share: float = 0.01  # of the samples; more unreadable ones are fatal even if skipped
@@ -306,3 +303,6 @@ class DataConfig:
     pool: str = "local"
     pool_steps: int = 64  # steps of a training process that the pool loads ahead at most
     pool_memory: float = 4.0  # GB of these
+    # A source's share of the samples is its weight times (its number of samples) ** (1 / temperature): with 1 weights
+    # are epochs, with more, small sources come more often; 0: the weight alone
+    temperature: float = 0.0
