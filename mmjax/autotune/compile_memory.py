@@ -270,7 +270,7 @@ def table_structs(
         tables["send"][name] = jax.ShapeDtypeStruct((devices, peers, widths[name]), np.int32, sharding=by_device)
         if isinstance(module, Generator):
             rows, length = shape[name]
-            columns = module.most_images(length) * module.queries
+            columns = module.most_images(length) * module.condition_tokens
             tables["condition"][name] = jax.ShapeDtypeStruct((devices * rows, columns), np.int32, sharding=by_device)
         if context > 1:
             width = tokens_on_device(module, *shape[name], peers, widths[name])

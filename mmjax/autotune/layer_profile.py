@@ -87,7 +87,7 @@ def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemB
         # Of the time and the condition only the shapes matter, and that these are no constants.
         config = part.config
         time = jnp.zeros((len(batch.item), config.most_images(batch.item.shape[1])))
-        tokens = jnp.repeat(batch.item[:, : time.shape[1]], config.queries, axis=1).astype(model.dtype)
+        tokens = jnp.repeat(batch.item[:, : time.shape[1]], config.condition_tokens, axis=1).astype(model.dtype)
         condition = jnp.broadcast_to(tokens[..., None], (*tokens.shape, config.condition_width))
         x = part.embedded(latents_of(config, batch), batch)
         return nnx.split(part.layers)[1], x, part.context(batch, time, condition)

@@ -67,6 +67,12 @@ def _check_generator(where: str, generator: Generator) -> None:
             f"{where}.queries={generator.queries}: an image of min_patches={generator.min_patches} has fewer patches; "
             "use fewer queries, or larger images",
         )
+        at_least(0, where, generator, ("text_tokens",))
+        check(
+            generator.condition_tokens <= generator.min_patches,
+            f"{where}.text_tokens={generator.text_tokens}: with {generator.queries} queries these are more than the "
+            f"patches of an image of min_patches={generator.min_patches}; use fewer, or larger images",
+        )
     else:
         _check_unet(where, generator)
 

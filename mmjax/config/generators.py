@@ -122,6 +122,12 @@ class DiffusionTransformerConfig:
     kind: Literal["diffusion_transformer"] = "diffusion_transformer"
     condition_mlp: bool = True  # brings condition tokens to the width; else the layers' keys and values read them
     biases: tuple[Biased, ...] = ("query", "key", "value", "output", "up", "down")  # of both attentions and the MLP
+    text_tokens: int = 0  # positions before an image whose hidden states are its condition too, as far as there are
+
+    @property
+    def condition_tokens(self) -> int:
+        """Return how many hidden states of the LLM are an image's condition at most."""
+        return self.text_tokens + self.queries
 
     @property
     def patch_values(self) -> int:
@@ -161,6 +167,16 @@ class UnetConfig:
     kind: Literal["unet"] = "unet"
     # Among an image's latents: all scores at once, by blocks, a kernel for GPUs; auto: that, elsewhere blocks.
     attention: Attention = "dense"
+
+    @property
+    def text_tokens(self) -> int:
+        """Return how many positions before an image are its condition too: none."""
+        return 0
+
+    @property
+    def condition_tokens(self) -> int:
+        """Return how many hidden states of the LLM are an image's condition."""
+        return self.queries
 
     @property
     def patch(self) -> int:

@@ -39,6 +39,7 @@ from mmjax.models.rope import max_in_item
 from mmjax.models.time_embedding import MAX_PERIOD, TimeEmbedding, cosines_and_sines
 from mmjax.parallel.sharding import constrain
 
+NO_SCORE = -1e30  # of a condition token that is not there
 FINAL_EPS = 1e-6  # of the norm behind the last layer, whatever the config says of the others
 
 
@@ -73,9 +74,16 @@ class ImageBlocks(NamedTuple):
         return self._joined(chosen, length)
 
     def attend(
-        self, q: Float[Array, "r l n h"], k: Float[Array, "r c n h"], v: Float[Array, "r c n h"]
+        self,
+        q: Float[Array, "r l n h"],
+        k: Float[Array, "r c n h"],
+        v: Float[Array, "r c n h"],
+        given: Bool[Array, "r c"] | None = None,
     ) -> Float[Array, "r l n h"]:
-        """Compute attention of every position to the condition tokens of its image, of which all have as many."""
+        """Compute attention of every position to the condition tokens of its image.
+
+        All have as many; given: where some of them may not be there.
+        """
         rows, length, heads, width = q.shape
         blocks, size = self.last.shape[1:]
         count = self.images.shape[-1]
@@ -84,6 +92,10 @@ class ImageBlocks(NamedTuple):
         q = jnp.pad(q, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0))).reshape(rows, blocks, size, heads, width)
         # r = row, b = block, p = position in it, k = image, s = condition token, n = head, h = channel.
         scores = jnp.einsum("rbpnh,rbksnh->rbnpks", q, k, preferred_element_type=jnp.float32) * width**-0.5
+        if given is not None:
+            taken = self.take(given.reshape(rows, count, queries).astype(q.dtype)) > 0
+            # Finite: in padding there are none, and a mean of them is as good as another.
+            scores = jnp.where(taken[:, :, None, None], scores, NO_SCORE)
         of_image = self.last[..., None] == jnp.array([False, True])
         scores = jnp.where(of_image[:, :, None, :, :, None], scores, -jnp.inf)
         weights = jax.nn.softmax(scores.reshape(*scores.shape[:4], 2 * queries), axis=-1)
@@ -103,6 +115,7 @@ class ImageInputs(NamedTuple):
     time: Float[Array, "r i d"]  # embedded, sizes too where a model knows them
     modulation: Float[Array, "r i 6 d"]  # shift, scale and gate of attention, then of the MLP; a layer's table is added
     condition: Float[Array, "r c e"]
+    given: Bool[Array, "r c"] | None = None  # condition tokens that are there; None: all of every image
 
 
 class Table(nnx.Module):
@@ -156,12 +169,12 @@ class CrossAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "r l d"], images: ImageInputs) -> Float[Array, "r l d"]:
         @keep_inputs
-        def attend(q: Array, k: Array, v: Array, blocks: ImageBlocks) -> Array:
+        def attend(q: Array, k: Array, v: Array, blocks: ImageBlocks, given: Array | None) -> Array:
             q, k, v = (y.reshape(*y.shape[:2], self.heads, y.shape[2] // self.heads) for y in (q, k, v))
-            return blocks.attend(q, k, v).reshape(x.shape)
+            return blocks.attend(q, k, v, given).reshape(x.shape)
 
         q = self.query(x)
-        out = attend(q, *apply_linears(images.condition, self.key, self.value), images.blocks)
+        out = attend(q, *apply_linears(images.condition, self.key, self.value), images.blocks, images.given)
         return self.output(checkpoint_name(out, "attention_output"))
 
 
@@ -208,6 +221,11 @@ def layer_config(config: DiffusionTransformerConfig) -> LayerConfig:
         gated=False,
         biases=c.biases,
     )
+
+
+def _given(condition: Float[Array, "r c e"], config: DiffusionTransformerConfig) -> Bool[Array, "r c"] | None:
+    """Return which condition tokens are there: those that are not 0, where an image may have fewer than others."""
+    return (condition != 0).any(-1) if config.text_tokens else None
 
 
 def grid_positions(items: ItemBatch, width: int, grid: int, scale: float) -> Float[Array, "r l d"]:
@@ -315,21 +333,26 @@ class DiffusionTransformer(nnx.Module):
         """Build what all layers share: masks, blocks, modulation and condition."""
         c = self.config
         images = c.most_images(items.item.shape[1])
-        if time.shape[1:] != (images,) or condition.shape[1] != images * c.queries or not images:
+        tokens = c.condition_tokens
+        if time.shape[1:] != (images,) or condition.shape[1] != images * tokens or not images:
             raise ValueError(
-                f"rows of {items.item.shape[1]} positions have {images} images of {c.queries} condition tokens, not "
+                f"rows of {items.item.shape[1]} positions have {images} images of {tokens} condition tokens, not "
                 f"{time.shape[1]} times and {condition.shape[1]} tokens"
             )
         embedded = self.image_embedding(time, items, self.dtype)
         modulation = self.modulation(jax.nn.silu(embedded))
         condition = condition.astype(self.dtype)
-        condition = condition if self.condition_mlp is None else self.condition_mlp(condition)
+        if self.condition_mlp is not None:
+            given = _given(condition, c)
+            condition = self.condition_mlp(condition)
+            condition = condition if given is None else jnp.where(given[..., None], condition, 0)
         return self._context(items, embedded, modulation, condition)
 
     def passed_on(self, context: Context) -> tuple[Float[Array, "r i _"], Float[Array, "r c _"]]:
         """Return what `resumed_context` makes the context of in a later stage of a pipeline."""
-        time, modulation, condition = context.images[1:]
-        return jnp.concatenate([time, modulation.reshape(*time.shape[:2], -1)], axis=-1), condition
+        images = context.images
+        sides = [images.time, images.modulation.reshape(*images.time.shape[:2], -1)]
+        return jnp.concatenate(sides, axis=-1), images.condition
 
     def resumed_context(
         self, items: ItemBatch, images: Float[Array, "r i _"], condition: Float[Array, "r c _"]
@@ -351,6 +374,7 @@ class DiffusionTransformer(nnx.Module):
             time=time,
             modulation=modulation.reshape(*time.shape[:2], 6, c.width),
             condition=condition,
+            given=_given(condition, c),
         )
         context = Context(encoder_mask(items.item), images=inputs)
         return context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype)

@@ -34,6 +34,7 @@ class Conditioner(nnx.Module):
 
     def __init__(self, config: Generator, llm_width: int, rngs: nnx.Rngs):
         width = config.condition_width
+        self.text_tokens = config.text_tokens
         self.queries = PositionTable(config.queries, llm_width, rngs)
         self.projector = Connector(
             config=config.connector, inputs=llm_width, outputs=width, axes=(0,), eps=1e-6, rngs=rngs
@@ -43,15 +44,22 @@ class Conditioner(nnx.Module):
     def tokens(
         self, states: Float[Array, "r c d"], present: Bool[Array, "r i"], dropped: Bool[Array, "r i"]
     ) -> Float[Array, "r c e"]:
-        """Project the hidden states of queries; 0 where no image is, `unconditional` where an image's is dropped."""
+        """Project the hidden states of an image's text and queries; `unconditional` where its condition is dropped.
+
+        0 where no image is, or no text: there the states are 0, which those of a token, behind a norm, never are.
+        """
         rows, columns, _ = states.shape
-        valid = jnp.repeat(present, columns // max(dropped.shape[1], 1), axis=1)
+        count = columns // max(dropped.shape[1], 1)
+        number = jnp.arange(columns, dtype=jnp.int32) % max(count, 1) - self.text_tokens
+        number = jnp.broadcast_to(number, (rows, columns))
+        of_image = jnp.repeat(dropped, count, axis=1)
+        valid = jnp.repeat(present, count, axis=1)
+        if self.text_tokens:
+            valid &= (number >= 0) | (~of_image & (states != 0).any(-1))
         item = jnp.where(valid, 0, PADDING)
         projected = self.projector(states, item, jnp.zeros((rows, columns, 3), jnp.int32))
-        count = columns // max(dropped.shape[1], 1)
-        number = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32) % max(count, 1), (rows, columns))
-        without = self.unconditional(number, projected.dtype)
-        tokens = jnp.where(jnp.repeat(dropped, count, axis=1)[..., None], without, projected)
+        without = self.unconditional(jnp.maximum(number, 0), projected.dtype)
+        tokens = jnp.where(of_image[..., None], without, projected)
         return jnp.where(valid[..., None], tokens, 0)
 
 
@@ -193,7 +201,7 @@ def euler(
     guidance: float | Array,
 ) -> Float[Array, "r l f"]:
     """Make latents of noise by Euler's method from time 1 to 0, guided away from the second condition (Ho 2022)."""
-    images = conditions[0].shape[1] // generator.config.queries
+    images = conditions[0].shape[1] // generator.config.condition_tokens
 
     def step(number: Array, x: Array) -> Array:
         time = jnp.full((len(x), images), 1 - number / steps)

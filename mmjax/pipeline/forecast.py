@@ -144,7 +144,7 @@ def _place_stages(
         if isinstance(module, UnetConfig):
             frozen = frozen_modules(model)
             saved = unet_saved_bytes(
-                replace(module, remat="none"), work.tokens // module.queries, activation, tower not in frozen
+                replace(module, remat="none"), work.tokens // module.condition_tokens, activation, tower not in frozen
             )[0]
         else:
             saved = tracer.saved_bytes(tower, 1, [length])[0]["none"].device

@@ -57,7 +57,7 @@ def diffusion_products(
     c = config
     layer = layer_sizes(c)
     width, third = c.width, c.width // 3
-    images = work.tokens // c.queries
+    images = work.tokens // c.condition_tokens
     features = TIME_FEATURES * (width + c.micro_conditions * 3 * third)
     embedded = (1 + VECTORS) * width**2 + c.micro_conditions * 3 * third**2
     per_token = c.layers * layer.idle
@@ -73,7 +73,7 @@ def diffusion_products(
         weights=weights + (first + rest - of_data) * work.tokens,
         attention=c.layers * 2 * layer.attended * work.pairs,
         of_time=embedded * images,
-        cross=c.layers * 2 * layer.cross * c.queries * work.positions,
+        cross=c.layers * 2 * layer.cross * c.condition_tokens * work.positions,
         spared_weights=0 if trainable else _spared_weights(c, work, reach),
         spared_attention=0 if trainable else _spared_attention(c, work, reach, adapters),
     )
@@ -119,7 +119,7 @@ def _spared_attention(
     spared = 4 - attention_gradients(adapters)
     cross = (not (reach.own_queries or reach.keys)) + (not reach.own_queries)
     cross += config.layers * ((not reach.keys) + (not reach.values))
-    return spared * layer.attended * work.pairs + cross * layer.cross * config.queries * work.positions
+    return spared * layer.attended * work.pairs + cross * layer.cross * config.condition_tokens * work.positions
 
 
 def attention_gradients(adapters: Collection[str]) -> int:
@@ -167,8 +167,8 @@ def executed_cross(config: DiffusionTransformerConfig, work: Work, trainable: bo
     """
     c = config
     layer = layer_sizes(c)
-    tokens = 2 * c.queries * work.taken * layer.cross  # keys and values, as blocks take them
-    attended = layer.cross * 2 * c.queries * work.blocks * c.min_patches  # one product
+    tokens = 2 * c.condition_tokens * work.taken * layer.cross  # keys and values, as blocks take them
+    attended = layer.cross * 2 * c.condition_tokens * work.blocks * c.min_patches  # one product
     vector = c.width * work.taken
     forward = c.layers * (tokens + 2 * attended + VECTORS * vector) + 2 * vector
     of_vectors = c.layers * (RECOMPUTED_VECTORS + VECTORS * trainable) + 1 + 2 * trainable
@@ -188,7 +188,7 @@ def recomputed_products(config: DiffusionTransformerConfig, work: Work, policy: 
     if policy in ("products", "offload"):
         return spread
     needless = (not trainable) * layer.width * layer.mlp + (policy == "attention_mlp") * layer.width * layer.cross
-    attended = layer.cross * 2 * config.queries * work.blocks * config.min_patches
+    attended = layer.cross * 2 * config.condition_tokens * work.blocks * config.min_patches
     products = (layer.weights - needless) * work.positions + layer.idle * work.tokens
     return products + spread + (policy == "full") * attended
 
@@ -202,7 +202,8 @@ def diffusion_saved_bytes(
     stream = layer.width * activation
     attention = LOGSUMEXP * layer.heads * (c.attention != "dense") + layer.attended * activation
     cross = layer.cross * activation
-    keys = 2 * layer.cross * activation * c.queries / c.min_patches  # and values, of the fewest positions of an image
+    # And values, of the fewest positions of an image.
+    keys = 2 * layer.cross * activation * c.condition_tokens / c.min_patches
     # Queries, keys and values; outputs of both attentions, the query of the second, and both products of the MLP, of
     # which only the gate's gradient needs the last.
     outputs = 3 * layer.attended + 2 * layer.width + layer.cross + layer.mlp + trainable * layer.width

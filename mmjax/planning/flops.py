@@ -518,7 +518,7 @@ def layer_elementwise(config: Tower, work: Work) -> tuple[int, int]:
             (DIFFUSION.mlp, layer.mlp * work.positions),
             (DIFFUSION.scores, layer.heads * work.pairs),
             (DIFFUSION.pairs, work.pairs),
-            (CROSS_SCORES, layer.heads * 2 * config.queries * work.blocks * config.min_patches),
+            (CROSS_SCORES, layer.heads * 2 * config.condition_tokens * work.blocks * config.min_patches),
             (CROSS_TOKENS, layer.cross * work.tokens),
         )
     rates = _rates(config)

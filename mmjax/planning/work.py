@@ -345,7 +345,7 @@ def _generator_work(config: Generator, item: np.ndarray) -> Work:
     """Measure the work of the images in a generator's rows, `[R, L]`, -1 = padding."""
     positions = int((item >= 0).sum())
     images = sum(len(np.unique(row[row >= 0])) for row in item)
-    return Work(positions, int(item_pairs(item).sum()), positions, images * config.queries)
+    return Work(positions, int(item_pairs(item).sum()), positions, images * config.condition_tokens)
 
 
 def _windows(encoder: Encoder, items: ItemBatch, layer_item: np.ndarray) -> np.ndarray:
@@ -397,7 +397,9 @@ def length_work(
         pairs = int((positions**2).sum())
         # A length does not tell which windows an image's edge cuts: all are counted as complete.
         pairs = _mean_pairs(config, pairs, lambda size, n=positions: int((n * np.minimum(n, size)).sum()))
-        work[name] = Work(int(positions.sum()), pairs, int(inputs.sum()), int(tokens[encoder == k].sum()))
+        is_generator = isinstance(config, Generator)
+        count = int((encoder == k).sum()) * config.condition_tokens if is_generator else int(tokens[encoder == k].sum())
+        work[name] = Work(int(positions.sum()), pairs, int(inputs.sum()), count)
     return work
 
 
@@ -417,7 +419,7 @@ def row_work(
             # Every place for an image is computed, and nothing behind the last one.
             images = rows * config.most_images(length)
             positions = images * config.min_patches
-            work[name] = Work(positions, positions * config.min_patches, positions, images * config.queries)
+            work[name] = Work(positions, positions * config.min_patches, positions, images * config.condition_tokens)
             continue
         # Padding included: the backend computes it like everything else.
         layer_length = length // config.stride if isinstance(config, AudioConfig) else length
@@ -432,7 +434,11 @@ def row_work(
         if isinstance(config, DiffusionTransformerConfig):
             images = config.most_images(length)
             blocks = rows * -(-length // config.min_patches)
-            changes = {"tokens": rows * images * config.queries, "blocks": blocks, "taken": 2 * blocks * images}
+            changes = {
+                "tokens": rows * images * config.condition_tokens,
+                "blocks": blocks,
+                "taken": 2 * blocks * images,
+            }
             work[name] = work[name]._replace(inputs=positions, **changes)
         elif name != "llm":
             tokens = positions // layer_positions(config)

@@ -108,7 +108,7 @@ def padding_microbatches(
         send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
         items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
         condition = {
-            e: resize(x, encoders[e].most_images(items[e].item.shape[1]) * encoders[e].queries)
+            e: resize(x, encoders[e].most_images(items[e].item.shape[1]) * encoders[e].condition_tokens)
             for e, x in first.text.condition.items()
         }
         spread = {}

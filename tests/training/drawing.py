@@ -17,6 +17,7 @@ PICTURE = DiffusionTransformerConfig(
     latents=PixelLatents(channels=1),
     min_patches=16,
     queries=4,
+    text_tokens=12,
     grid=4,
     biases=("query", "value", "output", "up", "down"),  # a key's has a gradient of rounding alone
 )

@@ -8,13 +8,14 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from drawing import drawing_config
+from drawing import PICTURE, drawing_config
 from tiny_run import MESHES, gradients, load_steps, make_executor, scattered, state_with, worst_leaf
 
 from mmjax.batch import PADDING
 from mmjax.config import LoraConfig, NoBalance, PostBalance
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.models.layer_stacks import key_names
+from mmjax.parallel.encoder_exchange import dispatch
 
 APART = PostBalance(locality="off")  # every phase by itself, so that nearly all conditions travel
 
@@ -84,6 +85,25 @@ def test_adapters_of_a_generator_have_the_gradients_of_one_device_and_its_weight
     paths = [key_names(path) for path, _ in jax.tree.leaves_with_path(found[0].gradients["generators"])]
     assert len(paths) == 2 * 10  # a and b of both attentions' four matrices and the MLP's two, over both layers
     assert all("lora" in path for path in paths)
+
+
+def test_a_condition_is_the_text_before_an_image_as_far_as_its_sample_goes_and_its_queries(loaded):
+    tokens, lacking = PICTURE.condition_tokens, 0
+    for batch in loaded(ONE_RANK):
+        text, items = batch.text, batch.items["picture"]
+        place = np.arange(1.0, text.token.size + 1).reshape(*text.token.shape, 1)
+        condition = np.asarray(dispatch(place, text.send["picture"], text.condition["picture"], None))[..., 0]
+        sample = np.append(text.sample.reshape(-1), PADDING)
+        for row, number in zip(*np.nonzero(np.diff(items.item, prepend=PADDING) > 0), strict=True):
+            image = items.item[row, number]
+            came = condition[row, image * tokens : (image + 1) * tokens].astype(int) - 1
+            queries = came[PICTURE.text_tokens :]
+            assert text.slots["picture"].reshape(-1)[queries].tolist() == list(range(PICTURE.queries))
+            whole = queries[0] + np.arange(-PICTURE.text_tokens, PICTURE.queries)
+            inside = sample[whole] == sample[queries[0]]
+            assert came.tolist() == np.where(inside, whole, -1).tolist()
+            lacking += (~inside).sum()
+    assert lacking > 0  # a prompt that is shorter
 
 
 def test_balancing_changes_where_images_are_made_and_nothing_else(loaded, parameters, one_device):

@@ -59,7 +59,7 @@ def pack_microbatch(
         module: _pack_items(plan, k, arrays, module, shares[module], reader, spoiled)
         for k, module in enumerate(arrays.modules, start=1)
     }
-    queries = np.zeros(len(plan.module), np.int64)
+    queries = np.zeros((len(plan.module), 2), np.int64)
     text = _pack_text(plan, arrays, _share(ranks, plan.rows[LLM]), reader, sent, queries, spoiled)
     for k, name in enumerate(arrays.generators, start=1 + len(arrays.encoders)):
         text.send[name], text.condition[name] = _conditions(plan, k, arrays, name, ranks, queries)
@@ -123,13 +123,14 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
 def _conditions(
     plan: MicrobatchPlan, module: int, arrays: Arrays, name: str, ranks: range, queries: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Plan the all-to-all of one generator: from where the hidden states of its images' queries are to its rows.
+    """Plan the all-to-all of one generator: from where the hidden states of its images' conditions are to its rows.
 
-    queries: int64 `[p]`, as in `_pack_text`. Returns `TextBatch.send` and `TextBatch.condition`.
+    Of an image these are `text_tokens` positions, or those that its sample has before it, and its queries behind them.
+    queries: int64 `[p, 2]`, as in `_pack_text`. Returns `TextBatch.send` and `TextBatch.condition`.
     """
     peers, in_all = plan.topology.peers, plan.topology.ranks
     width = plan.shape.widths[module - 1]
-    count = arrays.generators[name].queries
+    text, count = arrays.generators[name].text_tokens, arrays.generators[name].condition_tokens
     images = arrays.generators[name].most_images(plan.shape.lengths[module])
     items = np.flatnonzero(plan.module == module)
     tokens = np.full(len(items), count, np.int64)
@@ -141,7 +142,12 @@ def _conditions(
     number = np.empty(len(items), np.int64)
     number[order] = np.arange(len(items)) - np.searchsorted(row[order], row[order])
     column = (row % plan.rows[module] * images + number) * count
-    moved = Rearrangement(tokens, Places(home_rank, queries[items]), Places(rank[items], column), in_all)
+    # The tables number conditions one image after the other; here is where each of them is among its rank's positions.
+    along = np.arange(-text, count - text)
+    first, before = queries[items].T[..., None]
+    place = np.where(along >= -before, first + along, PADDING).reshape(-1)
+    numbered = Places(home_rank, np.arange(len(items)) * count)
+    moved = Rearrangement(tokens, numbered, Places(rank[items], column), in_all)
     capacity = plan.rows[module] * images * count
     send = np.full((len(ranks), peers, width), PADDING, np.int32)
     condition = np.full((len(ranks), capacity), PADDING, np.int32)
@@ -150,8 +156,17 @@ def _conditions(
         mine = range(max(ranks.start, among.start), min(ranks.stop, among.stop))
         exchange = tables(moved, width, capacity, mine, among)
         local = slice(mine.start - ranks.start, mine.stop - ranks.start)
-        send[local], condition[local] = exchange.send, exchange.gather
+        send[local] = _at(place, exchange.send)
+        # Behind what arrives of peers come the rank's own.
+        own = _at(place, exchange.gather - peers * width)
+        own = np.where(own >= 0, own + peers * width, PADDING)
+        condition[local] = np.where(exchange.gather < peers * width, exchange.gather, own)
     return send, condition.reshape(len(ranks) * plan.rows[module], images * count)
+
+
+def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Take values by index, PADDING where that is below 0."""
+    return np.where(index >= 0, np.append(values, PADDING)[np.maximum(index, -1)], PADDING)
 
 
 @contextmanager
@@ -235,7 +250,11 @@ def _pack_text(
     queries: np.ndarray,
     spoiled: dict[int, str] | None,
 ) -> TextBatch:
-    """Pack the text. queries: int64 `[p]`, gets the place of each generator's item's first query among its rank's."""
+    """Pack the text.
+
+    queries: int64 `[p, 2]`, gets the place of each generator's item's first query among its rank's positions, and how
+    many positions of its sample are before it.
+    """
     batch = empty_text((len(share), plan.shape.lengths[LLM]), arrays, {e: s.send for e, s in sent.items()})
     sources = reader.source_of(plan.samples)
     # Samples and items that each row has so far: they number the next sample and its items' attention spans.
@@ -255,7 +274,8 @@ def _pack_text(
             write_sample(stretch(batch, row, span), contents, arrays, places, spans[row])
             if arrays.generators:
                 begin = row % plan.rows[LLM] * plan.shape.lengths[LLM] + span.start
-                queries[part + 1 : end] = begin + _item_offsets(contents, arrays, places)
+                offsets = _item_offsets(contents, arrays, places)
+                queries[part + 1 : end] = np.stack([begin + offsets, offsets], axis=1)
         batch.sample[row, span] = samples[row]
         batch.source[row, span] = sources[index]
         batch.owner[row, span] = sample

@@ -6,8 +6,8 @@ each other as little as possible. OrchMLLM sections 5 to 7.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -88,10 +88,10 @@ class MicrobatchPlan:
 
 
 class _Inputs(NamedTuple):
-    """The parts to place of a group's samples, and how many tokens each puts into the LLM."""
+    """The parts to place of a group's samples, and how many of the LLM's tokens travel where they are apart."""
 
     parts: Parts
-    tokens: np.ndarray  # int64 [p]: of the LLM
+    tokens: np.ndarray  # int64 [p]: those that an encoder makes or a generator reads
     row: np.ndarray | None  # as in Group
 
     @property
@@ -124,7 +124,8 @@ class Placer:
     price: np.ndarray
     shapes: tuple[Shape, ...] = ()
     columns: int = 1  # of the rows of grouping: all parts of a sample lie in one
-    generators: frozenset[int] = frozenset()  # numbers of the modules whose conditions go from rank to rank
+    # By the number of a generator, whose conditions go from rank to rank: tokens of text before each image that do too.
+    generators: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def in_columns(self) -> bool:
@@ -168,7 +169,11 @@ class Placer:
         return self._place_on_ranks(inputs, np.zeros(len(inputs.tokens), np.int32)).needs, self._spread(inputs).needs
 
     def _inputs(self, group: Group) -> _Inputs:
-        return _Inputs(self.index.parts(group.samples), self.index.tokens(group.samples), group.row)
+        parts = self.index.parts(group.samples)
+        tokens = self.index.tokens(group.samples)
+        for number, text_tokens in self.generators.items():
+            tokens = tokens + text_tokens * (parts.module == number)
+        return _Inputs(parts, tokens, group.row)
 
     # ------------------------------------------------------------------------------------------- ways to place a group
 

@@ -83,7 +83,10 @@ def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Pla
         price=price,
         shapes=layout.shapes,
         columns=grouper.columns,
-        generators=frozenset(range(1 + len(config.model.encoders), 1 + len(config.model.item_modules))),
+        generators={
+            number: generator.text_tokens
+            for number, generator in enumerate(config.model.generators.values(), 1 + len(config.model.encoders))
+        },
     )
 
 
