@@ -40,9 +40,10 @@ def pool() -> Iterator[Callable[..., Iterator[LoadedStep]]]:
 
 
 def kill_one(rng: random.Random) -> None:
-    wait_until(tasks)
+    running: list[int] = []  # Ray ends and starts them as it likes
+    wait_until(lambda: running.extend(tasks()) or running)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(rng.choice(tasks()), signal.SIGKILL)
+        os.kill(rng.choice(running), signal.SIGKILL)
 
 
 def assert_steps(loaded: Iterator[LoadedStep], loader: StepLoader, first: int, last: int) -> None:
