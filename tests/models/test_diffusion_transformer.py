@@ -89,6 +89,22 @@ def test_images_in_a_row_are_each_as_if_alone(backend):
     assert largest_difference(replace(CONFIG, attention=backend)) < 1e-5
 
 
+def test_images_with_less_text_than_others_see_only_what_they_have():
+    config = replace(CONFIG, queries=2, text_tokens=3)
+    graph, state = build(config)
+    latents, items, time, condition = inputs(replace(CONFIG, queries=5))
+    by_image = condition.reshape(len(ROWS), -1, 5, config.condition_width)
+    lacking = by_image.at[:, ::2, :3].set(0).reshape(condition.shape)  # every other image has its queries alone
+    some, none = (np.asarray(velocity(graph, state, latents, items, time, c)) for c in (lacking, condition))
+    queries = by_image[:, :, 3:].reshape(len(ROWS), -1, config.condition_width)
+    bare = build(replace(config, text_tokens=0))[0]
+    alone = np.asarray(velocity(bare, state, latents, items, time, queries))
+    even = (np.asarray(items.item) % 2 == 0)[..., None]
+    np.testing.assert_allclose(some * even, alone * even, atol=1e-5)
+    np.testing.assert_allclose(some * ~even, none * ~even, atol=1e-5)
+    assert np.abs(some - none)[np.broadcast_to(even, some.shape)].max() > 1e-2
+
+
 def spoil_self_attention(monkeypatch):
     monkeypatch.setattr(
         diffusion_transformer, "encoder_mask", lambda item: original_mask(jnp.where(item < 0, item, item // 2))

@@ -27,10 +27,10 @@ from mmjax.models.model import Model, parameter_group
 from mmjax.planning.flops import adapter_ranks, executed, frozen_modules, layer_policies, model_flops, parameters
 from mmjax.planning.work import length_work, useful_work
 
-TINY = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=3)
+TINY = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=2, text_tokens=1)
 ROWS = [[(2, 4), (3, 3), (1, 6), (5, 7)], [(4, 2), (2, 3)]]
 SHAPE = {"llm": (1, 8), "image": (2, 128)}
-WIDE = replace(TINY, width=240, heads=4, mlp_width=960, condition_width=100, min_patches=16, queries=12)
+WIDE = replace(TINY, width=240, heads=4, mlp_width=960, condition_width=100, min_patches=16, queries=9, text_tokens=3)
 
 
 def model_with(config: DiffusionTransformerConfig) -> ModelConfig:
@@ -77,7 +77,7 @@ def count_multiply_adds(
             ("cross_attention", "value"),
         )
         sides = 2 if "side" in path else 1
-        times = images * sides if of_time else images * config.queries if of_condition else positions
+        times = images * sides if of_time else images * config.condition_tokens if of_condition else positions
         first = path[0] == "patches" or (path[0] == "image_embedding" and "up" in path)
         first |= of_condition and not upstream and (path[0] == "layers" if not config.condition_mlp else "up" in path)
         # Where nothing in the transformer is trained, gradients begin at its condition: not before the first layer's.
@@ -93,10 +93,10 @@ def count_multiply_adds(
         for row in item:
             for q in row[row >= 0]:
                 own = int((row == q).sum())
-                forward += 2 * config.width * (own + config.queries)
+                forward += 2 * config.width * (own + config.condition_tokens)
                 if trainable or upstream:
                     backward += 0 if begins else 4 * config.width * own
-                    backward += (3 if begins else 4) * config.width * config.queries
+                    backward += (3 if begins else 4) * config.width * config.condition_tokens
     return forward, backward
 
 
@@ -121,7 +121,7 @@ def test_needed_is_exactly_a_count_of_every_multiply_add(frozen: frozenset[str],
     upstream = not {"llm", "image.connector"} <= frozen
     wanted = count_multiply_adds(config, items.item, "image" not in frozen, upstream)
     assert tuple(found["image"][:2]) == tuple(2 * n for n in wanted)
-    connector = 6 * config.queries * model.llm.width * config.condition_width
+    connector = 6 * config.condition_tokens * model.llm.width * config.condition_width
     gradients = ("image.connector" not in frozen) + upstream
     assert tuple(found["image.connector"][:2]) == (2 * connector, 2 * connector * gradients)
     counts = [size[0] * size[1] for row in ROWS for size in row]
@@ -193,7 +193,7 @@ def test_needed_by_adapters_is_every_matrix_product_of_a_gradient(
         name: (jnp.ones((config.layers, sizes[name][0], rank)), jnp.ones((config.layers, rank, sizes[name][1])))
         for name, rank in adapter_ranks(model, "image").items()
     }
-    condition = jnp.ones((config.queries, config.condition_width))
+    condition = jnp.ones((config.condition_tokens, config.condition_width))
     function = jax.grad(partial(alone, config, 12, weights), argnums=(0, 1) if upstream else 0)
     products = traced_products(jax.make_jaxpr(function)(adapters, condition).jaxpr)
     items = rows_of_images([[(3, 4)]], 12)
@@ -226,7 +226,7 @@ def xlas_count(config: DiffusionTransformerConfig, wanted: Set[str], scanned: bo
     shapes = (
         (rows, length, config.patch_values),
         (rows, images),
-        (rows, images * config.queries, config.condition_width),
+        (rows, images * config.condition_tokens, config.condition_width),
     )
     latents, time, condition = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
@@ -316,7 +316,7 @@ def test_layers_save_what_they_were_predicted_to(policy: Remat, backend: str, tr
         state,
         jax.ShapeDtypeStruct((rows, length, config.width), jnp.float32),
         jax.ShapeDtypeStruct((rows, images), jnp.float32),
-        jax.ShapeDtypeStruct((rows, images * config.queries, config.condition_width), jnp.float32),
+        jax.ShapeDtypeStruct((rows, images * config.condition_tokens, config.condition_width), jnp.float32),
     )
     measured = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays if leaf.shape[:1] == (4,))
     gradients = frozenset({"weights", "inputs"}) if trainable else frozenset({"inputs"})
