@@ -130,7 +130,7 @@ def spoil_time(monkeypatch):
 
 def spoil_condition(monkeypatch):
     attend = ImageBlocks.attend
-    shifted = lambda self, q, k, v: attend(self, q, jnp.roll(k, 1, axis=1), v)  # noqa: E731
+    shifted = lambda self, q, k, v, given: attend(self, q, jnp.roll(k, 1, axis=1), v, given)  # noqa: E731
     monkeypatch.setattr(ImageBlocks, "attend", shifted)
 
 
