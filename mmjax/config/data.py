@@ -174,6 +174,20 @@ class ManifestSource:
 
 
 @dataclass(frozen=True)
+class PreferenceSource(ConversationFiles):
+    """TRL's pairs for loss=dpo: {"prompt": "..." or messages, "chosen": ..., "rejected": ..., "images": ["a.jpg"]}."""
+
+    kind: Literal["preference"] = "preference"
+
+
+@dataclass(frozen=True)
+class RolloutsSource(ConversationFiles):
+    """Answers that a model has drawn, for loss=grpo: {"prompt", "completion_ids", "logprobs", "advantages"}."""
+
+    kind: Literal["rollouts"] = "rollouts"
+
+
+@dataclass(frozen=True)
 class ParquetSource:
     """Parquet as in Hugging Face's data sets: media are {"bytes", "path"} or bytes, or lists of them.
 
@@ -192,6 +206,8 @@ class ParquetSource:
     outside: Outside = "refuse"  # references that lead out of its folder
     kind: Literal["parquet"] = "parquet"
     weight: float = 1.0  # share of the samples
+    # pair: columns prompt, chosen and rejected; rollouts: prompt, completion_ids, logprobs and advantages
+    answers: Literal["one", "pair", "rollouts"] = "one"
 
 
 @dataclass(frozen=True)
@@ -240,6 +256,8 @@ FileSource = (
     | ShareGptSource
     | MessagesSource
     | QuestionsSource
+    | PreferenceSource
+    | RolloutsSource
     | ManifestSource
     | ParquetSource
     | WebDatasetSource
