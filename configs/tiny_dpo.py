@@ -2,8 +2,8 @@
 
     python -m mmjax.train configs/tiny_dpo.py
 
-Of every pair the chosen answer is right, and the rejected one has a digit that isn't there. There is no reference, as the
-first model knows nothing. It prefers the right answer in SHARE of the test pairs.
+Of every pair the chosen answer is right, and the rejected one has a digit that isn't there. There is no reference, as
+the first model knows nothing. It prefers the right answer in SHARE of the test pairs.
 """
 
 from dataclasses import replace
@@ -32,7 +32,9 @@ class Pairs:
         return f"pairs-{self.images.fingerprint()}"
 
     def facts(self, index: int) -> SampleLengths:
-        text = sum(len(part.tokens) for part in self.sample(index).segments if isinstance(part, Text))
+        recipe = self.images.recipe(index)
+        (ask,) = recipe.asks
+        text = sum(map(len, recipe.words)) + len(ask.text) - 1 + 2 * (len(ask.answer) + 2)
         return replace(self.images.facts(index), text_tokens=text)
 
     def sample(self, index: int) -> Sample:
@@ -54,7 +56,7 @@ def _answer(branch: int, asked: Text, text: str) -> Text:
     return Text(tokens, weights, branch)
 
 
-def pairs(split: str, samples: int = 24_000, seed: int = 0) -> Pairs:
+def pairs(split: str, samples: int = 8_000, seed: int = 0) -> Pairs:
     return Pairs(EmbeddedDataset(EmbeddedSource(modalities=("image",), samples=samples, questions=1), split, seed))
 
 

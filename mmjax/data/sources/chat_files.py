@@ -160,6 +160,8 @@ def parse_preference(record: Mapping[str, Any]) -> Record:
     prompt = _turns(record, "prompt", "user") if record.get("prompt") else chosen[:-1]
     if not record.get("prompt") and rejected[:-1] != prompt:
         raise BadSample("has no prompt, and chosen and rejected differ before their last messages")
+    if not prompt:
+        raise BadSample("has no prompt")
     if record.get("prompt") and (len(chosen), len(rejected)) != (1, 1):
         raise BadSample("has several messages in chosen or rejected; they hold one answer of the assistant each")
     return parse_pair(prompt, chosen[-1], rejected[-1], _media_of(record), record)
