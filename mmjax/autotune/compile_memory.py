@@ -155,6 +155,7 @@ class StepPrograms:
             sources=1,
             exchange=config.mesh.exchange,
             loss_chunks=config.training.loss_chunks or 1,
+            loss=config.loss,
             accumulates=batch.microbatches > 1,
             compiler_options=compiler_options(config.compiler, devices[0], mesh.shape[CONTEXT]),
         )

@@ -204,6 +204,15 @@ def frozen_by_adapters(model: ModelConfig) -> set[str]:
     return {module_of_layer(name) for name, lora in adapters_by_layer(model).items() if lora.base == "frozen"}
 
 
+def frozen_modules(model: ModelConfig) -> frozenset[str]:
+    """Name the modules that the config freezes; their adapters are trained all the same."""
+    parts = {"llm": model.llm.frozen}
+    for name, tower in (*model.encoders.items(), *model.generators.items()):
+        parts |= {name: tower.frozen, f"{name}.connector": tower.connector.frozen}
+    parts |= {f"{name}.vae": True for name in step_vaes(model)}
+    return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
+
+
 def lora_scale(lora: LoraConfig) -> float:
     """Compute the factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) (rsLoRA)."""
     return lora.alpha / (lora.rank**0.5 if lora.scaling == "sqrt_rank" else lora.rank)
