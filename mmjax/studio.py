@@ -52,6 +52,7 @@ HOST = "127.0.0.1"
 HOST_NAMES = (HOST, "localhost")  # any other in a request's Host header is another site's name for this machine
 PORT = 8765
 MAX_BODY = 64 << 20  # bytes of a question with its media
+CHUNK = 1 << 20  # bytes of a body that is too large, read and dropped at a time
 READ_SECONDS = 0.5  # spent on new metrics in one request; a page asks again at once for the rest
 REMEMBERED = 20  # questions
 EVERY = 4  # tokens between updates of an answer
@@ -202,25 +203,36 @@ class Studio:
             self._changed()
 
     def _answer(self, question: Request, entry: Asked) -> None:
-        folder = self.run.folder
-        entry.step = checkpoint_step(folder.checkpoints)
-        served = CheckpointModel.open(folder.path, self._overrides, entry.step)
+        served = CheckpointModel.open(self.run.folder.path, self._overrides)
         prompts = self._prompts(question, served, entry)
         sampling = Sampling(question.temperature)
         max_tokens = min(question.max_tokens, answer_room(served, prompts))
-        if self._loaded is None or self._loaded.served.step != entry.step:
-            entry.status = "loading the checkpoint ..."
-            self._changed()
-            self._loaded = None  # two at a time may not fit
-            self._loaded = LoadedModel(served)
+        loaded = self._load_newest(served, entry)
         entry.status = "answering ..."
         self._changed()
         began = time.monotonic()
-        for answer in self._loaded.answers(prompts, sampling, max_tokens, every=EVERY):
+        for answer in loaded.answers(prompts, sampling, max_tokens, every=EVERY):
             entry.answer = answer.text
             self._changed()
         ended = "" if answer.ended else ", before its end"
         entry.status = f"{len(answer.tokens)} tokens in {time.monotonic() - began:.1f} s{ended}"
+
+    def _load_newest(self, served: CheckpointModel, entry: Asked) -> LoadedModel:
+        """Return the newest checkpoint's model, loaded where it is not yet."""
+        folder = self.run.folder.checkpoints
+        while True:
+            entry.step = checkpoint_step(folder)
+            if self._loaded is not None and self._loaded.served.step == entry.step:
+                return self._loaded
+            entry.status = "loading the checkpoint ..."
+            self._changed()
+            self._loaded = None  # two at a time may not fit
+            try:
+                self._loaded = LoadedModel(replace(served, step=entry.step))
+            except UserError:
+                if checkpoint_step(folder) == entry.step:
+                    raise
+                # The run has deleted it meanwhile, and so there is a newer one.
 
     def _prompts(self, question: Request, served: CheckpointModel, entry: Asked) -> Source:
         """Return a source with the question as its only sample."""
@@ -340,6 +352,8 @@ class _Handler(BaseHTTPRequestHandler):
         reply = {"error": ""}
         try:
             if int(length) > MAX_BODY:
+                for rest in range(int(length), 0, -CHUNK):  # else the sender sees a broken connection and no reply
+                    self.rfile.read(min(rest, CHUNK))
                 raise UserError(f"the question and its files take more than {MAX_BODY >> 20} MiB")
             request = json.loads(self.rfile.read(int(length)))
             self.server.studio.ask(request if isinstance(request, dict) else {})

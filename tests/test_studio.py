@@ -22,7 +22,7 @@ from commands import MEDIA_WORDS, TINY_MEDIA, files, media_run, run
 from PIL import Image
 from started import Ended, finish, start, wait_until
 
-from mmjax import generate
+from mmjax import generate, studio
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.prompts import make_prompt
 from mmjax.studio import Studio, StudioServer, main
@@ -165,13 +165,15 @@ def test_questions_are_answered_as_the_command_answers_them_and_nothing_is_writt
     assert files(folder) == before
 
 
-def test_what_cannot_be_asked_is_one_line_on_the_page(server: StudioServer) -> None:
+def test_what_cannot_be_asked_is_one_line_on_the_page(server: StudioServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the question is empty" in refusal(server, question=" ")
     assert "no image, audio or video" in refusal(
         server, question="a", media=[{"kind": "text", "name": "x", "data": ""}]
     )
     for odd in ({"max_tokens": "many"}, {"max_tokens": float("inf")}, {"media": 3}, {"media": [{"kind": "image"}]}):
         assert "load the page again" in refusal(server, question="a", **odd)
+    monkeypatch.setattr(studio, "MAX_BODY", 1 << 20)
+    assert "more than 1 MiB" in refusal(server, question="a" * (3 << 20))
     assert "1 to 4096" in refusal(server, question="a", max_tokens=0)
     for question, line in (
         ({"question": "A?"}, "the question cannot be asked"),
@@ -219,11 +221,10 @@ def test_ctrl_c_ends_it_in_mid_answer_and_nothing_is_written(trained: Path) -> N
 @pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
 def test_in_a_browser_curves_move_while_a_run_trains_and_a_question_is_answered(runs: Path, tmp_path: Path) -> None:
     folder = runs / "watched"
-    words = (*MEDIA_WORDS, "training.steps=5000", "training.evaluate_every=0")
+    words = (*MEDIA_WORDS, "training.steps=100000", "training.checkpoint_every=50", "training.evaluate_every=0")
     training = start("mmjax.train", TINY_MEDIA, f"run={folder}", *words, devices=8, stdout=-3, stderr=-3)
     wait_until(lambda: list(folder.glob("checkpoints/*/meta")), training)
-    studio = start("mmjax.studio", folder, "--port", 0)
-    url = studio.stdout.readline().split()[1]
+    url = start("mmjax.studio", folder, "--port", 0).stdout.readline().split()[1]
     browser = Browser(tmp_path / "profile")
     curve = "document.querySelector('#curves path.line')?.getAttribute('d')"
     step = "Number(document.querySelector('#progress .tiles b')?.innerText.split(' ')[0].replace(',', ''))"
