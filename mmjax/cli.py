@@ -18,7 +18,8 @@ from mmjax.startup import end_loading, start_clock
 
 # In the order of --help, which describes each with the first line of its module's docstring.
 COMMANDS = (
-    "train", "generate", "evaluate", "export", "report", "inspect", "index", "plan", "verify", "supervise", "bench",
+    "train", "generate", "evaluate", "export", "report", "studio", "inspect", "index", "plan", "verify", "supervise",
+    "bench",
 )  # fmt: skip
 HELP = ("-h", "--help", "help")
 

@@ -25,6 +25,7 @@ from mmjax.config import (
     UnetConfig,
     Unit,
     VisionConfig,
+    WebDatasetSource,
 )
 from mmjax.config.checks import (
     above_zero,
@@ -49,6 +50,8 @@ def check_data(data: DataConfig) -> None:
         at_least(0, f"data.sources.{name}", source, ("weight",))
         if isinstance(source, FileSource):
             _check_files(f"data.sources.{name}", source)
+        if isinstance(source, ParquetSource | WebDatasetSource):
+            at_least(0, f"data.sources.{name}", source, ("window",))
     weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
     check(
         not weights or sum(weights.values()) > 0,
@@ -67,6 +70,7 @@ def check_data(data: DataConfig) -> None:
         f"data.pool={data.pool}: give local, auto, or a Ray cluster's host:port or ray://host:port",
     )
     check(data.pool_memory > 0, f"data.pool_memory={data.pool_memory}: it is in GB, and must be above 0")
+    check(data.window_space > 0, f"data.window_space={data.window_space}: it is in GB, and must be above 0")
     share = data.max_bad_share
     check(0 <= share <= 1, f"data.max_bad_share={share}: it is a part of the samples; choose 0 to 1")
     check_limits("data.limits", data.limits)

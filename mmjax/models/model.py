@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import DiffusionTransformerConfig, LoraConfig, ModelConfig, UnetConfig, VisionConfig
-from mmjax.config.model import adapters_by_layer, frozen_modules, layers_of, lora_scale
+from mmjax.config.model import adapters_by_layer, frozen_modules, layers_of, lora_scale, quantized_layers
 from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing
 from mmjax.models.generation import (
@@ -34,6 +34,7 @@ from mmjax.models.generation import (
 from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
 from mmjax.models.layers import Linear, Noise
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
+from mmjax.models.quantization import QuantizedMatrix
 from mmjax.parallel.sharding import encoding
 
 # Of a pipeline stage, by name, as `Stage` takes and makes them.
@@ -511,6 +512,9 @@ def _init_params(
 ) -> MultimodalModel:
     model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key), functions)
     _attach_adapters(model, config, key)
+    for name, how in quantized_layers(config).items():
+        for linear, _ in _linear_layers(model, name):
+            linear.weight = QuantizedMatrix(linear.weight[...], linear.axes, how)
     return model
 
 
@@ -525,7 +529,7 @@ class LowRank(nnx.Module):
     """
 
     def __init__(self, a: Array, b: Array, linear: Linear, scale: float):
-        inputs, outputs = linear.weight.get_metadata("axes")
+        inputs, outputs = linear.axes
         self.a = nnx.Param(a, axes=(inputs, None))
         self.b = nnx.Param(b, axes=(None, outputs))
         self.scale = scale

@@ -333,7 +333,7 @@ def test_log_probabilities_that_evaluate_writes_are_those_of_transformers(place,
 def test_a_tiny_vlm_learns_which_of_two_answers_is_right(tmp_path):
     config = load("tiny_dpo", [f"run={tmp_path / 'run'}", "data.workers=0", "device=cpu", "training.evaluate_every=0"])
     train(config, find_config("tiny_dpo"), devices=jax.devices()[:1])
-    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
+    scores = json.loads((tmp_path / "run" / "test.json").read_text())
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert 0.2 < first["rewards/accuracies"] < 0.8
     assert scores["rewards/accuracies"] >= 0.9

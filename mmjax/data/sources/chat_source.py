@@ -231,6 +231,11 @@ class ChatSource:
     def files(self) -> list[tuple[str, int]]:
         return self.conversations.files()
 
+    @property
+    def window(self) -> int:
+        """Neighbouring samples that are shuffled together, where files are read in order; 0 where they are not."""
+        return getattr(self.conversations, "window", 0)
+
     def read_headers(self, progress: Progress = lambda done: None) -> MediaFacts:
         """Read the media's headers that are new or have changed since the last time; return the facts of all."""
         self._facts = read_facts(self._heard, PROBES, self._cache, progress, self._limits)

@@ -47,6 +47,7 @@ from mmjax.data.sources.parquet import ANSWER_COLUMNS, ParquetRecords, column_na
 from mmjax.data.sources.webdataset import WebDatasetRecords, list_shards
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
+from mmjax.data.storage.spool import Spool
 from mmjax.data.text.chat import Chat, load_chat
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.disk import user_cache
@@ -139,11 +140,13 @@ def path_of(source: FileSource, split: Split) -> str:
     return source.path if split == "train" else str(getattr(source, split))
 
 
-def open_conversations(source: FileSource, split: Split, cache: Path, key: str) -> Conversations:
+def open_conversations(
+    source: FileSource, split: Split, cache: Path, key: str, window_space: float = DataConfig.window_space
+) -> Conversations:
     """Open the records of a source's split. No media is read.
 
-    key: of the source in the config, for messages. Raises UserError where files or folders are missing or broken, or
-    hold no records.
+    key: of the source in the config, for messages. window_space: as in `DataConfig`. Raises UserError where files or
+    folders are missing or broken, or hold no records.
     """
     where = f"{key}.{'path' if split == 'train' else split}"
     if not (path := path_of(source, split)):
@@ -152,13 +155,16 @@ def open_conversations(source: FileSource, split: Split, cache: Path, key: str) 
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data.cache={cache}: {error.strerror}; name a folder that you may write") from None
-    opened = _open_conversations(source, cached_path(os.path.expanduser(path)), split, cache, key)
+    spool = Spool(cache / "window", round(window_space * 1e9))
+    opened = _open_conversations(source, cached_path(os.path.expanduser(path)), split, cache, key, spool)
     if not len(opened):
         raise UserError(f"{where}={path}: holds no records")
     return opened
 
 
-def _open_conversations(source: FileSource, path: str, split: Split, cache: Path, key: str) -> Conversations:
+def _open_conversations(
+    source: FileSource, path: str, split: Split, cache: Path, key: str, spool: Spool
+) -> Conversations:
     where = f"{key}.{'path' if split == 'train' else split}"
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
@@ -173,14 +179,14 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
             repr((info.form, info.columns, info.tags, info.roles, *(["ranking"] if info.ranking else []))),
         )
     if isinstance(source, WebDatasetSource):
-        return WebDatasetRecords(path, source, split, cache, where)
+        return WebDatasetRecords(path, source, split, cache, where, spool)
     if is_dataset(path):
         paths = dataset_files(path, split, PARQUET if isinstance(source, ParquetSource) else JSON, where)
         path = paths[0]
     else:
         paths = list_files(path, where)
     if isinstance(source, ParquetSource):
-        return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key)
+        return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key, spool)
     folders = {}
     for medium, name in FOLDERS.items():
         root = os.path.expanduser(getattr(source, name, ""))
@@ -288,7 +294,9 @@ def _open(
         return EmbeddedDataset(source, split, config.seed)
     if isinstance(source, FileSource):
         cache = cache_folder(config.data)
-        reopen = partial(open_conversations, source, split, cache, f"data.sources.{name}")
+        reopen = partial(
+            open_conversations, source, split, cache, f"data.sources.{name}", window_space=config.data.window_space
+        )
         functions = resolve_callbacks(config.model, config_folder)
         modules = config.model.item_modules
         return ChatSource(reopen, chat, modules, cache, functions=functions, limits=config.data.limits)
