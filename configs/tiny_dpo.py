@@ -56,7 +56,7 @@ def _answer(branch: int, asked: Text, text: str) -> Text:
     return Text(tokens, weights, branch)
 
 
-def pairs(split: str, samples: int = 8_000, seed: int = 0) -> Pairs:
+def pairs(split: str, samples: int = 24_000, seed: int = 0) -> Pairs:
     return Pairs(EmbeddedDataset(EmbeddedSource(modalities=("image",), samples=samples, questions=1), split, seed))
 
 
@@ -66,6 +66,6 @@ def config():
         base,
         name="tiny_dpo",
         data=replace(base.data, sources={"pairs": FunctionSource("config:pairs")}),
-        training=TrainingConfig(steps=600, evaluate_every=200),
-        loss=Dpo(beta=0.5, reference="none"),
+        training=TrainingConfig(steps=1500, evaluate_every=300),
+        loss=Dpo(beta=1.0, reference="none"),
     )

@@ -165,8 +165,8 @@ def check_loss(config: Config) -> None:
         "model.llm.delta_net": model.llm.delta_net is not None,
         "model.llm.items=prefix": model.llm.items == "prefix",
     }
-    for setting, found in unsupported.items():
-        check(not found, f"loss={loss.kind} does not work with {setting}; leave it out, or use loss=cross_entropy")
+    for setting, in_config in unsupported.items():
+        check(not in_config, f"loss={loss.kind} does not work with {setting}; leave it out, or use loss=cross_entropy")
     if repeats_forward(loss):
         trained = [module for module in module_names(model) if module not in frozen_modules(model)]
         check(

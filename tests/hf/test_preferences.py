@@ -333,7 +333,28 @@ def test_log_probabilities_that_evaluate_writes_are_those_of_transformers(place,
 def test_a_tiny_vlm_learns_which_of_two_answers_is_right(tmp_path):
     config = load("tiny_dpo", [f"run={tmp_path / 'run'}", "data.workers=0", "device=cpu", "training.evaluate_every=0"])
     train(config, find_config("tiny_dpo"), devices=jax.devices()[:1])
-    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
+    scores = json.loads((tmp_path / "run" / "test.json").read_text())
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert 0.2 < first["rewards/accuracies"] < 0.8
     assert scores["rewards/accuracies"] >= 0.9
+
+
+@pytest.mark.exhaustive
+def test_the_recipe_trains_adapters_against_the_checkpoint_and_leaves_out_a_pair_without_a_rejected_answer(place):
+    folder = place[0]
+    (folder / "some_bad.jsonl").write_text(
+        '{"prompt": "What?", "chosen": "This."}\n' + (folder / "pairs.jsonl").read_text()
+    )
+    given = [f"checkpoint={folder / 'checkpoint'}", f"images={folder / 'data' / 'images'}", "data.max_bad_share=0.1"]
+    given += [f"{key}={folder / 'some_bad.jsonl'}" for key in ("data", "validation")]
+    small = ["batch.size.count=4", "batch.rows.llm=2", "batch.rows.vision=2", "model.lora.llm.rank=2", "data.workers=0"]
+    length = ["training.steps=4", "schedule.warmup=1", "optimizer.learning_rate=0.01", f"data.cache={folder / 'cache'}"]
+    length += ["training.evaluate_every=3", "training.checkpoint_every=0", "mesh.fsdp=1", "device=cpu"]
+    config = load("llava_dpo", [*given, *small, *length, "training.precision=float32", f"run={folder / 'run'}"])
+    train(config, find_config("llava_dpo"), devices=jax.devices()[:1])
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    margins = [record["rewards/margins"] for record in records if "rewards/margins" in record]
+    assert len(margins) == 4
+    assert margins[0] == pytest.approx(0, abs=1e-5) < margins[-1]
+    assert any("validation/rewards/accuracies" in record for record in records)
+    assert "has no rejected answer" in (folder / "run" / "quarantine.jsonl").read_text()

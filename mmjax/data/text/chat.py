@@ -265,7 +265,8 @@ class Chat:
 
         The prompt's last token begins every branch, as it predicts the first token of each.
         """
-        tokens, *others = [self._tokens(line, one) for line, one in zip(lines, encoded, strict=True)]
+        lines_tokens = [self._tokens(line, one) for line, one in zip(lines, encoded, strict=True)]
+        tokens = lines_tokens[0]
         if isinstance(self.loss, CrossEntropy):
             return tokens, ()
         if isinstance(self.loss, Grpo):
@@ -274,12 +275,13 @@ class Chat:
                 self._rollout(rollout, tokens.ids[-1:]) for rollout in _checked(conversation.rollouts, self.loss)
             ]
         else:
-            pair = (tokens, *others)
-            begin, other = (int(np.flatnonzero(one.weights)[0]) for one in pair)
-            if begin != other or not np.array_equal(tokens.ids[:begin], others[0].ids[:begin]):
+            begin, rejected_begin = (int(np.flatnonzero(one.weights)[0]) for one in lines_tokens)
+            if begin != rejected_begin or not np.array_equal(tokens.ids[:begin], lines_tokens[1].ids[:begin]):
                 raise BadSample("its prompt has other tokens before the chosen answer than before the rejected one")
-            answers = self._pair(conversation, [(one.ids[begin - 1 :], one.weights[begin - 1 :]) for one in pair])
-        if any((one.media >= begin - 1).any() for one in (tokens, *others)):
+            answers = self._pair(
+                conversation, [(one.ids[begin - 1 :], one.weights[begin - 1 :]) for one in lines_tokens]
+            )
+        if any((one.media >= begin - 1).any() for one in lines_tokens):
             raise BadSample(f"has a medium right before its answers; loss={self.loss.kind} needs text between them")
         prompt = replace(
             tokens,
