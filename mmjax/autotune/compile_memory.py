@@ -44,7 +44,7 @@ from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, ma
 from mmjax.runtime.step import Accumulated, Executor, loss_weights
 
 WHEELS = "jax_cuda13_plugin"
-INSTALL = 'pip install -e ".[aot]"'
+INSTALL = 'pip install "mmjax[aot]"'
 # A GPU as XLA describes devices (`GpuTargetConfigProto`).
 TARGET = """
 platform_name: "CUDA"

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from mmjax import __version__
 from mmjax.balance.parts import LLM
 from mmjax.config import Config, Generator
 from mmjax.console import count, print_lines, size, table
@@ -41,12 +42,12 @@ def print_run_summary(
     sizes: Counter[str] = Counter()  # parameters of each module, and of its adapters as `<module>.lora`
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
         sizes[parameter_group(key_names(path))] += math.prod(leaf.shape)
-    print_lines(f"mmjax  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
+    print_lines(f"mmjax {__version__}  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
     print_lines(*table([(m, count(n), "frozen" if m in model.frozen else "") for m, n in sizes.items()]))
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
     axes = "by units" if config.units else axes  # the mesh is of all devices, for what the whole step agrees on
-    print_lines(f"on     {mesh.size} x {device.device_kind} ({axes})")
+    print_lines(f"on     {mesh.size} x {device.device_kind} ({axes}), JAX {jax.__version__}")
     if config.mesh.sequence_parallel in ("on", "overlap"):
         print_lines(f"       mesh.sequence_parallel={config.mesh.sequence_parallel}")
     if options:

@@ -309,7 +309,7 @@ def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
     try:
         import wandb
     except ImportError:
-        raise UserError(f'training.wandb={project}: wandb is not installed; pip install -e ".[wandb]"') from None
+        raise UserError(f'training.wandb={project}: wandb is not installed; pip install "mmjax[wandb]"') from None
     path = folder / "wandb.json"
     try:
         run_id = json.loads(path.read_text())["id"] if path.is_file() else None
