@@ -97,8 +97,8 @@ def _judge_pictures(evaluator: Evaluator, params: Params, run: Path, step: int, 
         source = evaluator.sources[name]
         scores = []
         if isinstance(source, DrawnDigits):
-            wanted = source.partner if swapped else int
-            scores = [source.judge(wanted(n), image) for n, of_sample in images.items() for image in of_sample]
+            prompt_of = source.partner if swapped else int
+            scores = [source.judge(prompt_of(n), image) for n, of_sample in images.items() for image in of_sample]
         judged += scores
         if swapped:
             continue

@@ -250,7 +250,7 @@ class Linear(nnx.Module):
         bias_axis = None if axes[1] == "embed" else axes[1]
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
         self.axes = axes
-        self.lora: nnx.Module | None = nnx.data(None)  # set by `models.model`
+        self.lora: nnx.Module | None = nnx.data(None)  # set by `models.lora`
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         return apply_linears(x, self)[0]
