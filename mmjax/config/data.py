@@ -174,6 +174,20 @@ class ManifestSource:
 
 
 @dataclass(frozen=True)
+class PreferenceSource(ConversationFiles):
+    """TRL's pairs for loss=dpo: {"prompt": "..." or messages, "chosen": ..., "rejected": ..., "images": ["a.jpg"]}."""
+
+    kind: Literal["preference"] = "preference"
+
+
+@dataclass(frozen=True)
+class RolloutsSource(ConversationFiles):
+    """Answers that a model has drawn, for loss=grpo: {"prompt", "completion_ids", "logprobs", "advantages"}."""
+
+    kind: Literal["rollouts"] = "rollouts"
+
+
+@dataclass(frozen=True)
 class ParquetSource:
     """Parquet as in Hugging Face's data sets: media are {"bytes", "path"} or bytes, or lists of them.
 
@@ -193,6 +207,8 @@ class ParquetSource:
     kind: Literal["parquet"] = "parquet"
     weight: float = 1.0  # share of the samples
     window: int = 0  # so many neighbouring samples are shuffled, of files in random order; 0: all of them
+    # pair: columns prompt, chosen and rejected; rollouts: prompt, completion_ids, logprobs and advantages
+    answers: Literal["one", "pair", "rollouts"] = "one"
 
 
 @dataclass(frozen=True)
@@ -243,6 +259,8 @@ FileSource = (
     | ShareGptSource
     | MessagesSource
     | QuestionsSource
+    | PreferenceSource
+    | RolloutsSource
     | ManifestSource
     | ParquetSource
     | WebDatasetSource

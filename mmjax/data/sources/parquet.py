@@ -23,13 +23,24 @@ import pyarrow.parquet
 from mmjax.config import ParquetSource
 from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample, Conversation, Medium
-from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference
+from mmjax.data.sources.chat_files import (
+    KEYS,
+    Record,
+    parse_chat,
+    parse_preference,
+    parse_question,
+    parse_rollouts,
+    resolve_reference,
+)
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import FileRef, file_at, filesystem, hash_strings, is_url, one_line
 from mmjax.data.storage.spool import Spool
 from mmjax.errors import UserError
 
 _CACHED_GROUPS = 4  # row groups of each column that stay in memory
+# By `ParquetSource.answers`, the columns of several answers to a prompt that must be there, and those that may.
+ANSWER_COLUMNS = {"pair": ("chosen", "rejected"), "rollouts": ("prompt", "completion_ids", "logprobs", "advantages")}
+_MORE_COLUMNS = {"pair": ("prompt", "ref_chosen_logps", "ref_rejected_logps"), "rollouts": ("ref_logprobs",)}
 
 
 class ParquetRecords:
@@ -51,15 +62,18 @@ class ParquetRecords:
         columns = {
             name: getattr(source, name) for name in ("messages", "question", "answer", "images", "audio", "videos")
         }
+        answers = ANSWER_COLUMNS.get(source.answers, ())
         for file in self._files:
-            for name, column in columns.items():
+            for name, column in (columns | {f"answers={source.answers}, {name}": name for name in answers}).items():
                 if column and column not in file.columns:
                     raise UserError(f"{key}.{name}={column}: {file.path} has none{did_you_mean(column, file.columns)}")
                 if "." in column:  # Parquet's separator between a struct and its field
                     raise UserError(
                         f"{key}.{name}={column}: a name with a point in it cannot be read; rename the column"
                     )
-        self._texts = tuple(columns[name] for name in ("messages", "question", "answer") if columns[name])
+        optional = tuple(c for c in _MORE_COLUMNS.get(source.answers, ()) if c in self._files[0].columns)
+        texts = tuple(columns[name] for name in ("messages", "question", "answer") if columns[name])
+        self._texts = (*texts, *answers, *optional)
         media: dict[Medium, str] = {"image": source.images, "audio": source.audio, "video": source.videos}
         self._media = {medium: column for medium, column in media.items() if column}
         self._starts = np.cumsum([0, *(file.starts[-1] for file in self._files)])
@@ -92,9 +106,12 @@ class ParquetRecords:
         row = index - int(self._starts[number])
         texts = file.values(row, self._texts)
         media = {medium: self._cells(file, row, column) for medium, column in self._media.items()}
+        cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
         if self._source.messages:
-            cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
             record = parse_chat({"messages": texts[self._source.messages]} | cells_by_key, "messages")
+        elif self._source.answers != "one":
+            parse = parse_preference if self._source.answers == "pair" else parse_rollouts
+            record = parse(texts | cells_by_key)
         else:
             record = parse_question(texts[self._source.question], texts[self._source.answer], media)
         # References inside messages are paths or bytes; those of media columns are cells.
