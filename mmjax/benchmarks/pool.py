@@ -109,4 +109,6 @@ def _cluster(cpus: int) -> Iterator[str]:
     pipe = subprocess.PIPE
     variables = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True, env=variables) as process:
-        yield process.stdout.readline().strip()  # closing its input ends it
+        if not (address := process.stdout.readline().strip()):
+            raise UserError("no Ray cluster could be started here; its own message is above")
+        yield address  # closing its input ends it

@@ -211,10 +211,10 @@ class Forward(io.RawIOBase):
         if 0 <= size <= len(parts[0]):
             parts = [parts[0][:size]]
         else:
-            wanted = size - len(parts[0])
-            while (size < 0 or wanted > 0) and (data := self._pass(_STEP if size < 0 else min(_STEP, wanted))):
+            missing = size - len(parts[0])
+            while (size < 0 or missing > 0) and (data := self._pass(_STEP if size < 0 else min(_STEP, missing))):
                 parts.append(data)
-                wanted -= len(data)
+                missing -= len(data)
         data = b"".join(parts)
         self._position += len(data)
         return data
