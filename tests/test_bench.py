@@ -31,6 +31,14 @@ def test_recompute_predicts_every_mix_from_layers_timed_alone(capsys):
     assert found["auto"]["activations"] <= room * (1 + 1e-6)
 
 
+@pytest.mark.exhaustive
+def test_pool_trains_on_late_images_from_workers_and_from_a_ray_cluster(capsys):
+    found = {r["loader"]: r for r in rows(capsys, "pool", "--seconds=0.002", "--steps=9")}
+    assert list(found) == ["no delay", "2 workers", "pool of 8"]
+    assert len({r["images/step"] for r in found.values()}) == 1
+    assert all(0 <= r["data_wait_share"] <= 1 for r in found.values())
+
+
 def test_fill_compares_groupings_on_the_same_data(capsys):
     found = {
         r["grouping"]: r for r in rows(capsys, "fill", "--seeds=1", "--steps=64", "data.sources.embedded.samples=4000")

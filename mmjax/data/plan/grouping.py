@@ -327,6 +327,8 @@ class StepGrouper:
         sizes = {s: draw.last - draw.first for s, draw in draws.items()}
         # The source whose epoch ends first, since it is drawn from most in proportion to its size.
         shortest = min(sizes, key=lambda s: sizes[s] / self.weights[s])
+        if draws[shortest].end - draws[shortest].begin < sizes[shortest]:  # a window is so short, not the epoch
+            return ()
         name = self.index.source_name[shortest]
         key = f"data.sources.{name}.weight" if len(draws) > 1 else "batch.size.count"
         what = f"all {sizes[shortest]} samples of {name} come once in {chunk / per_step:.3g} steps"

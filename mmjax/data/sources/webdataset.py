@@ -36,6 +36,7 @@ from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import (
+    MAX_BYTES,
     ArchiveMember,
     File,
     FileRef,
@@ -258,7 +259,7 @@ def _read_stream(path: str, folder: Path, spool: Spool, lock: Lock) -> None:
     def read(name: str, start: int, stop: int) -> None:
         extension = name.rpartition(".")[2].lower()
         text = b""
-        if medium := _MEDIA.get(extension):
+        if (medium := _MEDIA.get(extension)) and stop - start <= MAX_BYTES:
             kinds = (medium, SOUND) if medium == "video" else (medium,)
             stream.seek(start)
             content = stream.read(stop - start)
