@@ -317,8 +317,8 @@ def _check_answers(sample: Sample, loss: LossConfig) -> None:
     trained = [segment for segment in sample.segments if isinstance(segment, Text) and segment.weights.any()]
     branches = [segment.branch for segment in trained]
     if (isinstance(loss, Dpo) and branches != [1, 2]) or 0 in branches or len(set(branches)) < len(branches):
-        wanted = "a chosen answer in branch 1 and a rejected one in branch 2" if isinstance(loss, Dpo) else "answers"
-        raise ValueError(f"it trains text in the branches {branches}; loss={loss.kind} takes {wanted}, one text each")
+        expected = "a chosen answer in branch 1 and a rejected one in branch 2" if isinstance(loss, Dpo) else "answers"
+        raise ValueError(f"it trains text in the branches {branches}; loss={loss.kind} takes {expected}, one text each")
     for name in loss_inputs(loss):
         if any(len(segment.loss_inputs.get(name, ())) != len(segment.tokens) for segment in trained):
             raise ValueError(f"its answers have no {name} of every token, which loss={loss.kind} reads")
