@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.config import Config, Dpo, ManifestSource, MeshConfig
+from mmjax.config import Config, CrossEntropy, Dpo, Grpo, ManifestSource, MeshConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
 from mmjax.config.validation import check_loss
 from mmjax.console import ProgressLine, mute, print_lines, table
@@ -211,7 +211,10 @@ def _with_questions(served: CheckpointModel, data: str, folders: Mapping[str, st
         cache = cache_folder(config.data)
         cache.mkdir(parents=True, exist_ok=True)
         source = source_of(data, "--data", cache, **folders)
-        config = replace(config, data=replace(config.data, sources={DATA_SOURCE: source}))
+        # Of pairs and rollouts the answers are branches, which the loss says.
+        losses = {"pair": Dpo(reference="none"), "preference": Dpo(reference="none"), "rollouts": Grpo()}
+        loss = losses.get(getattr(source, "answers", source.kind), CrossEntropy())
+        config = replace(config, data=replace(config.data, sources={DATA_SOURCE: source}), loss=loss)
     elif served.run is None:
         raise UserError(f"{served.path} is a checkpoint, which has no data of its own; name questions with --data")
     return apply_overrides(config, overrides)

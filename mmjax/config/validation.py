@@ -141,12 +141,12 @@ def check_loss(config: Config) -> None:
     loss, model = config.loss, config.model
     for name, source in config.data.sources.items():
         answers = {"pair": "dpo", "rollouts": "grpo"}.get(getattr(source, "answers", "one"), "cross_entropy")
-        matching = {"preference": "dpo", "rollouts": "grpo"}.get(source.kind, answers)
+        source_loss = {"preference": "dpo", "rollouts": "grpo"}.get(source.kind, answers)
         # What a function, a dataset_info or ArrayRecords hold is seen when they are read.
-        known = matching != "cross_entropy" or source.kind not in ("function", "dataset_info", "arrayrecord")
+        known = source_loss != "cross_entropy" or source.kind not in ("function", "dataset_info", "arrayrecord")
         check(
-            matching == loss.kind or not known,
-            f"loss={loss.kind}: data.sources.{name} ({source.kind}) is for loss={matching}; set that, or leave it out",
+            source_loss == loss.kind or not known,
+            f"loss={loss.kind}: data.sources.{name} ({source.kind}) is for loss={source_loss}; set that, or drop it",
         )
     if isinstance(loss, CrossEntropy):
         return

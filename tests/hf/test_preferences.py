@@ -249,7 +249,7 @@ def test_without_adapters_the_model_is_the_reference_whose_log_probabilities_are
         executor, state = started(config)
         reports = our_steps(config, executor, state, load_steps(config, folder, 5))
         losses.append([float(r.loss.sum() / r.weight.sum()) for r in reports])
-    np.testing.assert_allclose(losses[0], losses[1], atol=1e-4)
+    np.testing.assert_allclose(losses[0], losses[1], atol=1e-3)
     np.testing.assert_allclose(losses[1][0], np.log(2), atol=1e-6)
     assert losses[1][-1] < 0.9 * np.log(2)
 
@@ -316,9 +316,9 @@ def test_log_probabilities_that_evaluate_writes_are_those_of_transformers(place,
     (folder / "with_bad.jsonl").write_text(bad + "\n" + pairs)
     out = tmp_path / "stored.jsonl"
     given = ["--data", folder / "with_bad.jsonl", "--images", folder / "data" / "images", "--log-probs", out]
-    told = run(capsys, evaluate.main, folder / "checkpoint", *given, "device=cpu", f"data.cache={tmp_path}").out
-    assert "12 pairs" in told
-    assert "asked[0]: has no rejected answer" in told
+    ended = run(capsys, evaluate.main, folder / "checkpoint", *given, "device=cpu", f"data.cache={tmp_path}")
+    assert "12 pairs" in ended.out, ended
+    assert "asked[0]: has no rejected answer" in ended.out
     first, *written = [json.loads(line) for line in out.read_text().splitlines()]
     assert first == json.loads(bad)
     exact = [json.loads(line) for line in (folder / "exact.jsonl").read_text().splitlines()]

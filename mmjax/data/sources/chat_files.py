@@ -177,10 +177,8 @@ def parse_pair(
     stored = [_number(record, key) for key in REFERENCE]
     reference = tuple(value for value in stored if value is not None)
     prompt = _with_media_first(prompt, media)
-    parsed, parsed_rejected = (
-        parse_chat({"messages": [*prompt, answer]} | media, "messages") for answer in (chosen, rejected)
-    )
-    messages = parsed.conversation.messages[-1], parsed_rejected.conversation.messages[-1]
+    parsed, worse = (parse_chat({"messages": [*prompt, answer]} | media, "messages") for answer in (chosen, rejected))
+    messages = parsed.conversation.messages[-1], worse.conversation.messages[-1]
     if any(message.role != "assistant" for message in messages):
         raise BadSample("has a chosen or rejected message that is not the assistant's")
     if any(not isinstance(part, str) for message in messages for part in message.parts):
