@@ -47,13 +47,13 @@ def generator_folder(named: str | Path) -> Path:
     return _folder_of(named, _is_whole_generator, GENERATOR_WANTED)
 
 
-def _folder_of(named: str | Path, is_whole: Callable[[Path], bool], wanted: Sequence[str]) -> Path:
+def _folder_of(named: str | Path, is_whole: Callable[[Path], bool], patterns: Sequence[str]) -> Path:
     if not _is_id(named):
         return Path(named).expanduser()
     cached = _cached("models", str(named))
     if cached and is_whole(cached):
         return cached
-    folder = _download("models", str(named), str(named), allow_patterns=list(wanted))
+    folder = _download("models", str(named), str(named), allow_patterns=list(patterns))
     if not is_whole(folder):
         raise UserError(f"{named} of the Hugging Face Hub has no safetensors; pickled weights are never loaded")
     return folder
@@ -74,8 +74,8 @@ def dataset_files(name: str, split: str, endings: Sequence[str], key: str) -> li
     folder = _cached("datasets", name)
     files = _split_files(folder, split, endings) if folder else []
     if folder is None or not files or _missing_shards(files):
-        wanted = {"allow_patterns": ["*.parquet"]} if endings == PARQUET else {"ignore_patterns": ["*.parquet"]}
-        folder = _download("datasets", name, f"{key}={name}", **wanted)
+        filters = {"allow_patterns": ["*.parquet"]} if endings == PARQUET else {"ignore_patterns": ["*.parquet"]}
+        folder = _download("datasets", name, f"{key}={name}", **filters)
         files = _split_files(folder, split, endings)
     if not files:
         raise UserError(f"{key}={name}: the data set has no {split} files that end with {' or '.join(endings)}")
@@ -105,10 +105,10 @@ def repository_of(folder: str) -> str:
 
 def cache_folder() -> Path:
     """The cache that huggingface_hub and transformers use: `HF_HUB_CACHE`, else `HF_HOME/hub`."""
-    if given := os.environ.get("HF_HUB_CACHE"):
-        return Path(given).expanduser()
-    home = os.environ.get("HF_HOME")
-    return (Path(home).expanduser() if home else user_cache("huggingface")) / "hub"
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    hf_home = os.environ.get("HF_HOME")
+    return (Path(hf_home).expanduser() if hf_home else user_cache("huggingface")) / "hub"
 
 
 def is_whole(folder: Path, single: str = SINGLE) -> bool:
@@ -161,7 +161,7 @@ def _missing_shards(files: Sequence[Path]) -> bool:
     counts = {(match[1], int(match[2])): 0 for match in shards}
     for match in shards:
         counts[match[1], int(match[2])] += 1
-    return any(present < wanted for (_, wanted), present in counts.items())
+    return any(present < shards_of_set for (_, shards_of_set), present in counts.items())
 
 
 def _cached(kind: Repository, name: str) -> Path | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,37 @@ def test_the_examples_in_balancing_md_run(
     for command in commands:
         assert run_command(partial(bench, command.split())) == 0, capsys.readouterr().err
     assert (tmp_path / "work.svg").read_text().endswith("</svg>\n")
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """The build of the site, a stage of .ci/run, fails for this too, and for broken links and anchors."""
+    made = {"index.md", "tests.md", "reference/config.md", "reference/commands.md"}  # by docs/reference_pages.py
+    named = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert sorted(named) == sorted(pages | made)
+
+
+@cache
+def texts_of_the_code() -> str:
+    """Every string of mmjax's code; of an f-string, the parts between its values."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "mmjax").rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def test_the_error_lines_of_mmjax_in_troubleshooting_md_are_in_its_code() -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    blocks = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines() if re.match("error: |note: |THE LOADER", line)]
+    assert len(lines) >= 20
+    for line in lines:
+        for part in re.sub("^(error|note): ", "", line).split("..."):
+            assert part.strip() in texts_of_the_code(), line
+    for heading in (
+        "Out of memory",
+        "Shared memory: no space in /dev/shm",
+        "NCCL timeout",
+        "Missing chat template",
+        "Wrong driver",
+    ):
+        assert re.search(f"^##+ {re.escape(heading)}", text, re.MULTILINE), heading

@@ -305,12 +305,13 @@ SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], float]] = {
     "image_attention": (image_attention, 60),
     "step_7b": (partial(step, "7b"), 180),
     "step_3b": (partial(step, "3b"), 120),
+    "lora_7b": (partial(step, "lora_7b"), 120),
     "decoder": (partial(step, "decoder"), 60),
     "torch": (torch_step, 60),
     "grouped_products": (grouped_products, 60),
     "delta_net": (delta_net, 60),
 }
-CHANGEABLE = ("step_7b", "step_3b", "decoder")  # sections that take changes to the config
+CHANGEABLE = ("step_7b", "step_3b", "lora_7b", "decoder")  # sections that take changes to the config
 DEVICE = "device"
 DEVICE_SECONDS = 300.0  # for the section that every run begins with
 

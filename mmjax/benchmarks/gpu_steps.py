@@ -28,6 +28,7 @@ from mmjax.config import (
     DataConfig,
     DecoderConfig,
     FunctionSource,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     Tokens,
@@ -90,6 +91,14 @@ def text_decoder() -> ModelConfig:
     return ModelConfig(replace(llm, layers=4, rope_sections=()))
 
 
+def with_adapters() -> ModelConfig:
+    """Return the model of 7B with LoRA on every linear layer of its LLM; the vision encoder is frozen."""
+    model = vision_language("7b")
+    frozen = replace(model.encoders["vision"], frozen=True)
+    lora = {"llm": LoraConfig(("llm.layers.*",), rank=16, alpha=32.0)}
+    return replace(model, encoders={"vision": frozen}, lora=lora)
+
+
 def _tiny(model: ModelConfig) -> ModelConfig:
     small = {"layers": 2, "width": 32, "heads": 4, "mlp_width": 48}
     llm = replace(model.llm, **small, kv_heads=2, head_width=8, vocab=64)
@@ -98,12 +107,13 @@ def _tiny(model: ModelConfig) -> ModelConfig:
         name: replace(encoder, **small, windowed=(0,), connector=replace(encoder.connector, mlp_width=48))
         for name, encoder in model.encoders.items()
     }
-    return ModelConfig(llm, encoders)
+    return replace(model, llm=llm, encoders=encoders)
 
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "7b": partial(vision_language, "7b"),
     "3b": partial(vision_language, "3b"),
+    "lora_7b": with_adapters,
     "decoder": text_decoder,
 }
 

@@ -78,11 +78,11 @@ class ImageBlocks(NamedTuple):
         q: Float[Array, "r l n h"],
         k: Float[Array, "r c n h"],
         v: Float[Array, "r c n h"],
-        given: Bool[Array, "r c"] | None = None,
+        present: Bool[Array, "r c"] | None = None,
     ) -> Float[Array, "r l n h"]:
         """Compute attention of every position to the condition tokens of its image.
 
-        All have as many; given: where some of them may not be there.
+        All have as many; present: where some of them may not be there.
         """
         rows, length, heads, width = q.shape
         blocks, size = self.last.shape[1:]
@@ -92,8 +92,8 @@ class ImageBlocks(NamedTuple):
         q = jnp.pad(q, ((0, 0), (0, blocks * size - length), (0, 0), (0, 0))).reshape(rows, blocks, size, heads, width)
         # r = row, b = block, p = position in it, k = image, s = condition token, n = head, h = channel.
         scores = jnp.einsum("rbpnh,rbksnh->rbnpks", q, k, preferred_element_type=jnp.float32) * width**-0.5
-        if given is not None:
-            taken = self.take(given.reshape(rows, count, queries).astype(q.dtype)) > 0
+        if present is not None:
+            taken = self.take(present.reshape(rows, count, queries).astype(q.dtype)) > 0
             # Finite: in padding there are none, and a mean of them is as good as another.
             scores = jnp.where(taken[:, :, None, None], scores, NO_SCORE)
         of_image = self.last[..., None] == jnp.array([False, True])
@@ -115,7 +115,7 @@ class ImageInputs(NamedTuple):
     time: Float[Array, "r i d"]  # embedded, sizes too where a model knows them
     modulation: Float[Array, "r i 6 d"]  # shift, scale and gate of attention, then of the MLP; a layer's table is added
     condition: Float[Array, "r c e"]
-    given: Bool[Array, "r c"] | None = None  # condition tokens that are there; None: all of every image
+    present: Bool[Array, "r c"] | None = None  # condition tokens that are there; None: all of every image
 
 
 class Table(nnx.Module):
@@ -169,12 +169,12 @@ class CrossAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "r l d"], images: ImageInputs) -> Float[Array, "r l d"]:
         @keep_inputs
-        def attend(q: Array, k: Array, v: Array, blocks: ImageBlocks, given: Array | None) -> Array:
+        def attend(q: Array, k: Array, v: Array, blocks: ImageBlocks, present: Array | None) -> Array:
             q, k, v = (y.reshape(*y.shape[:2], self.heads, y.shape[2] // self.heads) for y in (q, k, v))
-            return blocks.attend(q, k, v, given).reshape(x.shape)
+            return blocks.attend(q, k, v, present).reshape(x.shape)
 
         q = self.query(x)
-        out = attend(q, *apply_linears(images.condition, self.key, self.value), images.blocks, images.given)
+        out = attend(q, *apply_linears(images.condition, self.key, self.value), images.blocks, images.present)
         return self.output(checkpoint_name(out, "attention_output"))
 
 
@@ -223,7 +223,7 @@ def layer_config(config: DiffusionTransformerConfig) -> LayerConfig:
     )
 
 
-def _given(condition: Float[Array, "r c e"], config: DiffusionTransformerConfig) -> Bool[Array, "r c"] | None:
+def _present(condition: Float[Array, "r c e"], config: DiffusionTransformerConfig) -> Bool[Array, "r c"] | None:
     """Return which condition tokens are there: those that are not 0, where an image may have fewer than others."""
     return (condition != 0).any(-1) if config.text_tokens else None
 
@@ -343,9 +343,9 @@ class DiffusionTransformer(nnx.Module):
         modulation = self.modulation(jax.nn.silu(embedded))
         condition = condition.astype(self.dtype)
         if self.condition_mlp is not None:
-            given = _given(condition, c)
+            present = _present(condition, c)
             condition = self.condition_mlp(condition)
-            condition = condition if given is None else jnp.where(given[..., None], condition, 0)
+            condition = condition if present is None else jnp.where(present[..., None], condition, 0)
         return self._context(items, embedded, modulation, condition)
 
     def passed_on(self, context: Context) -> tuple[Float[Array, "r i _"], Float[Array, "r c _"]]:
@@ -374,7 +374,7 @@ class DiffusionTransformer(nnx.Module):
             time=time,
             modulation=modulation.reshape(*time.shape[:2], 6, c.width),
             condition=condition,
-            given=_given(condition, c),
+            present=_present(condition, c),
         )
         context = Context(encoder_mask(items.item), images=inputs)
         return context.planned(c.attention, c.width // c.heads, (c.heads, c.heads), self.dtype)

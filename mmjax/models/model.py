@@ -1,42 +1,27 @@
-"""A multimodal model as pure functions on nested dicts of parameters, complete or by pipeline stage."""
+"""A multimodal model as pure functions on nested dicts of parameters."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
-from mmjax.config import DiffusionTransformerConfig, LoraConfig, ModelConfig, UnetConfig, VisionConfig
-from mmjax.config.model import adapters_by_layer, frozen_by_adapters, layers_of, lora_scale, step_vaes
-from mmjax.models.decoder import logits_of
+from mmjax.config import DiffusionTransformerConfig, ModelConfig, UnetConfig, VisionConfig
+from mmjax.config.model import frozen_modules, quantized_layers
 from mmjax.models.expert_routing import Routing
-from mmjax.models.generation import (
-    condition_of,
-    draw,
-    flow_errors,
-    latents_of,
-    noised_latents,
-    query_states,
-    velocity_errors,
-)
 from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
-from mmjax.models.layers import Linear, Noise
+from mmjax.models.layers import Noise
+from mmjax.models.lora import attach_adapters, linear_layers
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
-from mmjax.parallel.sharding import encoding
-
-# Of a pipeline stage, by name, as `Stage` takes and makes them.
-Activations = dict[str, Float[Array, "_ _ _"]]
+from mmjax.models.quantization import QuantizedMatrix
 
 PARTS = {"connectors": ".connector", "vaes": ".vae"}  # branches of the parameters of what belongs to a tower
 ADAPTER_ATTRIBUTE = "lora"  # attribute of `Linear`
@@ -111,12 +96,7 @@ class Model:
     @property
     def frozen(self) -> set[str]:
         """Name the modules that the config freezes, as `module_of` does; adapters in them are trained all the same."""
-        names = {"llm"} if self.config.llm.frozen else set()
-        for name, encoder in self.config.item_modules.items():
-            names |= {name} if encoder.frozen else set()
-            names |= {f"{name}.connector"} if encoder.connector.frozen else set()
-        vaes = {f"{name}.vae" for name in step_vaes(self.config)}
-        return names | vaes | frozen_by_adapters(self.config)
+        return set(frozen_modules(self.config))
 
     @property
     def is_random(self) -> bool:
@@ -135,16 +115,23 @@ class Model:
         return module.decode(microbatch.text, module.encode(microbatch.items, noise), noise)
 
     def outputs(
-        self, params: Params, microbatch: Microbatch, noise: Noise | None = None, accumulators: Params | None = None
+        self,
+        params: Params,
+        microbatch: Microbatch,
+        noise: Noise | None = None,
+        accumulators: Params | None = None,
+        features: Mapping[str, Float[Array, "r m e"]] = MappingProxyType({}),
     ) -> Outputs:
         """Compute what losses are made of.
 
         accumulators: float32 sums of gradients of scanned stacks' parameters. The gradient with respect to them is the
-        new sums, and these parameters get none.
+        new sums, and these parameters get none. features: encoders' tokens, where they are known.
         """
         module = self.module(params)
-        seed = _accumulate_in_scans(module, accumulators)
-        hidden, table = module.hidden_and_table(microbatch.text, module.encode(microbatch.items, noise), noise)
+        seed = accumulate_in_scans(module, accumulators)
+        unknown = {name: items for name, items in microbatch.items.items() if name not in features}
+        features = {**features, **module.encode(unknown, noise)}
+        hidden, table = module.hidden_and_table(microbatch.text, features, noise)
         errors = module.generator_errors(hidden, microbatch.text, microbatch.items, noise)
         return Outputs(seed(hidden), table, module.llm.layers.routing, errors)
 
@@ -179,244 +166,8 @@ class Model:
         """Build the NNX module with these parameters; shapes stand in for missing ones, which cannot compute."""
         return nnx.merge(self.graph, nnx.State(merge(self.abstract, params)))
 
-    def stages(self, tower: str, cuts: tuple[int, ...]) -> list[Stage]:
-        """Cut a tower before the layers in `cuts`, which must be borders of its stacks."""
-        borders = {run.start for run in self.runs[tower]}
-        # Layer 0 is a border, but a cut before it would leave an empty stage.
-        if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
-            raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
-        ends = [0, *sorted(cuts), layers_of(self.config, tower)]
-        return [Stage(self, tower, start, stop) for start, stop in pairwise(ends)]
 
-
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """Layers `start` to `stop` of one tower as a pure function: `stage(stage.select(params), inputs, batch)`.
-
-    Takes and returns dicts of arrays by name, each made by one stage and taken by one: "vision.2" and "llm.2" are the
-    activations `[R, L, D]` that enter layer 2, "vision" is an encoder's tokens, which its last stage makes and the
-    LLM's first takes. Of a deepstack, "vision.deeper.1" goes from the stage with the layer that is taken out to the
-    LLM's stage with layer 1, to whose output it is added. The LLM's last stage returns float32 "logits", or makes the
-    hidden states that generators take, by the generator's name. What all layers of a generator take of the images
-    beside their activations, "picture.2.images" and "picture.2.condition", goes from stage to stage with these; its
-    last stage returns the "picture.error" `[R, L, 1]` of every patch. `batch` is the tower's: a TextBatch or an
-    ItemBatch.
-    """
-
-    model: Model
-    tower: str
-    start: int
-    stop: int
-
-    @property
-    def first(self) -> bool:
-        return self.start == 0
-
-    @property
-    def last(self) -> bool:
-        return self.stop == layers_of(self.model.config, self.tower)
-
-    @property
-    def generates(self) -> bool:
-        """Return whether the stage is a generator's."""
-        return self.tower in self.model.config.generators
-
-    @property
-    def makes_loss(self) -> bool:
-        """Return whether a loss is made of the stage's output: the LLM's, or a generator's."""
-        return self.last and (self.tower == "llm" or self.generates)
-
-    @property
-    def layers_output(self) -> str:
-        """Name what the stage's last layer makes, where another stage goes on from it."""
-        return f"{self.tower}.{self.stop}"
-
-    def passed(self, layer: int) -> tuple[str, ...]:
-        """Name what a generator's layer takes of the stage before it."""
-        return tuple(f"{self.tower}.{layer}{part}" for part in ("", ".images", ".condition"))
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        if self.generates:
-            return (self.tower,) if self.first else self.passed(self.start)
-        before = () if self.first else (f"{self.tower}.{self.start}",)
-        return (*before, *(name for encoder in self.encoders for name in self._tokens(encoder)))
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        if self.tower == "llm":
-            return self.sends_states or (("logits",) if self.last else (self.layers_output,))
-        if self.generates:
-            return (f"{self.tower}.error",) if self.last else self.passed(self.stop)
-        after = () if self.last else (self.layers_output,)
-        return (*after, *self._tokens(self.tower))
-
-    @property
-    def encoders(self) -> tuple[str, ...]:
-        """Name the encoders whose tokens the stage takes."""
-        return tuple(name for name in self.model.config.encoders if self.tower == "llm" and self._tokens(name))
-
-    @property
-    def embeds_queries(self) -> tuple[str, ...]:
-        """Name the generators whose learned queries the stage embeds."""
-        return tuple(self.model.config.generators) if self.tower == "llm" and self.first else ()
-
-    @property
-    def sends_states(self) -> tuple[str, ...]:
-        """Name the generators that take the stage's hidden states."""
-        return tuple(self.model.config.generators) if self.tower == "llm" and self.last else ()
-
-    def _tokens(self, encoder: str) -> list[str]:
-        """Name the tokens of an encoder that the stage makes or, in the LLM, takes."""
-        embedding = self.first if self.tower == "llm" else self.last
-        return [encoder] * embedding + [f"{encoder}.deeper.{n}" for n in self._deeper(encoder)]
-
-    def _deeper(self, encoder: str) -> list[int]:
-        """Number an encoder's `deepstack` layers whose outputs the stage takes out or, in the LLM, adds."""
-        config = self.model.config.encoders[encoder]
-        layers = config.deepstack if isinstance(config, VisionConfig) else ()
-        if self.tower != "llm":
-            return [n for n, layer in enumerate(layers) if self.start <= layer < self.stop]
-        # Those for which there is no layer end in the last stage, which adds them to nothing.
-        return [n for n in range(len(layers)) if self.start <= n and (n < self.stop or self.last)]
-
-    def select(self, params: Params) -> Params:
-        """Select the stage's parameters. Tied embeddings are in the LLM's first and last stage: add their gradients."""
-        if self.generates:
-            return self._select_generator(params)
-        tower = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
-        tied = self.tower == "llm" and self.model.config.llm.tied
-        stacks = [run for run in self.model.runs[self.tower] if self.start <= run.start < self.stop]
-        runs = {name for run in stacks for name in run.parts}
-        # The same nesting as the full parameters, so that `Model.module` can merge it.
-        part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
-        if self.first or (self.last and tied):
-            part["embed"] = tower["embed"]
-        if self.first and "positions" in tower:
-            part["positions"] = tower["positions"]
-        if self.last and "head" in tower:
-            part["head"] = tower["head"]
-        if self.tower == "llm":
-            queries = {name: {"queries": params["connectors"][name]["queries"]} for name in self.embeds_queries}
-            return {"llm": part} | ({"connectors": queries} if queries else {})
-        connector = params["connectors"][self.tower]
-        selected = {name: value for name, value in connector.items() if self.last and name != "deeper"}
-        if deeper := {str(n): connector["deeper"][str(n)] for n in self._deeper(self.tower)}:
-            selected["deeper"] = deeper
-        return {"encoders": {self.tower: part}} | ({"connectors": {self.tower: selected}} if selected else {})
-
-    def _select_generator(self, params: Params) -> Params:
-        """Select a generator's layers; what stands before them and behind them; in the first stage its connector."""
-        tower = params["generators"][self.tower]
-        part = dict(tower)
-        if "layers" in tower:
-            stacks = [run for run in self.model.runs[self.tower] if self.start <= run.start < self.stop]
-            runs = {name: tower["layers"]["runs"][name] for run in stacks for name in run.parts}
-            ends = {name for name in tower if name != "layers" and (self.last if name == "head" else self.first)}
-            part = {"layers": {"runs": runs}} | {name: tower[name] for name in sorted(ends)}
-        selected = {"generators": {self.tower: part}}
-        if self.first:
-            connector = params["connectors"][self.tower]
-            selected["connectors"] = {self.tower: {k: v for k, v in connector.items() if k != "queries"}}
-        return selected
-
-    def __call__(
-        self,
-        params: Params,
-        inputs: Activations,
-        batch: TextBatch | ItemBatch,
-        noise: Noise | None = None,
-        accumulators: Params | None = None,
-    ) -> Activations:
-        """Compute the stage's outputs. `noise` as in `Model.logits`, `accumulators` as in `Model.outputs`."""
-        module = self.model.module(params)
-        seed = _accumulate_in_scans(module, accumulators)
-        if self.generates:
-            with encoding():
-                return dict(zip(self.outputs, self._generate(module, seed, inputs, batch, noise), strict=True))
-        if self.tower == "llm":
-            x = seed(self._llm_layers(module, inputs, batch, noise))
-            if not self.last:
-                return {self.layers_output: x}
-            hidden, table = module.llm.hidden_and_table(x)
-            if self.sends_states:
-                return self.query_states(hidden, batch)
-            return {"logits": logits_of(hidden, table, self.model.config.llm.logit_cap)}
-        tower = module.encoders[self.tower]
-        numbers = self._deeper(self.tower)
-        with encoding():
-            x = tower.embedded(batch) if self.first else inputs[self.inputs[0]]
-            context = module.context(self.tower, batch, noise)
-            layers = [module.connectors[self.tower].deepstack[n] for n in numbers]
-            *deeper, x = tower.layers.outputs(x, context, layers, self.start, self.stop)
-            x = seed(x)
-            arrays = [] if self.last else [x]
-            if names := self._tokens(self.tower):
-                deeper = dict(zip(numbers, deeper, strict=True))
-                tokens = module.connected(self.tower, x if self.last else None, deeper, batch)
-                arrays += jnp.split(tokens, len(names), axis=-1) if names[1:] else [tokens]
-        return dict(zip(self.outputs, arrays, strict=True))
-
-    def hidden_and_table(
-        self,
-        params: Params,
-        inputs: Activations,
-        text: TextBatch,
-        noise: Noise | None = None,
-        accumulators: Params | None = None,
-    ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
-        """Return what the LLM's last stage makes the logits of, as `Model.outputs`."""
-        module = self.model.module(params)
-        seed = _accumulate_in_scans(module, accumulators)
-        return module.llm.hidden_and_table(seed(self._llm_layers(module, inputs, text, noise)))
-
-    def query_states(self, hidden: Float[Array, "b t d"], text: TextBatch) -> Activations:
-        """Bring the hidden states of generators' queries to the rows of these, by name."""
-        return {name: query_states(hidden, text, name) for name in self.sends_states}
-
-    def _generate(
-        self,
-        module: MultimodalModel,
-        seed: Callable[[Array], Array],
-        inputs: Activations,
-        items: ItemBatch,
-        noise: Noise | None,
-    ) -> tuple[Array, ...]:
-        """Run a generator's stage; return its `outputs`."""
-        generator = module.generators[self.tower]
-        config = generator.config
-        draws = draw(np.zeros(2, np.uint32) if noise is None else noise, self.tower, config, items)
-        clean = latents_of(config, items)
-        if self.first:
-            condition = condition_of(module.connectors[self.tower], inputs[self.tower], items, draws.dropped)
-        if isinstance(config, UnetConfig):
-            return (velocity_errors(generator, items, clean, condition, draws)[..., None],)
-        if self.first:
-            x = generator.embedded(noised_latents(clean, items, draws), items)
-            context = generator.context(items, draws.time, condition)
-        else:
-            x, *images = (inputs[name] for name in self.inputs)
-            context = generator.resumed_context(items, *images)
-        x = seed(generator.layers(x, context, self.start, self.stop))
-        if not self.last:
-            return (x, *generator.passed_on(context))
-        return (flow_errors(clean, items, draws, generator.finished(x, items, context))[..., None],)
-
-    def _llm_layers(self, module: MultimodalModel, inputs: Activations, text: TextBatch, noise: Noise | None) -> Array:
-        features = {}
-        for encoder in self.encoders:
-            tokens = [inputs[name] for name in self._tokens(encoder)]
-            # One exchange for all of an encoder's tokens.
-            features[encoder] = jnp.concatenate(tokens, axis=-1) if tokens[1:] else tokens[0]
-        if self.first:
-            x, add = module.embedded(text, features)
-        else:
-            x = inputs[self.inputs[0]]
-            add = module.additions(text, features)
-        return module.llm.layers(x, module.context("llm", text, noise), self.start, self.stop, add)
-
-
-def _accumulate_in_scans(module: MultimodalModel, accumulators: Params | None) -> Callable[[Array], Array]:
+def accumulate_in_scans(module: MultimodalModel, accumulators: Params | None) -> Callable[[Array], Array]:
     """Give scanned stacks their accumulators, as `Model.outputs` takes them.
 
     The loss must depend on what the returned function makes of the last layer's output, which is the same.
@@ -507,64 +258,8 @@ def _init_params(
     config: ModelConfig, runs: dict[str, tuple[LayerStack, ...]], dtype: Any, functions: Functions, key: Array
 ) -> MultimodalModel:
     model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key), functions)
-    _attach_adapters(model, config, key)
+    attach_adapters(model, config, key)
+    for name, how in quantized_layers(config).items():
+        for linear, _ in linear_layers(model, name):
+            linear.weight = QuantizedMatrix(linear.weight[...], linear.axes, how)
     return model
-
-
-# ------------------------------------------------------------------------------------------------------------ adapters
-
-
-class LowRank(nnx.Module):
-    """A low-rank adapter `scale * (x @ a) @ b` beside a linear layer (LoRA, Hu et al. 2021).
-
-    `a` is `[in, rank]`, `b` `[rank, out]`; those of a stack have a leading layer axis. `b` begins as zero, so the model
-    computes the same as without adapters.
-    """
-
-    def __init__(self, a: Array, b: Array, linear: Linear, scale: float):
-        inputs, outputs = linear.weight.get_metadata("axes")
-        self.a = nnx.Param(a, axes=(inputs, None))
-        self.b = nnx.Param(b, axes=(None, outputs))
-        self.scale = scale
-
-    def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        inner = checkpoint_name(x @ self.a[...].astype(x.dtype), "adapter")
-        return inner @ self.b[...].astype(x.dtype) * self.scale
-
-
-def _attach_adapters(model: MultimodalModel, config: ModelConfig, key: Array) -> None:
-    """Attach adapters to a new model. Layer i's values depend on the linear layer's name and on i, not on stacks."""
-    for name, lora in adapters_by_layer(config).items():
-        # A hash that does not change with the process, unlike Python's own.
-        name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        for linear, layers in _linear_layers(model, name):
-            linear.lora = _init_adapter(linear, lora, layers, name_key)
-
-
-def _linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, range | None]]:
-    """Find the linear layers of this name: a connector's only one, or one per stored layers of a tower that have it.
-
-    Names are as in `mmjax.config.model`: `vision.connector.mlp.up`, `llm.layers.*.attention.query`.
-    """
-    tower, part, *path = name.split(".")
-    if part == "connector":
-        yield reduce(getattr, path, model.connectors[tower]), None
-        return
-    stacks = model.tower(tower).layers
-    for run in stacks.plan:
-        for stored, layers in run.parts.items():
-            if (mixer := getattr(stacks.runs[stored], path[1])) is not None:
-                yield reduce(getattr, path[2:], mixer), layers
-
-
-def _init_adapter(linear: Linear, lora: LoraConfig, layers: range | None, key: Array) -> LowRank:
-    """Draw `a` as PyTorch's default for linear layers (Kaiming uniform with a = sqrt(5)); `b` is zero."""
-    *stack, inputs, outputs = linear.weight.shape
-    limit = inputs**-0.5
-
-    def uniform(i: int | Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(key, i), (inputs, lora.rank), jnp.float32, -limit, limit)
-
-    # Keys are those of the layers in the tower, not from 0: other stacks draw the same values.
-    a = jax.vmap(uniform)(jnp.asarray(layers)) if stack else uniform(0 if layers is None else layers.start)
-    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora_scale(lora))

@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params
-from mmjax.models.model import Activations, Stage, merge, modules_of, partition
+from mmjax.models.model import merge, modules_of, partition
+from mmjax.models.stage import Activations, Stage
 from mmjax.parallel.sharding import ShardingRules, replicated
 from mmjax.pipeline.stages import LossSums, Report, Residuals, StageProgram
 from mmjax.pipeline.transfer import move_array, without_shards

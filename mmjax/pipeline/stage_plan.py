@@ -25,7 +25,8 @@ from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import split_scanned
-from mmjax.models.model import Model, Stage, modules_of, partition
+from mmjax.models.model import Model, modules_of, partition
+from mmjax.models.stage import Stage, cut_in_stages
 from mmjax.parallel.sharding import AXES, CONTEXT, TENSOR, ShardingRules, row_ranks, sharding
 from mmjax.pipeline.passes import trained_activations
 from mmjax.planning.flops import frozen_modules, layer_policies, recompute_flops, stage_flops
@@ -78,7 +79,7 @@ def shard_stages(config: Config) -> list[ShardedStage]:
     stages = {
         (tower, stage.start): stage
         for tower in ("llm", *config.model.item_modules)
-        for stage in model.stages(tower, cuts.get(tower, ()))
+        for stage in cut_in_stages(model, tower, cuts.get(tower, ()))
     }
     placed = [stages[stage.tower, stage.layers.start] for stage in list_stages(config)]
     trained = trained_activations([placed[number] for number in unit_graph(config).topological])

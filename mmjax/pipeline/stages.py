@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params, key_names, split_scanned
-from mmjax.models.model import Activations, Stage, merge, modules_of, partition
+from mmjax.models.model import merge, modules_of, partition
+from mmjax.models.stage import Activations, Stage
 from mmjax.parallel.sharding import (
     ShardingRules,
     activations_on,

@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from mmjax.batch import TABLES, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config
 from mmjax.data.plan.step_plan import RankLayout
-from mmjax.models.model import Model, Stage
+from mmjax.models.model import Model
+from mmjax.models.stage import Stage, cut_in_stages
 from mmjax.parallel.sharding import CONTEXT, ShardingRules, rows_sharding, tokens_sharding
 from mmjax.pipeline.passes import PlacedStage, StagedBatch
 from mmjax.planning.schedules import list_stages, stage_cuts
@@ -33,7 +34,9 @@ def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) ->
     """Place the stages of a model, built with `stage_cuts`, on the units' meshes."""
     cuts = stage_cuts(config)
     towers = ("llm", *config.model.item_modules)
-    stages = {(tower, stage.start): stage for tower in towers for stage in model.stages(tower, cuts.get(tower, ()))}
+    stages = {
+        (tower, stage.start): stage for tower in towers for stage in cut_in_stages(model, tower, cuts.get(tower, ()))
+    }
     meshes = unit_meshes(config, devices)
     return [
         PlacedStage(placed.name, stages[placed.tower, placed.layers.start], meshes[placed.unit][placed.part])

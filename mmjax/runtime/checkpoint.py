@@ -81,7 +81,7 @@ def _from_storage(error: BaseException) -> bool:
     return any(name.startswith("orbax.") for name in modules)
 
 
-FORMAT = "mmjax-1"
+FORMAT = "mmjax-2"
 # In a checkpoint's folder: the arrays, and a JSON object with format, config, data position and checksums.
 STATE = "state"
 META = "meta/metadata"
@@ -278,9 +278,9 @@ def read_metadata(folder: Path, step: int) -> CheckpointMetadata:
     with _reading(folder, step):
         meta = json.loads((folder / str(step) / META).read_text())
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-            raise UserError(f"it is not one of mmjax's ({FORMAT})")
-        if "sum" in meta:  # older checkpoints have none
-            meta = verify_checksum(meta)
+            other = meta.get("format") if isinstance(meta, dict) else None
+            raise UserError(f"its format is {other!r}; this version of mmjax reads {FORMAT!r}")
+        meta = verify_checksum(meta)
         return CheckpointMetadata(step, meta["config"], DataState(**meta["data"]), meta["sums"])
 
 
@@ -324,9 +324,9 @@ class SavedParameters:
             self._parts = _parameter_tree(_state_handler(), self._path, self._target)
 
     @property
-    def shapes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
-        """Return the shape of every parameter by its name."""
-        return {key_names(path): x.shape for path, x in jax.tree.leaves_with_path(self._target)}
+    def structs(self) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
+        """Return shape and dtype of every parameter by its name."""
+        return {key_names(path): x for path, x in jax.tree.leaves_with_path(self._target)}
 
     def read(self, names: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], np.ndarray]:
         """Read these parameters as they were saved: frozen ones may be in the precision of the computation."""
@@ -338,9 +338,9 @@ class SavedParameters:
             restored = _state_handler().restore(self._path, args=_restore_as(stored, partial=True))
             host = {part: jax.tree.map(np.asarray, restored[part]) for part in stored}
             for name, x in _named(_state_of({"trainable": {}, "frozen": {}} | host)).items():
-                # On the host, what `_bit_sums` computes on devices.
-                bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
-                if self._sums.get(name) != int(bits.sum(dtype=np.uint64)) % 2**32:
+                bits = x.reshape(-1).view(f"u{x.dtype.itemsize}").astype(np.uint32)
+                mixed = _mixed_with_position(bits, np.arange(x.size, dtype=np.uint32))
+                if self._sums.get(name) != int(mixed.sum(dtype=np.uint64)) % 2**32:
                     raise UserError(f"{name} is not what was saved")
         return {key_names(path): x for part in host.values() for path, x in jax.tree.leaves_with_path(part)}
 
@@ -435,11 +435,31 @@ def _differences(sums: Sums, stored: Any, target: Any) -> Iterator[str]:
             yield f"{name} is {x.dtype} there and {needed[name].dtype} here"
 
 
+def _mix(x: Any) -> Any:
+    """Mix the bits of 32-bit integers one to one (the finalizer of MurmurHash3)."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _mixed_with_position(bits: Any, position: Any) -> Any:
+    """Mix an array's bits with the position of each, so that two changes cancel in the sum no more than by chance."""
+    return _mix(bits ^ _mix(position))
+
+
 def _bit_sums(tree: Any) -> dict[str, jax.Array]:
-    """Sum every array's elements, as unsigned integers modulo 2^32, by name: exact, so the same in any sharding."""
+    """Sum every array's mixed bits modulo 2^32, by name: exact, so the same in any sharding."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-    bits = lambda x: jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize])  # noqa: E731
-    return {name: jnp.sum(bits(x), dtype=jnp.uint32) for name, x in _named(tree).items()}
+
+    def bit_sum(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize]).astype(jnp.uint32)
+        # Not `arange` in another shape: iotas stay in the array's own sharding.
+        position = jnp.zeros(x.shape, jnp.uint32)
+        for axis, size in enumerate(x.shape):
+            position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        return jnp.sum(_mixed_with_position(bits, position), dtype=jnp.uint32)
+
+    return {name: bit_sum(x) for name, x in _named(tree).items()}
 
 
 def _unstack_with_sums(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:

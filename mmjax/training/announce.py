@@ -194,13 +194,17 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
     )
 
 
+ACCURACY = "rewards/accuracies"  # of pairs of answers
+
+
 def score_line(scores: dict[str, float]) -> str:
     """Format the exact match of families and the loss on one line; names are those of metrics.jsonl."""
     names = {name.partition("/")[2]: value for name, value in scores.items()}
     families = {n.removeprefix("exact_match_"): v for n, v in names.items() if n.startswith("exact_match_")}
     matches = "  ".join(f"{name} {value:.3f}" for name, value in families.items() if "." not in name)
     parts = [f"exact match:  {matches}"] if matches else []
-    return "  ".join([*parts, f"loss {names['loss']:.4g}"] if "loss" in names else parts)
+    parts += [f"loss {names['loss']:.4g}"] if "loss" in names else []
+    return "  ".join(parts + ([f"chosen preferred {names[ACCURACY]:.1%}"] if ACCURACY in names else []))
 
 
 def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
@@ -216,6 +220,8 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
     loss = [f"loss {scores['loss']:.4g} of the {split} split"] if "loss" in scores else []
     if "drawn_as_asked" in scores:
         loss.append(f"{scores['drawn_as_asked']:.1%} of what the {split} split asks for is on the images made")
+    if ACCURACY in scores:
+        loss.append(f"the chosen answer preferred in {scores[ACCURACY]:.1%} of the pairs of the {split} split")
     if not lines:
         return loss
     return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines), *loss]

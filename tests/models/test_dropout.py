@@ -16,6 +16,7 @@ from packed import assert_trees_close, build, losses_of_logits, pack, random_sam
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.layers import ATTENTION, MLP_SITE, drop, tower_dropout
 from mmjax.models.model import Model
+from mmjax.models.stage import cut_in_stages
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain
 
 LENGTHS = {"llm": 48, "vision": 64, "audio": 64}
@@ -224,7 +225,7 @@ def test_stages_drop_what_the_whole_tower_drops(whole):
     def staged(params, noise):
         x = {}
         for tower, own in (("vision", batch.items["vision"]), ("llm", batch.text)):
-            for stage in model.stages(tower, cuts[tower]):
+            for stage in cut_in_stages(model, tower, cuts[tower]):
                 x = stage(stage.select(params), x, own, noise)
         return x["logits"]
 

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from packed import assert_trees_close, build, losses_of_logits, pack, random_sample, tiny, token_losses
 
 from mmjax.models.model import Model, merge, module_of, partition
+from mmjax.models.stage import cut_in_stages
 from mmjax.parallel.sharding import ShardingRules, activations_on, sharding
 
 AXES = ("data", "fsdp", "expert", "tensor", "context")
@@ -70,7 +71,7 @@ def test_impossible_models_are_refused():
     with pytest.raises(ValueError, match="cuts for 'sight', which is no tower; there are llm, vision, audio"):
         Model.build(tiny(), jnp.float32, {"sight": (1,)})
     with pytest.raises(ValueError, match="llm cannot be cut before layer 1"):
-        Model.build(tiny(), jnp.float32).stages("llm", (1,))
+        cut_in_stages(Model.build(tiny(), jnp.float32), "llm", (1,))
 
 
 def stage_places():
@@ -91,7 +92,7 @@ def test_stages_chained_over_disjoint_meshes_give_the_loss_and_gradients_of_the_
     places, pulled = stage_places(), []
     x = {}
     for tower, own in (("vision", batch.items["vision"]), ("llm", batch.text)):
-        for stage, mesh in zip(model.stages(tower, cuts[tower]), places[tower], strict=True):
+        for stage, mesh in zip(cut_in_stages(model, tower, cuts[tower]), places[tower], strict=True):
             there = NamedSharding(mesh, PartitionSpec())
             where = shardings(mesh, stage.select(model.axes), stage.select(model.abstract))
             mine = jax.device_put(stage.select(params), where)
@@ -161,7 +162,7 @@ def test_stages_of_a_deepstack_give_what_the_whole_model_gives():
     batch = pack([[sample]], {"llm": 16, "vision": 24}, encoders=("vision",))
     made = {}
     for tower, own in (("vision", batch.items["vision"]), ("llm", batch.text)):
-        for stage in model.stages(tower, cuts[tower]):
+        for stage in cut_in_stages(model, tower, cuts[tower]):
             made |= stage(stage.select(params), {name: made.pop(name) for name in stage.inputs}, own)
     assert set(made) == {"logits"}
     np.testing.assert_allclose(made["logits"], model.logits(params, batch), atol=1e-5)

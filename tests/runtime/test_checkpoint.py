@@ -21,6 +21,7 @@ from mmjax.runtime.checkpoint import (
     CheckpointStore,
     DamagedCheckpoint,
     DataState,
+    _bit_sums,
     checkpoint_step,
     read_metadata,
     restore_parameters,
@@ -302,6 +303,22 @@ def test_noise_that_storage_does_not_notice_is_named(saved, one, tmp_path):
     with pytest.raises(UserError, match=r"trainable\.llm\.embed\.weight is not what was saved") as error:
         restore_parameters(tmp_path, 4, one.model, layouts)
     assert "there is no older one" in one_line(error, tmp_path)
+
+
+CHANGES = {
+    "two signs": lambda x: x * np.where(np.arange(x.size) < 2, -1, 1).astype(x.dtype),
+    "two values swapped": lambda x: x[np.r_[1, 0, 2 : x.size]],
+    "as much added as taken": lambda x: (x.view("u4") + np.r_[1, 2**32 - 1, [0] * (x.size - 2)].astype("u4")).view(
+        "f4"
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_two_changes_do_not_cancel_in_an_array_s_checksum(change):
+    x = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    before, after = (_bit_sums({"x": jnp.asarray(values)})["x"] for values in (x, CHANGES[change](x)))
+    assert before != after
 
 
 def test_a_letter_that_has_changed_in_what_it_says_of_itself_is_noticed(saved, tmp_path):

@@ -1,0 +1,74 @@
+"""Low-rank adapters beside the linear layers of a model (LoRA, Hu et al. 2021, arXiv:2106.09685)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from mmjax.config import LoraConfig, ModelConfig
+from mmjax.config.model import adapters_by_layer, lora_scale
+from mmjax.models.layers import Linear
+from mmjax.models.multimodal import MultimodalModel
+
+
+class LowRank(nnx.Module):
+    """A low-rank adapter `scale * (x @ a) @ b` beside a linear layer (LoRA, Hu et al. 2021).
+
+    `a` is `[in, rank]`, `b` `[rank, out]`; those of a stack have a leading layer axis. `b` begins as zero, so the model
+    computes the same as without adapters.
+    """
+
+    def __init__(self, a: Array, b: Array, linear: Linear, scale: float):
+        inputs, outputs = linear.axes
+        self.a = nnx.Param(a, axes=(inputs, None))
+        self.b = nnx.Param(b, axes=(None, outputs))
+        self.scale = scale
+
+    def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
+        inner = checkpoint_name(x @ self.a[...].astype(x.dtype), "adapter")
+        return inner @ self.b[...].astype(x.dtype) * self.scale
+
+
+def attach_adapters(model: MultimodalModel, config: ModelConfig, key: Array) -> None:
+    """Attach adapters to a new model. Layer i's values depend on the linear layer's name and on i, not on stacks."""
+    for name, lora in adapters_by_layer(config).items():
+        # A hash that does not change with the process, unlike Python's own.
+        name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        for linear, layers in linear_layers(model, name):
+            linear.lora = _init_adapter(linear, lora, layers, name_key)
+
+
+def linear_layers(model: MultimodalModel, name: str) -> Iterator[tuple[Linear, range | None]]:
+    """Find the linear layers of this name: a connector's only one, or one per stored layers of a tower that have it.
+
+    Names are as in `mmjax.config.model`: `vision.connector.mlp.up`, `llm.layers.*.attention.query`.
+    """
+    tower, part, *path = name.split(".")
+    if part == "connector":
+        yield reduce(getattr, path, model.connectors[tower]), None
+        return
+    stacks = model.tower(tower).layers
+    for run in stacks.plan:
+        for stored, layers in run.parts.items():
+            if (mixer := getattr(stacks.runs[stored], path[1])) is not None:
+                yield reduce(getattr, path[2:], mixer), layers
+
+
+def _init_adapter(linear: Linear, lora: LoraConfig, layers: range | None, key: Array) -> LowRank:
+    """Draw `a` as PyTorch's default for linear layers (Kaiming uniform with a = sqrt(5)); `b` is zero."""
+    *stack, inputs, outputs = linear.weight.shape
+    limit = inputs**-0.5
+
+    def uniform(i: int | Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, i), (inputs, lora.rank), jnp.float32, -limit, limit)
+
+    # Keys are those of the layers in the tower, not from 0: other stacks draw the same values.
+    a = jax.vmap(uniform)(jnp.asarray(layers)) if stack else uniform(0 if layers is None else layers.start)
+    return LowRank(a, jnp.zeros((*stack, lora.rank, outputs), jnp.float32), linear, lora_scale(lora))
