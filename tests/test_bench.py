@@ -194,3 +194,11 @@ def test_planning_says_which_option_is_wrong(capsys, tmp_path, words, message):
 def test_a_table_is_printed_without_json(capsys):
     ended = run(capsys, bench.main, "attention", "--tokens=256", "--repeats=1")
     assert ended.out.splitlines()[0].split() == ["backend", "milliseconds", "temporary_mb", "speedup", "memory_saving"]
+
+
+@pytest.mark.exhaustive
+def test_coordination_measures_process_0_with_a_real_client_for_each_process(capsys):
+    few, more = rows(capsys, "coordination", "--processes", "4", "32")
+    assert (few["processes"], more["processes"]) == (4, 32)
+    assert 0 < few["requests_per_second"] < more["requests_per_second"]
+    assert more["memory_mb"] > 0

@@ -25,14 +25,29 @@ T = TypeVar("T")
 HEARTBEAT_SECONDS = 24  # JAX's heartbeat timeout: a process silent for so long counts as dead
 # JAX aborts a process that has waited half of that for process 0, without saying why: we must end it before.
 _MUTE_SECONDS = 10
-_PROBE_SECONDS = 1.5  # without an answer, after which we try to connect to process 0
+_PROBE_SECONDS = 0.5  # after a heartbeat is due and has no answer, until we try to connect to process 0
 _POLL_SECONDS = 1.0
+# The more processes there are, the less often each sends to process 0, so that it gets no more than so many a second.
+_HEARTBEATS_PER_SECOND = 500
+_POLLS_PER_SECOND = 250  # each names all processes and gets them back
+_MOST_SECONDS = 6.0  # between heartbeats: `_MUTE_SECONDS` must be longer, so that the limits hold for 3,000 processes
+_ASKING = 32  # processes that read the phases of all others where the run is stuck
 _REPLY_SECONDS = 5.0  # timeout of requests that process 0 answers at once, if at all
-_BEATS_SECONDS = 4.0  # in which a running process sends at least one heartbeat, even on a busy machine
+_BEATS_SECONDS = 3.0  # beyond the time between heartbeats, in which one comes even on a busy machine
 _LISTEN_SECONDS = 20.0  # timeout of one request for the report of a stuck run
 _LEAVE_SECONDS = 10.0  # that process 0 waits for the others to leave
 
 _ending = threading.Lock()
+
+
+def heartbeat_seconds(count: int) -> float:
+    """Return the seconds between two heartbeats of each of `count` processes."""
+    return min(max(_POLL_SECONDS, count / _HEARTBEATS_PER_SECOND), _MOST_SECONDS)
+
+
+def poll_seconds(count: int) -> float:
+    """Return the seconds between two questions of each of `count` processes who is alive."""
+    return max(_POLL_SECONDS, count / _POLLS_PER_SECOND)
 
 
 class Phase(NamedTuple):
@@ -83,7 +98,8 @@ class PeerMonitor:
         host, _, port = address.rpartition(":")
         self._address = host.strip("[]"), int(port)
         self._finished = threading.Event()
-        self._unanswered = 0  # polls since process 0 last answered
+        self._unanswered = 0  # seconds since process 0 last answered
+        self._heartbeat_seconds = heartbeat_seconds(count)
         loops = (self._send_heartbeats, self._listen, self._poll_live_processes, self._watch_first)
         self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
 
@@ -100,7 +116,7 @@ class PeerMonitor:
     def read_phases(self) -> dict[int, PeerStatus] | None:
         """Read the phase of every process, this one included; None if process 0 does not answer. Takes seconds."""
         earlier = call_with_timeout(_REPLY_SECONDS, self._read_heartbeats)
-        time.sleep(_BEATS_SECONDS)
+        time.sleep(self._heartbeat_seconds + _BEATS_SECONDS)
         latest = call_with_timeout(_REPLY_SECONDS, self._read_heartbeats)
         if earlier is None or latest is None:
             return None
@@ -112,6 +128,13 @@ class PeerMonitor:
             silent = process in earlier and earlier[process]["beat"] == beat
             phases[process] = PeerStatus(**heartbeat, silent=silent and process != self.index)
         return {process: replace(status, role=self.roles.get(process, "")) for process, status in phases.items()}
+
+    def may_read_phases(self, seconds: float) -> bool:
+        """Return whether this process may ask for all phases, so long beyond its limit.
+
+        The limit of all passes at once. A few ask; the others wait for their report, and ask where none comes.
+        """
+        return self.index % -(-self.count // _ASKING) == 0 or seconds > _LISTEN_SECONDS
 
     def publish_stuck(self, stuck: StuckReport) -> StuckReport:
         """Report to all processes that the run is stuck; return the report that came first, which all print."""
@@ -139,10 +162,10 @@ class PeerMonitor:
         return {int(key.rpartition("/")[2]): json.loads(heartbeat) for key, heartbeat in entries}
 
     def _send_heartbeats(self) -> None:
-        """Write this process's phase once a second. Success also shows that process 0 is alive."""
+        """Write this process's phase again and again. Success also shows that process 0 is alive."""
         host = socket.gethostname()
         for beat in itertools.count(1):
-            if self._finished.wait(_POLL_SECONDS):
+            if self._finished.wait(self._heartbeat_seconds):
                 return
             phase = self.phase
             heartbeat = {"step": phase.step, "name": phase.name, "seconds": time.monotonic() - phase.began}
@@ -169,7 +192,7 @@ class PeerMonitor:
     def _poll_live_processes(self) -> None:
         """End this process when another one died. The service answers once all live processes have asked."""
         everyone = list(range(self.count))
-        while not self._finished.wait(_POLL_SECONDS):
+        while not self._finished.wait(poll_seconds(self.count)):
             try:
                 alive = set(self._client.get_live_nodes(everyone))
             except Exception as error:
@@ -193,7 +216,7 @@ class PeerMonitor:
             if self._unanswered * _POLL_SECONDS > _MUTE_SECONDS:
                 exit_once()
                 self._end(f"{self._describe([0])}, which coordinates them, does not answer")
-            if self._unanswered * _POLL_SECONDS > _PROBE_SECONDS and _refused(*self._address):
+            if self._unanswered * _POLL_SECONDS > self._heartbeat_seconds + _PROBE_SECONDS and _refused(*self._address):
                 return self._end_without_first()
 
     def _end_without_first(self) -> None:

@@ -137,6 +137,8 @@ class Watchdog:
         seconds = time.monotonic() - phase.step_began
         if not limit or seconds <= limit:
             return None
+        if peers is not None and not peers.may_read_phases(seconds - limit):
+            return None
         status = None if peers is None else peers.read_phases()
         late = not_arrived(status) if status else []
         if late and phase.name in _STEP_PHASES and all(status[p].name not in _STEP_PHASES for p in late):

@@ -12,6 +12,7 @@ import pytest
 from started import ROOT
 
 from mmjax.config import WatchConfig
+from mmjax.distributed import peer_monitor
 from mmjax.distributed.peer_monitor import PeerStatus
 from mmjax.distributed.watchdog import Watchdog, describe_missing, not_arrived
 
@@ -166,3 +167,15 @@ def test_telling_the_watchdog_where_one_is_costs_nothing(tmp_path):
         watchdog.set_phase("waiting for data", step)
         watchdog.set_phase("running", step)
     assert time.process_time() - began < 4  # 100 us a call, 20 times what it takes
+
+
+@pytest.mark.parametrize("count", [2, 500, 2560])
+def test_however_many_processes_there_are_process_0_gets_a_bounded_number_of_requests(count):
+    assert count / peer_monitor.heartbeat_seconds(count) <= 512
+    assert count / peer_monitor.poll_seconds(count) <= 256
+    assert peer_monitor.heartbeat_seconds(count) + 3 < peer_monitor._MUTE_SECONDS  # late, and yet no sign of its end
+    monitors = [peer_monitor.PeerMonitor(None, "127.0.0.1:1", index, count) for index in range(count)]
+    asking = [monitor.index for monitor in monitors if monitor.may_read_phases(0)]
+    assert 0 in asking
+    assert min(2, count) <= len(asking) <= 32
+    assert all(monitor.may_read_phases(21) for monitor in monitors)  # no report has come
