@@ -14,6 +14,7 @@ shift 2
 words=("${@:-tiny_omni}" training.steps=10 schedule.warmup=1 training.evaluate_every=0 training.checkpoint_every=0)
 python -m mmjax.train "${words[@]}" mesh.data="$((2 * devices))" run="$folder/mesh" || exit
 export MMJAX_CHECK_TRANSFERS=1 # every piece is compared where it arrives
+# shellcheck disable=SC2054 # the comma is in a value
 units=(units.encoders.modules=vision,audio units.encoders.data="$devices" units.llm.data="$devices")
 for carrier in sockets device collective; do
     python -m mmjax.train "${words[@]}" "${units[@]}" pipeline.carrier="$carrier" run="$folder/$carrier" ||

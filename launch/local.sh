@@ -15,6 +15,7 @@ export MMJAX_COORDINATOR=${MMJAX_COORDINATOR:-127.0.0.1:$(python -c "$free_port"
 
 declare -A number=()
 for name in INT TERM USR1 USR2; do
+    # shellcheck disable=SC2064 # the name now, the numbers then
     trap "kill -$name \"\${!number[@]}\" 2>/dev/null" "$name"
 done
 for ((i = 0; i < count; i++)); do

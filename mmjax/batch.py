@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray in the loader, jax.Array in the step
 
-TEXT_KIND = 1  # the bit of text in `kind` and `sees`
+# Bits of `kind` and `sees`: text, then the encoders and generators, then the branches of a sample.
+TEXT_KIND = 1  # the bit of text
+FIRST_BRANCH_BIT = 12
 TIME, ROW, COLUMN = range(3)  # of `ItemBatch.coordinates`, and of `TextBatch.position` where it has three
 PADDING = -1  # in `sample`, `source`, `owner`, `item`, `slots` and `send`: nothing here
 
@@ -60,10 +62,14 @@ class TextBatch(NamedTuple):
     # Per generator int32 [its rows, I * queries]: of the row's up to I images, which hidden state of each query, among
     # those received and the rank's own positions, -1 = none.
     condition: dict[str, Array] = {}  # noqa: RUF012
+    # float32 [R, T] by name, of each position's target: what the loss reads of answers (`config.training.loss_inputs`).
+    loss_inputs: dict[str, Array] = {}  # noqa: RUF012
 
 
 TABLES = ("send", "spread", "condition")  # of the exchanges, by ranks and not by rows of the LLM
-TOKEN_FIELDS = tuple(field for field in TextBatch._fields if field not in ("slots", *TABLES))  # [R, T] each
+TOKEN_FIELDS = tuple(
+    field for field in TextBatch._fields if field not in ("slots", "loss_inputs", *TABLES)
+)  # [R, T] each
 
 
 def chunk_numbers(item: Array, time: Array, column: Array, chunk: int) -> Array:

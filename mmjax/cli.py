@@ -7,30 +7,45 @@ module of the program again; that of the console script imports this file alone,
 from __future__ import annotations
 
 import importlib
+import platform
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+from mmjax import __version__
 from mmjax.config.codec import did_you_mean, first_line
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.startup import end_loading, start_clock
 
 # In the order of --help, which describes each with the first line of its module's docstring.
 COMMANDS = (
-    "train", "generate", "evaluate", "export", "report", "inspect", "index", "plan", "verify", "supervise", "bench",
+    "train", "generate", "evaluate", "export", "report", "studio", "inspect", "index", "plan", "verify", "supervise",
+    "bench", "doctor",
 )  # fmt: skip
+WITHOUT_LIBRARIES = ("supervise", "doctor")  # nothing to wait for before their first line
 HELP = ("-h", "--help", "help")
+VERSION = ("-V", "--version", "version")
 
 
 def list_commands() -> str:
     """Format the commands, one a line with its description."""
     width = max(map(len, COMMANDS))
-    lines = ["mmjax COMMAND ...; mmjax COMMAND --help says more", ""]
+    lines = ["mmjax COMMAND ...; mmjax COMMAND --help says more, mmjax --version which one this is", ""]
     for name in COMMANDS:
         description = first_line(Path(__file__).with_name(f"{name}.py")).partition(": ``")[0]
         lines.append(f"  {name:<{width}}  {description}")
     return "\n".join(lines)
+
+
+def describe_version() -> str:
+    """Describe the versions of mmjax and of what it runs on."""
+    try:
+        jax_version = metadata.version("jax")
+    except metadata.PackageNotFoundError:
+        jax_version = "is missing"
+    return f"mmjax {__version__} (JAX {jax_version}, Python {platform.python_version()})"
 
 
 def main(argv: Sequence[str] | None = None) -> int | None:
@@ -39,10 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     if name in HELP:
         print(list_commands(), flush=True)
         return 0
+    if name in VERSION:
+        print(describe_version(), flush=True)
+        return 0
     if name not in COMMANDS:
         raise UserError(f"there is no command {name!r}{did_you_mean(name, COMMANDS)}")
-    if name == "supervise":  # has no libraries to load, and exits with the code of the command that it runs
-        return importlib.import_module("mmjax.supervise").main(arguments)
+    if name in WITHOUT_LIBRARIES:
+        return importlib.import_module(f"mmjax.{name}").main(arguments)
     start_clock(name)
     module = importlib.import_module(f"mmjax.{name}")
     end_loading()

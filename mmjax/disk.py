@@ -104,13 +104,16 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open(errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                yield record
+        yield from (record for record in map(parse_object, lines) if record is not None)
+
+
+def parse_object(line: str) -> dict[str, Any] | None:
+    """Parse a line as a JSON object; None where it is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def append_json_lines(path: Path, records: Iterable[Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.config import Config, ManifestSource, MeshConfig
+from mmjax.config import Config, Dpo, ManifestSource, MeshConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
+from mmjax.config.validation import check_loss
 from mmjax.console import ProgressLine, mute, print_lines, table
-from mmjax.data.sample import Split
+from mmjax.data.sample import BadSample, Split
+from mmjax.data.sources.chat_files import REFERENCE, ChatFiles
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import cache_folder, open_sources, source_of
 from mmjax.data.toy.dataset import EmbeddedDataset, SwappedItems
 from mmjax.data.toy.drawing import DrawnDigits
+from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
@@ -225,11 +229,16 @@ def _swap_items(name: str, source: QuestionSource, swap: str, config: Config) ->
     return SwappedItems(source, (swap,))
 
 
+def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split overrides into those of the source that --data makes, which apply once it is in the config, and others."""
+    of_data = [word for word in overrides if word.startswith(f"data.sources.{DATA_SOURCE}.")]
+    return of_data, [word for word in overrides if word not in of_data]
+
+
 def evaluate_conversations(args: argparse.Namespace) -> None:
     """Answer questions in conversations, and print or write the answers' scores."""
-    # Overrides of the source that --data makes apply once it is in the config.
-    of_data = [word for word in args.overrides if word.startswith(f"data.sources.{DATA_SOURCE}.")]
-    served = CheckpointModel.open(args.model, [word for word in args.overrides if word not in of_data], args.step)
+    of_data, of_model = _split_overrides(args.overrides)
+    served = CheckpointModel.open(args.model, of_model, args.step)
     config = _with_questions(
         served, args.data, {"images": args.images, "audio": args.audio, "videos": args.videos}, of_data
     )
@@ -265,6 +274,36 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
             print_lines(f"left out {name}[{sample}]: {reason}")
 
 
+def write_log_probs(args: argparse.Namespace) -> None:
+    """Write every pair of answers again, with the model's log-probabilities of both: the reference of a DPO run."""
+    of_data, of_model = _split_overrides(args.overrides)
+    served = CheckpointModel.open(args.model, of_model, args.step)
+    folders = {"images": args.images, "audio": args.audio, "videos": args.videos}
+    config = replace(_with_questions(served, args.data, folders, of_data), loss=Dpo(reference="none"))
+    check_loss(config)
+    sources = open_sources(config, "train" if args.data else args.split, args.model)
+    pairs = {n: s for n, s in sources.items() if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)}
+    if len(pairs) != 1:
+        raise UserError("--log-probs writes the pairs of one file of JSON records; name it with --data")
+    mesh, rules = make_mesh(config.mesh, choose_devices(config.device)), ShardingRules.of(config.mesh)
+    model, params = served.load(mesh, rules)
+    evaluator = Evaluator(model, mesh, rules, pairs, config, max_tokens=1, batch_limits=BATCH_LIMITS, loss_chunks=1)
+    ((name, source),) = pairs.items()
+    log_probs = evaluator.log_probs(params).get(name, {})
+    if not coordination.is_leader():
+        return
+    with atomic_write(args.log_probs) as partial_file, partial_file.open("w") as out:
+        for number in range(len(source)):
+            with suppress(BadSample):  # what is no JSON object is in no file of pairs
+                record = source.conversations.record(number)
+                record |= dict(zip(REFERENCE, log_probs.get(number, ()), strict=False))
+                out.write(json.dumps(record, ensure_ascii=False) + "\n")
+    preferred = np.mean([chosen > rejected for chosen, rejected in log_probs.values()]) if log_probs else 0.0
+    print_lines(f"{len(log_probs):,} pairs, the chosen answer likelier in {preferred:.1%} of them: {args.log_probs}")
+    for sample, reason in list(evaluator.left_out.items())[:3]:
+        print_lines(f"left out {sample}: {reason}")
+
+
 def _parse_measures(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in MEASURES]:
@@ -291,12 +330,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="ask no more than the first N of a source")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what was said to each question, JSON lines")
+    parser.add_argument(
+        "--log-probs", type=Path, metavar="FILE", help="write pairs of answers again, with log-probabilities of both"
+    )
     args = parser.parse_intermixed_args(argv)
     if args.max_tokens < 1 or (args.limit is not None and args.limit < 1):
         raise UserError("--max-tokens and --limit are 1 or more")
     if not coordination.is_leader():
         mute()
     with coordination.process_group():
+        if args.log_probs:
+            write_log_probs(args)
+            return
         if args.data or CheckpointModel.open(args.model).config.data.chat:
             if args.swap:
                 raise UserError("--swap goes with a run's embedded questions alone; leave it away")

@@ -8,31 +8,26 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from mmjax.config import Config, DiffusionTransformerConfig, MediaLimits, MeshConfig
-from mmjax.config.towers import head_counts
+from mmjax.config import MediaLimits
 from mmjax.console import print_lines, print_note
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
-from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import BadSample, Medium
 from mmjax.data.sources.processors import PROBES, MediaProcessors
 from mmjax.errors import BadMedia, UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
-from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Answer, Generator, Sampling
+from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Answer, Sampling
 from mmjax.inference.image_sampler import ImageSampler, ImageSampling, contact_sheet, write_image
+from mmjax.inference.loaded_model import LoadedModel, answer_room, user_prompts
 from mmjax.inference.picture_prompts import UserPictureSource, picture_size
-from mmjax.inference.prompts import PromptRows, UserPrompt, UserPromptSource, make_prompt
-from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh, mesh_sizes
-from mmjax.runtime.devices import choose_devices, enable_compilation_cache
+from mmjax.inference.prompts import UserPrompt, make_prompt
 
 EVERY = 4  # tokens between updates of a terminal
 UNFINISHED = "\ufffd"  # what a character decodes to while a token with its last bytes is still missing
@@ -50,29 +45,14 @@ def generate(
     max_tokens: of the answer, at most. show: stream it to standard output. Raises UserError where the question cannot
     be used, or is too long for the model.
     """
-    config = served.config
-    prompt_format = served.prompt_format()
-    prompts = UserPromptSource([prompt], prompt_format, config.model.encoders, served.functions(), config.data.limits)
-    max_tokens = min(max_tokens, _answer_room(served, prompts))
-    mesh_config, devices = _choose_mesh(config)
-    mesh = make_mesh(mesh_config, devices)
-    rules = ShardingRules.of(mesh_config)
-    enable_compilation_cache(served.programs())
-    model, params = served.load(mesh, rules)
-    generator = Generator(
-        model,
-        mesh,
-        rules,
-        ends=prompt_format.ends,
-        decode=prompt_format.decode_answer,
-        sampling=sampling,
-        max_tokens=max_tokens,
-    )
+    prompts = user_prompts(served, prompt)
+    max_tokens = min(max_tokens, answer_room(served, prompts))
+    loaded = LoadedModel(served)
     start = time.perf_counter()
     if show:
-        answer = _stream(answer for _, answer in generator.answered(params, prompts, every=EVERY))
+        answer = _stream(loaded.answers(prompts, sampling, max_tokens, every=EVERY))
     else:
-        (answer,) = generator.answers(params, prompts)
+        (answer,) = loaded.answers(prompts, sampling, max_tokens)
     return answer, time.perf_counter() - start
 
 
@@ -91,12 +71,8 @@ def generate_images(
         prompts.facts(0)
     except BadSample as bad:
         raise UserError(f"the prompt cannot be used: {bad}") from None
-    mesh_config, devices = _choose_mesh(config)
-    mesh = make_mesh(mesh_config, devices)
-    rules = ShardingRules.of(mesh_config)
-    enable_compilation_cache(served.programs())
-    model, params = served.load(mesh, rules)
-    images = ImageSampler(model, mesh, rules, sampling).images(params, prompts)
+    loaded = LoadedModel(served)
+    images = ImageSampler(loaded.model, loaded.mesh, loaded.rules, sampling).images(loaded.params, prompts)
     return [image.pixels for image in sorted(images, key=lambda image: image.prompt)]
 
 
@@ -110,36 +86,6 @@ def _stream(answers: Iterable[Answer]) -> Answer:
             shown = answer.text
     print(answer.text.removeprefix(shown), flush=True)
     return answer
-
-
-def _answer_room(served: CheckpointModel, prompts: UserPromptSource) -> int:
-    """Compute how many tokens fit behind the prompt. Raises UserError for none, or for a prompt that cannot be used."""
-    try:
-        prompts.facts(0)
-    except BadSample as bad:
-        raise UserError(f"the question cannot be asked: {bad}") from None
-    tokens = PromptRows(prompts, served.config.model, Topology(), 0).longest
-    positions = served.positions()
-    if positions is not None and tokens >= positions:
-        raise UserError(
-            f"the question takes {tokens} tokens, images and clips included; the model has {positions} positions "
-            "(max_position_embeddings), and an answer needs some; ask for less"
-        )
-    return sys.maxsize if positions is None else positions - tokens
-
-
-def _choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
-    """Choose the config's mesh, or else tensor parallelism over as many devices as divide every head count."""
-    devices = choose_devices(config.device)
-    if config.mesh != MeshConfig():
-        check_heads(mesh_sizes(config.mesh, len(devices)), config.mesh, config.model)
-        return config.mesh, devices
-    # One question is one row, so more devices than share its layers would have nothing to do.
-    towers = [config.model.llm, *config.model.encoders.values()]
-    counts = [count for tower in towers for count in head_counts(tower)]
-    counts += [g.heads for g in config.model.generators.values() if isinstance(g, DiffusionTransformerConfig)]
-    tensor = math.gcd(len(devices), *counts)
-    return MeshConfig(data=1, tensor=tensor), devices[:tensor]
 
 
 def read_media(
@@ -156,19 +102,25 @@ def read_media(
 
 def _read_medium(kind: Medium, path: Path, encoders: Encoders, limits: MediaLimits) -> bytes:
     try:
-        MediaProcessors(encoders).encoder(kind)
-    except UserError:
-        raise UserError(
-            f"--{kind} {path}: this model has no encoder for it (it has {', '.join(encoders) or 'none'})"
-        ) from None
-    try:
         encoded = path.expanduser().read_bytes()
-        check_media_size(kind, PROBES[kind](io.BytesIO(encoded)), limits)
     except OSError as error:
         raise UserError(f"--{kind} {path}: {error.strerror or error}") from None
-    except BadMedia as bad:
-        raise UserError(f"--{kind} {path}: {bad}") from None
+    check_medium(f"--{kind} {path}", kind, encoded, encoders, limits)
     return encoded
+
+
+def check_medium(
+    name: str, kind: Medium, encoded: bytes, encoders: Encoders, limits: MediaLimits = MediaLimits()
+) -> None:
+    """Raise UserError, naming it, for a file that is no medium, is too large or has no encoder."""
+    try:
+        MediaProcessors(encoders).encoder(kind)
+        check_media_size(kind, PROBES[kind](io.BytesIO(encoded)), limits)
+    except UserError:
+        known = ", ".join(encoders) or "none"
+        raise UserError(f"{name}: this model has no encoder for it (it has {known})") from None
+    except (BadMedia, OSError) as bad:
+        raise UserError(f"{name}: {bad}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> None:

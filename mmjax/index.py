@@ -133,7 +133,9 @@ def read_parts(config: Config) -> Iterator[Part]:
 def _scan(config: Config, name: str, split: Split, cache: Path) -> Part:
     """Scan one split of a config with a single source."""
     if config.data.chat is None:
-        conversations = open_conversations(config.data.sources[name], split, cache, f"data.sources.{name}")
+        conversations = open_conversations(
+            config.data.sources[name], split, cache, f"data.sources.{name}", config.data.window_space
+        )
         read = partial(read_facts, conversations, PROBES, cache, limits=config.data.limits)
         facts = _with_progress(len(conversations), f"{name} {split}", read)
         return Part(name, split, conversations, facts)

@@ -6,19 +6,26 @@ Imports the standard library only: a command calls `start_clock` before the impo
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
+
+from mmjax import __version__
 
 QUIET_SECONDS = 3.0  # after which an activity is printed for the first time
 REPEAT_SECONDS = 4.0  # between lines, at first
 LATER_SECONDS = 60.0  # between lines later, as when thousands of programs are compiled
 LATER = 300.0  # seconds after which that is
+
+FIRST_PORT = 20000  # of those on which process 0 may listen
+PORTS = 10000
 
 _PRINTING = {"-h", "--help", "--show"}
 _started = time.monotonic()
@@ -52,10 +59,48 @@ def start_clock(name: str) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
+    os.environ.update(launcher_variables(os.environ))
     _stack.append(Activity("loading libraries"))
     if os.environ.get("MMJAX_PROCESS", "0") == "0" and not _PRINTING.intersection(sys.argv):
-        print(f"mmjax  {name}: loading libraries", file=sys.stderr, flush=True)
+        print(f"mmjax {__version__}  {name}: loading libraries", file=sys.stderr, flush=True)
         threading.Thread(target=_print_slow, name="mmjax-activity", daemon=True).start()
+
+
+def launcher_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Derive MMJAX_COORDINATOR, MMJAX_PROCESSES and MMJAX_PROCESS from what srun or mpirun tells each of its tasks.
+
+    Empty where the MMJAX variables are set already, where neither has started this process, and where it is alone.
+    """
+    if "MMJAX_PROCESSES" in variables:
+        return {}
+    if "SLURM_STEP_NUM_TASKS" in variables:  # unlike SLURM_NTASKS set by srun only, and not in the batch script itself
+        count = variables["SLURM_STEP_NUM_TASKS"]
+        process = variables.get("SLURM_PROCID", "0")
+        host = _first_host(variables.get("SLURM_STEP_NODELIST", ""))
+        job = f"{variables.get('SLURM_JOB_ID')}.{variables.get('SLURM_STEP_ID')}"
+    elif "OMPI_COMM_WORLD_SIZE" in variables:
+        count = variables["OMPI_COMM_WORLD_SIZE"]
+        process = variables.get("OMPI_COMM_WORLD_RANK", "0")
+        # Open MPI 5 names a job prterun-HOST-PID@N, where HOST is that of mpirun, which has rank 0 by default.
+        job = variables.get("PMIX_NAMESPACE", "") or variables.get("OMPI_MCA_orte_hnp_uri", "")
+        named = re.match(r"prterun-(.+)-\d+@\d+$", job) or re.search(r"tcp://([\d.]+)", job)
+        one_host = variables.get("OMPI_COMM_WORLD_LOCAL_SIZE") == count
+        host = "127.0.0.1" if one_host else named[1] if named else ""
+    else:
+        return {}
+    if count == "1":
+        return {}
+    port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS  # the same for all tasks, another one for the next job
+    ours = {"MMJAX_PROCESSES": count, "MMJAX_PROCESS": process}
+    if host and "MMJAX_COORDINATOR" not in variables:
+        ours["MMJAX_COORDINATOR"] = f"{host}:{port}"
+    return ours
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first of SLURM's node list: of `gpu[003-010,020],x1` it is `gpu003`."""
+    first = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
+    return "".join(part or "" for part in first.groups()) if first else ""
 
 
 def end_loading() -> None:

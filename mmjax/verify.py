@@ -284,6 +284,7 @@ class Verifier:
             sources=self.data.sources,
             exchange=self.config.mesh.exchange,
             loss_chunks=self.loss_chunks,
+            loss=self.config.loss,
             compiler_options=self.compiler_options,
         )
 
@@ -345,7 +346,7 @@ class Programs:
         def states(params: Params, batch: Microbatch) -> States:
             with activations_on(executor.mesh, executor.rules, executor.exchange):
                 params = stack_layers(unstack_layers(params), layered.runs)
-                return layer_states(layered, params, batch, executor.loss_chunks)
+                return layer_states(layered, params, batch, executor.objective.chunks)
 
         self._layer_states = jax.jit(states, compiler_options=run.compiler_options or None)
 

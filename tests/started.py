@@ -67,7 +67,7 @@ def finish(process: subprocess.Popen, seconds: float = 480) -> Ended:
 
 def without_activities(err: str) -> str:
     """What a command has written to standard error beside what it says it is busy with."""
-    return re.sub(r"(?m)^(mmjax  \w+: loading libraries| {7}\S.* \.\.\. \d+ s)\n", "", err)
+    return re.sub(r"(?m)^(mmjax \S+  \w+: loading libraries| {7}\S.* \.\.\. \d+ s)\n", "", err)
 
 
 def wait_until(what: Callable[[], object], process: subprocess.Popen | None = None, seconds: float = 480) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from commands import TINY, run
-from started import ROOT, begin, environment, finish
+from started import ROOT, begin, environment, finish, without_activities
 
-from mmjax import cli
+from mmjax import __version__, cli
 from mmjax.config.loading import default_config, describe_with_meanings, load
 
 SCRIPT = """import sys
@@ -61,7 +61,8 @@ def test_the_first_line_is_there_before_anything_large_is_loaded_and_not_on_stdo
     """No JAX can be imported here: the line must be there all the same."""
     code = f"import sys; from mmjax import cli; sys.modules['jax'] = None; cli.main({words!r})"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.stderr.startswith(f"mmjax  {words[0]}: loading libraries\nTraceback")
+    assert ended.stderr.startswith(f"mmjax {__version__}  {words[0]}: loading libraries\n")
+    assert without_activities(ended.stderr).startswith("Traceback")
     assert ended.stdout == ""
     large = "import sys; from mmjax import cli; print([m for m in ('jax', 'numpy', 'flax') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", large], capture_output=True, text=True).stdout == "[]\n"

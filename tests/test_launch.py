@@ -43,7 +43,7 @@ time.sleep(600)
 # Starts every task with its number, and passes USR1 on to all of them.
 SRUN = """#!/usr/bin/env bash
 set -m
-while [[ $1 == --* ]]; do shift; done
+while [[ $1 == --* ]]; do echo "$1" >>"$SRUN_LOG"; shift; done
 trap 'kill -USR1 $(jobs -p)' USR1
 trap 'kill -KILL $(jobs -p); exit 143' TERM
 for ((i = 0; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i "$@" & done
@@ -87,6 +87,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
         (programs / name).chmod(0o755)
     found = {name: value for name, value in os.environ.items() if not name.startswith(("MMJAX_", "SLURM_"))}
     found |= {"PYTHONPATH": str(package.parent), "SCONTROL_LOG": str(tmp_path / "requeued")}
+    found |= {"SRUN_LOG": str(tmp_path / "options"), "SLURM_SUBMIT_DIR": str(ROOT)}
     found |= {"PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     return found | {"SLURM_JOB_NODELIST": "nodes[1-2]", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
 
@@ -128,6 +129,21 @@ def test_a_slurm_job_whose_run_is_done_ends_and_is_not_requeued(tmp_path: Path, 
     assert "start 1 ended with code 0, 4 steps saved; done" in ended.err
     assert (tmp_path / "starts1").read_text() == "--resume=auto tiny seed=1\n"
     assert not (tmp_path / "requeued").exists()
+
+
+def test_a_slurm_job_in_a_container_has_pyxis_options_and_its_clusters_settings(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
+    more = {"MMJAX_IMAGE": "registry#mmjax:0.1.0", "MMJAX_MOUNTS": "/data:/data", "MMJAX_CLUSTER": "ethernet"}
+    (tmp_path / "python" / "mmjax" / "train.py").write_text("import os; print(os.environ['NCCL_IB_DISABLE'])")
+    ended = finish(begun(variables | more, tmp_path, SLURM, "tiny"))
+    assert (ended.code, "".join(ended.out.split())) == (0, "11"), ended.err  # of both tasks, at the same time perhaps
+    assert (tmp_path / "options").read_text().splitlines() == [
+        "--kill-on-bad-exit=1",
+        "--container-image=registry#mmjax:0.1.0",
+        f"--container-workdir={tmp_path}",
+        f"--container-mounts={tmp_path}:{tmp_path},/tmp:/tmp,/data:/data",
+    ]
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])

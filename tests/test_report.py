@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from browser import CHROMIUM, HEADLESS, QUIET
 from commands import files, media_run, run
 from llava_folder import save_checkpoint, save_questions
 from PIL import Image
@@ -33,9 +34,6 @@ from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.training.run_data import append_launch, open_data
 
 SECTIONS = ("training", "lengths", "balance", "time", "row", "worst", "history", "config")  # nothing is left out
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
-)
 
 
 @pytest.fixture(scope="module")
@@ -299,12 +297,11 @@ def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
 def test_a_browser_shows_every_section_and_complains_of_nothing(page: Path, tmp_path: Path) -> None:
-    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
-    headless = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    headless = [*HEADLESS, *QUIET, f"--user-data-dir={tmp_path / 'profile'}"]
     said = ["--enable-logging=stderr", "--dump-dom"]
 
     def shown(path: Path) -> subprocess.CompletedProcess[str]:
-        command = [CHROMIUM, *headless, *quiet, *said, path.as_uri()]
+        command = [CHROMIUM, *headless, *said, path.as_uri()]
         return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
 
     ended = shown(page)

@@ -6,7 +6,7 @@ import time
 import pytest
 from started import heed_interrupts
 
-from mmjax import startup
+from mmjax import __version__, startup
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def test_a_command_says_that_it_starts_before_it_imports_what_takes_long() -> No
     """The line must be there though what is imported next does not exist."""
     code = "from mmjax.startup import start_clock; start_clock('train'); import nothing_of_this_name"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.stderr.startswith("mmjax  train: loading libraries\nTraceback")
+    assert ended.stderr.startswith(f"mmjax {__version__}  train: loading libraries\nTraceback")
     loaded = "import sys; from mmjax import startup; print([name for name in sys.modules if name in ('jax', 'numpy')])"
     assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout == "[]\n"
 

@@ -22,7 +22,7 @@ from commands import MEDIA_WORDS, TINY, TINY_MEDIA, files, media_run, run
 from restarts import last
 from started import begin, environment, finish, start, wait_until, without_activities
 
-from mmjax import train
+from mmjax import __version__, train
 from mmjax.config.loading import default_config, describe_with_meanings, load, shipped_configs
 from mmjax.disk import verify_checksum, with_checksum
 from mmjax.distributed.watchdog import Watchdog
@@ -96,7 +96,7 @@ def test_with_profile_layers_are_timed_and_the_compiler_says_what_fits(capsys, t
 def test_the_first_lines_say_what_will_run(trained):
     _, out = trained
     for text in (
-        "tiny_media: ",
+        f"mmjax {__version__}  tiny_media: ",
         "vision.connector",
         "on     8 x cpu (data 8)",
         "a step has about",

@@ -21,6 +21,7 @@ from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, Generator, ModelConfig
 from mmjax.config.towers import Encoder
+from mmjax.config.training import loss_inputs
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.sample import CORNERS
@@ -43,7 +44,7 @@ from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, ma
 from mmjax.runtime.step import Accumulated, Executor, loss_weights
 
 WHEELS = "jax_cuda13_plugin"
-INSTALL = 'pip install -e ".[aot]"'
+INSTALL = 'pip install "mmjax[aot]"'
 # A GPU as XLA describes devices (`GpuTargetConfigProto`).
 TARGET = """
 platform_name: "CUDA"
@@ -155,6 +156,7 @@ class StepPrograms:
             sources=1,
             exchange=config.mesh.exchange,
             loss_chunks=config.training.loss_chunks or 1,
+            loss=config.loss,
             accumulates=batch.microbatches > 1,
             compiler_options=compiler_options(config.compiler, devices[0], mesh.shape[CONTEXT]),
         )
@@ -244,7 +246,8 @@ def _microbatch(executor: Executor, batch: DeviceBatch, model: ModelConfig) -> M
     text = tower("llm", rules.rows, tokens_sharding(mesh, rules), mesh.shape[CONTEXT])
     items = {m: tower(m, rules.item_rows, rows_sharding(mesh, rules.item_rows)) for m in model.item_modules}
     tables = table_structs(model.item_modules, text.token, mesh, rules, batch.shape, batch.widths, batch.peers)
-    return Microbatch(text._replace(**tables), items)
+    inputs = dict.fromkeys(loss_inputs(executor.objective.loss), text.weight)
+    return Microbatch(text._replace(**tables, loss_inputs=inputs), items)
 
 
 def table_structs(

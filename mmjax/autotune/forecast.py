@@ -23,6 +23,7 @@ from mmjax.autotune.memory_plan import (
 from mmjax.balance.parts import dist_ratio
 from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples, UnetConfig
 from mmjax.config.model import towers_of
+from mmjax.config.training import repeats_forward
 from mmjax.data.plan.grouping import Budget, make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan
@@ -292,7 +293,14 @@ def _forecast(
     memory_plan = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
     activation = ACTIVATION[config.training.precision]
     machine = ClusterRun(
-        cluster, mesh, memory_plan.sharding, speed, activation, memory_plan.loss_chunks, config.mesh.context_attention
+        cluster,
+        mesh,
+        memory_plan.sharding,
+        speed,
+        activation,
+        loss_chunks=memory_plan.loss_chunks,
+        context_attention=config.mesh.context_attention,
+        reference=repeats_forward(config.loss),
     )
     model = resolve_attention(config.model, speed.rates, layout.topology.context)
     microbatches = [m for plan in plans for m in plan.microbatches]
@@ -356,4 +364,6 @@ def needed_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> flo
         index.item_useful[items],
         index.item_tokens[items],
     )
-    return sum(flops.total for flops in model_flops(config.model, work, frozen_modules(config.model)).values())
+    reference = repeats_forward(config.loss)
+    flops = model_flops(config.model, work, frozen_modules(config.model), reference)
+    return sum(of_module.total for of_module in flops.values())

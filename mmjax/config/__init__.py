@@ -34,7 +34,9 @@ from mmjax.config.data import (
     ParquetSource,
     Placeholder,
     PostBalance,
+    PreferenceSource,
     QuestionsSource,
+    RolloutsSource,
     Samples,
     ShareGptSource,
     Tokens,
@@ -102,7 +104,11 @@ from mmjax.config.training import (
     Adafactor,
     AdamW,
     ContextAttention,
+    CrossEntropy,
+    Dpo,
     Exchange,
+    Grpo,
+    LossConfig,
     MeshConfig,
     Moments,
     Muon,
@@ -137,3 +143,4 @@ class Config:
     compiler: dict[str, bool | int | float | str] = field(default_factory=dict)  # XLA's options beside mmjax's, by name
     run: str = ""  # the run's folder; empty: runs/<name>
     init_from: str = ""  # a run whose parameters (and nothing else) this one starts from
+    loss: LossConfig = CrossEntropy()  # of text: cross-entropy, or one of several answers to a prompt

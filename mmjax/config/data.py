@@ -174,6 +174,20 @@ class ManifestSource:
 
 
 @dataclass(frozen=True)
+class PreferenceSource(ConversationFiles):
+    """TRL's pairs for loss=dpo: {"prompt": "..." or messages, "chosen": ..., "rejected": ..., "images": ["a.jpg"]}."""
+
+    kind: Literal["preference"] = "preference"
+
+
+@dataclass(frozen=True)
+class RolloutsSource(ConversationFiles):
+    """Answers that a model has drawn, for loss=grpo: {"prompt", "completion_ids", "logprobs", "advantages"}."""
+
+    kind: Literal["rollouts"] = "rollouts"
+
+
+@dataclass(frozen=True)
 class ParquetSource:
     """Parquet as in Hugging Face's data sets: media are {"bytes", "path"} or bytes, or lists of them.
 
@@ -192,6 +206,9 @@ class ParquetSource:
     outside: Outside = "refuse"  # references that lead out of its folder
     kind: Literal["parquet"] = "parquet"
     weight: float = 1.0  # share of the samples
+    window: int = 0  # so many neighbouring samples are shuffled, of files in random order; 0: all of them
+    # pair: columns prompt, chosen and rejected; rollouts: prompt, completion_ids, logprobs and advantages
+    answers: Literal["one", "pair", "rollouts"] = "one"
 
 
 @dataclass(frozen=True)
@@ -214,7 +231,8 @@ class WebDatasetSource:
     Its text is its .json (messages, conversations, or a question and an answer) or its .txt, an answer to `prompt`.
     """
 
-    path: str  # shards of the training split: `*`, {000..127}, or a URL; or a folder of Energon's, with all splits
+    # shards of the training split: `*`, {000..127}, a URL or pipe:COMMAND; or a folder of Energon's, with all splits
+    path: str
     question: str = "question"  # key of the question in a .json
     answer: str = "answer"  # key of the answer
     prompt: str = "Describe the image."  # the question where a sample has none
@@ -222,6 +240,7 @@ class WebDatasetSource:
     test: str = ""  # shards of that split
     kind: Literal["webdataset"] = "webdataset"
     weight: float = 1.0  # share of the samples
+    window: int = 0  # so many neighbouring samples are shuffled, of shards in random order; 0: all of them
 
 
 @dataclass(frozen=True)
@@ -240,6 +259,8 @@ FileSource = (
     | ShareGptSource
     | MessagesSource
     | QuestionsSource
+    | PreferenceSource
+    | RolloutsSource
     | ManifestSource
     | ParquetSource
     | WebDatasetSource
@@ -306,3 +327,4 @@ class DataConfig:
     # A source's share of the samples is its weight times (its number of samples) ** (1 / temperature): with 1 weights
     # are epochs, with more, small sources come more often; 0: the weight alone
     temperature: float = 0.0
+    window_space: float = 32.0  # GB in `cache` for copies of what sources with a `window` read

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from mmjax.config.generators import DiffusionTransformerConfig, Generator, Tower, UnetConfig, VaeConfig, step_vae
-from mmjax.config.towers import AudioConfig, ConnectorConfig, DecoderConfig, Encoder, VisionConfig
+from mmjax.config.towers import AudioConfig, ConnectorConfig, DecoderConfig, Encoder, Quantization, VisionConfig
 from mmjax.errors import UserError
 
 
@@ -202,6 +202,28 @@ def adapted_modules(model: ModelConfig) -> list[str]:
 def frozen_by_adapters(model: ModelConfig) -> set[str]:
     """List the modules whose base weights are frozen because they have adapters."""
     return {module_of_layer(name) for name, lora in adapters_by_layer(model).items() if lora.base == "frozen"}
+
+
+def frozen_modules(model: ModelConfig) -> frozenset[str]:
+    """Name the modules that the config freezes; their adapters are trained all the same."""
+    parts = {"llm": model.llm.frozen}
+    for name, tower in (*model.encoders.items(), *model.generators.items()):
+        parts |= {name: tower.frozen, f"{name}.connector": tower.connector.frozen}
+    parts |= {f"{name}.vae": True for name in step_vaes(model)}
+    return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
+
+
+NF4_BLOCK = 64  # inputs that share a scale
+
+
+def quantized_layers(model: ModelConfig) -> dict[str, Quantization]:
+    """Map each linear layer whose weight is quantised to how it is: those of the layers of towers that say so."""
+    towers = {"llm": model.llm, **model.encoders}
+    how = {name: tower.quantize for name, tower in towers.items() if tower.quantize != "none"}
+    if not how:
+        return {}
+    split = {layer: layer.split(".")[:2] for layer in linear_layers(model)}
+    return {layer: how[tower] for layer, (tower, place) in split.items() if tower in how and place == "layers"}
 
 
 def lora_scale(lora: LoraConfig) -> float:

@@ -51,7 +51,7 @@ from mmjax.config.checks import (
 )
 from mmjax.config.codec import did_you_mean
 from mmjax.config.generator_validation import check_generators
-from mmjax.config.model import linear_layers, matching_layers
+from mmjax.config.model import NF4_BLOCK, frozen_by_adapters, linear_layers, matching_layers, quantized_layers
 
 
 def check_images(where: str, how: ImagePreparation) -> None:
@@ -175,6 +175,7 @@ def check_model(model: ModelConfig) -> None:
         "model: every module is frozen; set frozen=false on one, such as model.llm",
     )
     _check_lora(model)
+    _check_quantized(model)
 
 
 def _check_callbacks(where: str, encoder: VisionConfig | AudioConfig) -> None:
@@ -224,6 +225,30 @@ def _check_lora(model: ModelConfig) -> None:
             check(
                 lora.rank <= limit, f"{where}.rank={lora.rank}: {layer} has but {limit} channels; choose at most that"
             )
+
+
+def _check_quantized(model: ModelConfig) -> None:
+    adapted = frozen_by_adapters(model)
+    for name, tower in {"llm": model.llm, **model.encoders}.items():
+        if tower.quantize == "none":
+            continue
+        where = "model.llm" if name == "llm" else f"model.encoders.{name}"
+        check(
+            tower.frozen or name in adapted,
+            f"{where}.quantize={tower.quantize}: quantised weights are not trained; set {where}.frozen=true, or give "
+            "it adapters whose base is frozen (model.lora)",
+        )
+    check(
+        model.llm.quantize == "none" or model.llm.experts is None,
+        f"model.llm.quantize={model.llm.quantize}: the matrices of experts (model.llm.experts) are not quantised; use "
+        "quantize=none",
+    )
+    sizes = linear_layers(model)
+    for layer, how in quantized_layers(model).items():
+        check(
+            how != "nf4" or sizes[layer][0] % NF4_BLOCK == 0,
+            f"quantize=nf4: {layer} has {sizes[layer][0]} inputs, and {NF4_BLOCK} share a scale; use quantize=int8",
+        )
 
 
 def _check_decoder(llm: DecoderConfig) -> None:

@@ -15,6 +15,10 @@ Remat = Literal["none", "products", "attention_mlp", "attention", "offload", "fu
 TowerRemat = Literal["auto", "none", "products", "attention_mlp", "attention", "offload", "full"]
 
 
+# Of a frozen tower's matrices: in the precision of the computation, or in 8 or 4 bits (`models.quantization`).
+Quantization = Literal["none", "int8", "nf4"]
+
+
 @dataclass(frozen=True)
 class PlainRope:
     """Rotary positions without scaling."""
@@ -169,6 +173,7 @@ class DecoderConfig:
     gated: bool = True  # the MLP has a gate
     learned_positions: int = 0  # entries of a table of learned positions in place of RoPE; 0: RoPE
     first_position: int = 0  # entry of that table for a sample's first token
+    quantize: Quantization = "none"  # of the linear layers' frozen weights
 
     @property
     def max_tokens(self) -> int:
@@ -329,6 +334,7 @@ class VisionConfig:
     embed_norm_first: bool = False  # embed_norm comes before learned positions are added
     registers: int = 0  # further learned tokens beside the class token, without positions
     norm_place: Literal["before", "after"] = "before"  # a layer's norms: of the inputs of attention and MLP, or outputs
+    quantize: Quantization = "none"  # of the linear layers' frozen weights
 
     @property
     def own_tokens(self) -> int:
@@ -391,6 +397,7 @@ class AudioConfig:
     stem_width: int = 0  # channels of three 2D convolutions; 0: two 1D ones, as wide as the layers
     attended_chunks: int = 1  # consecutive chunks of a clip that the layers attend
     key_bias: bool = False  # keys have a bias, as all other matrices of a layer
+    quantize: Quantization = "none"  # of the linear layers' frozen weights
 
     @property
     def mels(self) -> int:

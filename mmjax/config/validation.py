@@ -13,7 +13,9 @@ from mmjax.config import (
     AudioConfig,
     BatchConfig,
     Config,
+    CrossEntropy,
     DataConfig,
+    Dpo,
     EmbeddedSource,
     FileSource,
     MeshConfig,
@@ -23,6 +25,7 @@ from mmjax.config import (
     UnetConfig,
     Unit,
     VisionConfig,
+    WebDatasetSource,
 )
 from mmjax.config.checks import (
     above_zero,
@@ -32,9 +35,9 @@ from mmjax.config.checks import (
     modules_of_model,
 )
 from mmjax.config.codec import did_you_mean
-from mmjax.config.model import adapted_modules, layers_of, module_names, step_vaes
+from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, step_vaes
 from mmjax.config.model_validation import check_limits, check_model
-from mmjax.config.training import cut_tower, unit_cuts, unit_modules
+from mmjax.config.training import cut_tower, repeats_forward, unit_cuts, unit_modules
 
 EMBEDDED_RATE = 4000  # Hz, of the embedded dataset's clips
 MAX_EMBEDDED = 10_000_000  # samples; each is generated once before training, to compute its length
@@ -47,6 +50,8 @@ def check_data(data: DataConfig) -> None:
         at_least(0, f"data.sources.{name}", source, ("weight",))
         if isinstance(source, FileSource):
             _check_files(f"data.sources.{name}", source)
+        if isinstance(source, ParquetSource | WebDatasetSource):
+            at_least(0, f"data.sources.{name}", source, ("window",))
     weights = {f"data.sources.{name}.weight": source.weight for name, source in data.sources.items()}
     check(
         not weights or sum(weights.values()) > 0,
@@ -65,6 +70,7 @@ def check_data(data: DataConfig) -> None:
         f"data.pool={data.pool}: give local, auto, or a Ray cluster's host:port or ray://host:port",
     )
     check(data.pool_memory > 0, f"data.pool_memory={data.pool_memory}: it is in GB, and must be above 0")
+    check(data.window_space > 0, f"data.window_space={data.window_space}: it is in GB, and must be above 0")
     share = data.max_bad_share
     check(0 <= share <= 1, f"data.max_bad_share={share}: it is a part of the samples; choose 0 to 1")
     check_limits("data.limits", data.limits)
@@ -72,7 +78,10 @@ def check_data(data: DataConfig) -> None:
 
 def _check_files(where: str, source: FileSource) -> None:
     check(bool(source.path), f"{where}.path is empty; name a file, a folder or a URL")
-    if isinstance(source, ParquetSource):
+    if isinstance(source, ParquetSource) and source.answers != "one":
+        named = next((key for key in ("messages", "question", "answer") if getattr(source, key)), "")
+        check(not named, f"{where}.{named}: the columns of answers={source.answers} have TRL's names; leave it empty")
+    elif isinstance(source, ParquetSource):
         paired = bool(source.question) and bool(source.answer)
         check(
             paired != bool(source.messages) and bool(source.question) == bool(source.answer),
@@ -122,8 +131,50 @@ def validate(config: Config) -> None:
     at_least(0, "mesh", config.mesh, ("memory", "host_memory"))
     _check_sequence_parallel(config.mesh, config.batch.alignment)
     _check_training(config)
+    check_loss(config)
     if config.units:
         _check_units(config)
+
+
+def check_loss(config: Config) -> None:
+    """Raises UserError where sources hold not what the loss is of, or the model cannot take answers as branches."""
+    loss, model = config.loss, config.model
+    for name, source in config.data.sources.items():
+        answers = {"pair": "dpo", "rollouts": "grpo"}.get(getattr(source, "answers", "one"), "cross_entropy")
+        wanted = {"preference": "dpo", "rollouts": "grpo"}.get(source.kind, answers)
+        # What a function, a dataset_info or ArrayRecords hold is seen when they are read.
+        known = wanted != "cross_entropy" or source.kind not in ("function", "dataset_info", "arrayrecord")
+        check(
+            wanted == loss.kind or not known,
+            f"loss={loss.kind}: data.sources.{name} ({source.kind}) is for loss={wanted}; set that, or leave it out",
+        )
+    if isinstance(loss, CrossEntropy):
+        return
+    at_least(0, "loss", loss, ("beta",))
+    if isinstance(loss, Dpo):
+        above_zero("loss", loss, ("beta",))
+    else:
+        above_zero("loss", loss, ("epsilon", "epsilon_high"))
+    towers = {"model.llm": model.llm, **{f"model.encoders.{name}": e for name, e in model.encoders.items()}}
+    dropping = next((name for name, tower in towers.items() if tower.dropout), "")
+    unsupported = {
+        "units": bool(config.units),
+        "model.generators": bool(model.generators),
+        f"{dropping}.dropout": bool(dropping),
+        "model.llm.windowed": bool(model.llm.windowed),
+        "model.llm.delta_net": model.llm.delta_net is not None,
+        "model.llm.items=prefix": model.llm.items == "prefix",
+    }
+    for setting, in_config in unsupported.items():
+        check(not in_config, f"loss={loss.kind} does not work with {setting}; leave it out, or use loss=cross_entropy")
+    if repeats_forward(loss):
+        trained = [module for module in module_names(model) if module not in frozen_modules(model)]
+        check(
+            bool(adapted_modules(model)) and not trained,
+            f"loss.reference=adapters_off: the reference is the model without its adapters, but "
+            f"{(trained or ['nothing'])[0]} is trained {'itself' if trained else 'by adapters'}; freeze it and give it "
+            "or another module adapters (model.lora), or use loss.reference=stored or none",
+        )
 
 
 def _check_sequence_parallel(mesh: MeshConfig, alignment: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -42,11 +42,24 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Rollout:
+    """An answer that a model has drawn, and how good it is."""
+
+    tokens: tuple[int, ...]  # its end among them
+    log_probs: tuple[float, ...]  # of every token, of the model that has drawn them
+    advantage: float
+    reference: tuple[float, ...] = ()  # log-probabilities of every token, of the reference
+
+
+@dataclass(frozen=True)
 class Conversation:
     """One record of a data set."""
 
     messages: tuple[Message, ...]
     answers: tuple[str, ...] = ()  # all right answers to its last question, where the record has several
+    rejected: Message | None = None  # the worse of a pair of last answers, the better of which is the last message
+    reference: tuple[float, ...] = ()  # the reference's log-probabilities of both, the better one's first
+    rollouts: tuple[Rollout, ...] = ()  # answers that a model has drawn to its last message
 
     def media(self) -> Iterator[MediaPlace]:
         """Iterate over the places of media in order."""
@@ -75,6 +88,7 @@ def split_markers(text: str) -> list[str | MediaPlace]:
     return parts
 
 
+MAX_BRANCHES = 18  # of a sample: the attention mask has a bit for each
 Files = Sequence[tuple[str, int]]  # the names of a source's files and how many samples each has, in order
 
 
@@ -91,6 +105,8 @@ class Text:
     branch: int = 0
     start: int | None = None  # RoPE position of the first token; None = continue the branch
     back: int = 0  # RoPE positions that it goes back, to stand beside what is before it
+    # float32 [n] by name, of an answer in a branch: what the loss reads of its tokens
+    loss_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Several processes as one run: start and end together, and exchange small values beside the collectives.
 
 Everything goes through JAX's coordination service on process 0; with one process there is none and nothing waits. The
-environment names the processes, as `launch/` sets it: MMJAX_COORDINATOR (host:port), MMJAX_PROCESSES, MMJAX_PROCESS.
+environment names the processes, as `launch/` sets it, or `mmjax.startup` for srun and mpirun: MMJAX_COORDINATOR
+(host:port), MMJAX_PROCESSES, MMJAX_PROCESS.
 """
 
 from __future__ import annotations
@@ -182,7 +183,8 @@ def _connect() -> None:
         coordinator = os.environ["MMJAX_COORDINATOR"]
     except KeyError:
         raise UserError(
-            "MMJAX_PROCESSES is set and MMJAX_COORDINATOR is not; start with launch/local.sh or launch/slurm.sbatch"
+            "MMJAX_PROCESSES is set and MMJAX_COORDINATOR is not; set it to HOST:PORT of process 0 on all of them, or "
+            "start with launch/local.sh or launch/slurm.sbatch"
         ) from None
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts before we can print who died
     jax.config.update("jax_enable_preemption_service", False)  # else JAX handles SIGTERM itself

@@ -44,7 +44,8 @@ from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated
 from mmjax.runtime.device_batch import put_rows
-from mmjax.runtime.losses import image_sums, losses_in_chunks
+from mmjax.runtime.losses import image_sums
+from mmjax.runtime.objectives import TextObjective, measures_of
 from mmjax.startup import activity
 
 PICTURES = 200  # made of each source by default
@@ -258,16 +259,18 @@ class Evaluator:
             max_answer=0,
             batch_limits=batch_limits,
             groups=_by_split(measured) if one_shape else (),
+            loss=config.loss,
         )
+        objective = TextObjective.of(model, config.loss, loss_chunks or 1)
 
-        def losses(params: Params, batch: Microbatch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        def losses(params: Params, batch: Microbatch) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
             with activations_on(mesh, rules):
-                hidden, table, _, errors = model.outputs(params, batch)
-                cap = model.config.llm.logit_cap
-                per_token = losses_in_chunks(hidden, table, batch.text, loss_chunks or 1, cap)
-            return per_token.sum(1), batch.text.weight.sum(1), image_sums(errors, batch.items)
+                outputs, per_token, measures = objective(params, batch)
+            by_token = {"loss": per_token, **measures, "weight": batch.text.weight}
+            return {name: x.sum(1) for name, x in by_token.items()}, image_sums(outputs.errors, batch.items)
 
         self._losses = jax.jit(losses, out_shardings=replicated(mesh))
+        self._measures = measures_of(config.loss)
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -288,7 +291,8 @@ class Evaluator:
         measured = {name for name, _ in self._measured if name.startswith(f"{split}/")}
         by_source = [f"loss/{name.partition('/')[2]}" for name in sorted(measured)] if len(measured) > 1 else []
         matches = [f"exact_match_{name}" for name in sorted(self._groups.get(split, ()))]
-        return tuple(f"{split}/{name}" for name in [*matches, *(["loss"] if measured else []), *by_source])
+        losses = ["loss", *self._measures] if measured else []
+        return tuple(f"{split}/{name}" for name in [*matches, *losses, *by_source])
 
     def questions(self, split: str = "") -> int:
         """Return the number of questions of a split, or of all."""
@@ -358,30 +362,46 @@ class Evaluator:
     def loss(self, params: Params, split: str = "") -> Scores:
         """Compute the mean loss per token over the samples of a split, or all.
 
-        Returns `loss`, `loss/<source>` where there are several, and `image_loss/<generator>`, the mean error of its
-        patches; nothing without samples.
+        Returns `loss`, `loss/<source>` where there are several, what else the config's loss measures, and
+        `image_loss/<generator>`, the mean error of its patches; nothing without samples.
         """
-        numbers = [n for n, (name, _) in enumerate(self._measured) if name.startswith(split)]
-        spoiled = dict[int, str]()
-        sums = defaultdict[str, np.ndarray](lambda: np.zeros(2))  # by source: loss, weight
         images = defaultdict[str, np.ndarray](lambda: np.zeros(2))  # by generator: errors, patches
-        with activity(f"computing the {split or 'mean'} loss", len(numbers)) as under_way:
-            for number, batch in self._samples.batches(numbers, spoiled):
-                values = jax.device_get(self._losses(params, put_rows(batch, self._mesh, self._rules)))
-                for row in np.flatnonzero(number >= 0):
-                    sums[self._measured[number[row]][0]] += values[0][row], values[1][row]
-                for name, of_images in values[2].items():
-                    images[name] += of_images
-                under_way.done += int((number >= 0).sum())
-                self._advance(int((number >= 0).sum()))
-        self._note(self._measured, spoiled)
-        means = {name.split("/", 1)[1]: float(s[0] / s[1]) for name, s in sums.items() if s[1] > 0}
+        sums = defaultdict[str, Counter[str]](Counter)  # by source
+        for name, _, values in self._sample_losses(params, split, images):
+            sums[name].update(values)
+        means = {name.split("/", 1)[1]: s["loss"] / s["weight"] for name, s in sums.items() if s["weight"] > 0}
         of_images = {f"image_loss/{name}": float(s[0] / s[1]) for name, s in images.items() if s[1] > 0}
         if not means:
             return of_images
-        loss, weight = sum(sums.values())
+        total = {name: sum(s[name] for s in sums.values()) for name in next(iter(sums.values()))}
+        weight = total.pop("weight")
         by_source = {f"loss/{name}": mean for name, mean in means.items()} if len(means) > 1 else {}
-        return {"loss": float(loss / weight), **by_source, **of_images}
+        return {name: value / weight for name, value in total.items()} | by_source | of_images
+
+    def log_probs(self, params: Params) -> dict[str, dict[int, tuple[float, float]]]:
+        """Compute the log-probabilities of both answers of every pair, the chosen one's first, by source and sample."""
+        sums = defaultdict[str, dict[int, tuple[float, float]]](dict)
+        for name, sample, values in self._sample_losses(params):
+            chosen, rejected = (values[f"logps/{answer}"] / values["weight"] for answer in ("chosen", "rejected"))
+            sums[name][sample] = chosen, rejected
+        return sums
+
+    def _sample_losses(
+        self, params: Params, split: str = "", images: dict[str, np.ndarray] | None = None
+    ) -> Iterator[tuple[str, int, dict[str, float]]]:
+        """Yield the source, the number and the sums over tokens of every readable sample, and add to `images`."""
+        numbers = [n for n, (name, _) in enumerate(self._measured) if name.startswith(split)]
+        spoiled = dict[int, str]()
+        with activity(f"computing the {split or 'mean'} loss", len(numbers)) as under_way:
+            for number, batch in self._samples.batches(numbers, spoiled):
+                values, of_images = jax.device_get(self._losses(params, put_rows(batch, self._mesh, self._rules)))
+                for row in np.flatnonzero(number >= 0):
+                    yield *self._measured[number[row]], {name: float(x[row]) for name, x in values.items()}
+                for name, of_generator in of_images.items() if images is not None else ():
+                    images[name] += of_generator
+                under_way.done += int((number >= 0).sum())
+                self._advance(int((number >= 0).sum()))
+        self._note(self._measured, spoiled)
 
     def _usable(
         self, name: str, candidates: Sequence[int], check: Callable[[int], object], limit: int | None

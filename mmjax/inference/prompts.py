@@ -16,8 +16,10 @@ from mmjax.batch import Microbatch
 from mmjax.config import (
     AnyRes,
     AudioConfig,
+    CrossEntropy,
     DynamicTiles,
     FixedSize,
+    LossConfig,
     MediaLimits,
     ModelConfig,
     PanAndScan,
@@ -308,9 +310,10 @@ class PromptRows:
         max_answer: int,
         batch_limits: BatchLimits | None = None,
         groups: Sequence[Sequence[int]] = (),
+        loss: LossConfig = CrossEntropy(),
     ) -> None:
         self._index = build_index({"prompt": prompts}, model.item_modules)
-        self._arrays = Arrays.of(model)
+        self._arrays = Arrays.of(model, loss)
         self._max_answer = max_answer
         self._batch_limits = batch_limits or BatchLimits()
         # Items are encoded where their prompt is, so nothing travels.

@@ -24,6 +24,7 @@ from mmjax.models.attention import Backend, Plan, attention, plan_attention
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring, dense_attention
 from mmjax.models.embedding import look_up
 from mmjax.models.expert_routing import Routing
+from mmjax.models.quantization import Quantized, QuantizedMatrix, dequantize
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.collective_matmul import tensor_parallel_products
 from mmjax.parallel.sharding import Axes, active, constrain, platform
@@ -244,7 +245,7 @@ class Linear(nnx.Module):
     def __init__(self, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs, *, bias: bool = False):
         # Always float32: the cast to the computation's precision is part of the forward pass.
         weight = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
-        self.weight = nnx.Param(weight, axes=axes)
+        self.weight: nnx.Param | QuantizedMatrix = nnx.Param(weight, axes=axes)  # quantised by `models.model`
         # A bias along the width is replicated: it is small, and activations are not sharded there.
         bias_axis = None if axes[1] == "embed" else axes[1]
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
@@ -258,7 +259,7 @@ class Linear(nnx.Module):
         """Apply to inputs with so many channels appended, which are ignored."""
         if not padding:
             return self(x)
-        weight = self.weight[...]
+        weight = dequantize(self.weight[...], x.dtype)
         y = _product(x, jnp.pad(weight, ((0, 0),) * (weight.ndim - 2) + ((0, padding), (0, 0))))
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
@@ -272,11 +273,17 @@ def apply_linears(x: Float[Array, "*b i"], *linears: Linear, padding: int = 0) -
 
     padding: zeros appended to the outputs, by the products themselves.
     """
-    weights = [_pad_last(linear.weight[...], padding) for linear in linears]
     axes = [linear.axes for linear in linears]
-    products = tensor_parallel_products(x, weights, axes) or [_product(x, w) for w in weights]
+
+    def multiply(x: Array, *weights: Array | Quantized) -> tuple[Array, ...]:
+        matrices = [_pad_last(dequantize(w, x.dtype), padding) for w in weights]
+        return tensor_parallel_products(x, matrices, axes) or tuple(_product(x, w) for w in matrices)
+
+    weights = [linear.weight[...] for linear in linears]
+    # Quantised weights are kept for backward as they are, and dequantised again there.
+    products = keep_inputs(multiply) if any(isinstance(w, Quantized) for w in weights) else multiply
     outputs = []
-    for linear, y in zip(linears, products, strict=True):
+    for linear, y in zip(linears, products(x, *weights), strict=True):
         if linear.bias is not None:
             y = y + _pad_last(linear.bias[...].astype(x.dtype), padding)
         if linear.lora is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import DiffusionTransformerConfig, LoraConfig, ModelConfig, UnetConfig, VisionConfig
-from mmjax.config.model import adapters_by_layer, frozen_by_adapters, layers_of, lora_scale, step_vaes
+from mmjax.config.model import adapters_by_layer, frozen_modules, layers_of, lora_scale, quantized_layers
 from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing
 from mmjax.models.generation import (
@@ -33,6 +34,7 @@ from mmjax.models.generation import (
 from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
 from mmjax.models.layers import Linear, Noise
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
+from mmjax.models.quantization import QuantizedMatrix
 from mmjax.parallel.sharding import encoding
 
 # Of a pipeline stage, by name, as `Stage` takes and makes them.
@@ -111,12 +113,7 @@ class Model:
     @property
     def frozen(self) -> set[str]:
         """Name the modules that the config freezes, as `module_of` does; adapters in them are trained all the same."""
-        names = {"llm"} if self.config.llm.frozen else set()
-        for name, encoder in self.config.item_modules.items():
-            names |= {name} if encoder.frozen else set()
-            names |= {f"{name}.connector"} if encoder.connector.frozen else set()
-        vaes = {f"{name}.vae" for name in step_vaes(self.config)}
-        return names | vaes | frozen_by_adapters(self.config)
+        return set(frozen_modules(self.config))
 
     @property
     def is_random(self) -> bool:
@@ -135,16 +132,23 @@ class Model:
         return module.decode(microbatch.text, module.encode(microbatch.items, noise), noise)
 
     def outputs(
-        self, params: Params, microbatch: Microbatch, noise: Noise | None = None, accumulators: Params | None = None
+        self,
+        params: Params,
+        microbatch: Microbatch,
+        noise: Noise | None = None,
+        accumulators: Params | None = None,
+        features: Mapping[str, Float[Array, "r m e"]] = MappingProxyType({}),
     ) -> Outputs:
         """Compute what losses are made of.
 
         accumulators: float32 sums of gradients of scanned stacks' parameters. The gradient with respect to them is the
-        new sums, and these parameters get none.
+        new sums, and these parameters get none. features: encoders' tokens, where they are known.
         """
         module = self.module(params)
         seed = _accumulate_in_scans(module, accumulators)
-        hidden, table = module.hidden_and_table(microbatch.text, module.encode(microbatch.items, noise), noise)
+        unknown = {name: items for name, items in microbatch.items.items() if name not in features}
+        features = {**features, **module.encode(unknown, noise)}
+        hidden, table = module.hidden_and_table(microbatch.text, features, noise)
         errors = module.generator_errors(hidden, microbatch.text, microbatch.items, noise)
         return Outputs(seed(hidden), table, module.llm.layers.routing, errors)
 
@@ -508,6 +512,9 @@ def _init_params(
 ) -> MultimodalModel:
     model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key), functions)
     _attach_adapters(model, config, key)
+    for name, how in quantized_layers(config).items():
+        for linear, _ in _linear_layers(model, name):
+            linear.weight = QuantizedMatrix(linear.weight[...], linear.axes, how)
     return model
 
 
@@ -522,7 +529,7 @@ class LowRank(nnx.Module):
     """
 
     def __init__(self, a: Array, b: Array, linear: Linear, scale: float):
-        inputs, outputs = linear.weight.get_metadata("axes")
+        inputs, outputs = linear.axes
         self.a = nnx.Param(a, axes=(inputs, None))
         self.b = nnx.Param(b, axes=(None, outputs))
         self.scale = scale

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Callbacks, Config
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, merge
+from mmjax.models.quantization import cast_frozen
 from mmjax.parallel.sharding import ShardingRules, replicated, row_ranks
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.forecast import PipelineForecast
@@ -148,7 +150,7 @@ def stage_parameters(pipeline: PipelineExecutor, number: int) -> tuple[Any, Any]
     """Return the shapes of a stage's trainable and frozen parameters, with its copy of a tied embedding."""
     program = pipeline.programs[number]
     trainable, frozen = program.abstract
-    frozen = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, pipeline.model.dtype), frozen)
+    frozen = jax.eval_shape(partial(cast_frozen, dtype=pipeline.model.dtype), frozen)
     return put_shapes(trainable, program.shardings[0]), put_shapes(frozen, program.shardings[1])
 
 

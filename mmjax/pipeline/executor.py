@@ -25,6 +25,7 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge, modules_of, partition, restrict
+from mmjax.models.quantization import cast_frozen
 from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding, tokens_sharding
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.pipeline.stages import LossSums, zeros_like
@@ -210,7 +211,7 @@ class PipelineExecutor:
                 continue
             read = restrict(params, merge(*self._owned[number]))
             trainable, frozen = partition(read, self.frozen & modules_of(read))
-            frozen = jax.tree.map(lambda p: p.astype(self.model.dtype), frozen)
+            frozen = cast_frozen(frozen, self.model.dtype)
             states.append(self._first_state(number, trainable, frozen, shardings))
         return self.from_parts(states)
 
@@ -241,7 +242,7 @@ class PipelineExecutor:
         def draw(key: jax.Array) -> tuple[Params, Params]:
             params = stage.select(self.model.init(key))
             trainable, frozen = self._drop_tied(number, partition(params, self.frozen & modules_of(params)))
-            return select((trainable, jax.tree.map(lambda p: p.astype(self.model.dtype), frozen)))
+            return select((trainable, cast_frozen(frozen, self.model.dtype)))
 
         # XLA drops what a stage does not select: no device draws another stage's parameters.
         shardings = self.shardings[number]
@@ -267,7 +268,7 @@ class PipelineExecutor:
 
     def _abstract_state(self, number: int) -> TrainState:
         trainable, frozen = self._owned[number]
-        frozen = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, self.model.dtype), frozen)
+        frozen = jax.eval_shape(partial(cast_frozen, dtype=self.model.dtype), frozen)
         moments = jax.eval_shape(self.optimizer.init, trainable)
         return TrainState(jax.ShapeDtypeStruct((), jnp.int32), trainable, frozen, moments)
 

@@ -31,7 +31,7 @@ from mmjax.config.model import (
     adapted_modules,
     adapter_parameters,
     adapters_by_layer,
-    frozen_by_adapters,
+    frozen_modules,
     layer_count,
     linear_layers,
     merged_width,
@@ -144,13 +144,16 @@ def _embedding_parameters(c: Encoder) -> int:
 # ------------------------------------------------------------------------------------------------------------ needed
 
 
-def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Flops]:
+def model_flops(
+    model: ModelConfig, work: Mapping[str, Work], frozen: Set[str], reference: bool = False
+) -> dict[str, Flops]:
     """Count the model FLOPs of one microbatch by module.
 
     Matrix products only, as is usual for MFU: logits of every useful position, with or without a loss; a convolution as
     a product with all its taps; scores and weighted sums of allowed pairs. In backward, a product of weights and
     activations has two gradients of its size: the weights', if trainable, and the activations', if anything before them
     is. `frozen` names modules; their adapters are trainable and count as theirs. Towers not in `work` do not run.
+    reference: the forward pass runs again without adapters, that of encoders where they have any.
     """
     flops = {}
     for module, p in _products(model, work, frozen).items():
@@ -162,12 +165,19 @@ def model_flops(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) 
             # With any trainable parameter here or before, gradients flow through the activations.
             backward += p.weights - lora.spared_weights - p.spared_weights + 2 * (p.attention + p.cross + p.recurrence)
             backward -= lora.spared_attention + p.spared_attention
-        forward = p.data + p.of_time + p.weights + p.attention + p.cross + p.recurrence + lora.forward
+        forward = p.data + p.of_time + p.weights + p.attention + p.cross + p.recurrence
+        forward += lora.forward + forward * (reference and _runs_twice(module, model))
         flops[module] = Flops(2 * forward, 2 * backward)
     for name, unet in _running_unets(model, work).items():
         trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
         flops[name] = Flops(*unet_flops(unet, work[name].tokens // unet.queries, trainable, upstream))
     return _with_encoding(flops, model, work, elementwise=False)
+
+
+def _runs_twice(module: str, model: ModelConfig) -> bool:
+    """Tell whether a module runs again for the reference: the LLM does, and encoders with adapters."""
+    tower = module.partition(".")[0]
+    return tower == "llm" or tower in {adapted.partition(".")[0] for adapted in adapted_modules(model)}
 
 
 def _with_encoding(
@@ -189,34 +199,30 @@ def _running_unets(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, Un
 
 
 def step_needed(
-    model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str], share: float = 1.0
+    model: ModelConfig,
+    text: TextBatch,
+    items: Mapping[str, ItemBatch],
+    frozen: Set[str],
+    share: float = 1.0,
+    reference: bool = False,
 ) -> float:
     """Count the needed FLOPs of a microbatch, forward and backward over all modules, from its (NumPy) arrays.
 
     share: fraction of the text's items that `items` hold; the others are assumed to cost as much per item.
     """
-    by_tower = needed_by_tower(model, text, items, frozen)
+    by_tower = needed_by_tower(model, text, items, frozen, reference)
     return sum(flops / (1 if tower == "llm" else share) for tower, flops in by_tower.items())
 
 
 def needed_by_tower(
-    model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str]
+    model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch], frozen: Set[str], reference: bool = False
 ) -> dict[str, float]:
     """Count the needed FLOPs of a microbatch's arrays as `step_needed`, by tower, connectors with their encoder."""
     by_tower: dict[str, float] = {}
-    for module, flops in model_flops(model, useful_work(model, text, items), frozen).items():
+    for module, flops in model_flops(model, useful_work(model, text, items), frozen, reference).items():
         tower = module.removesuffix(".connector")
         by_tower[tower] = by_tower.get(tower, 0.0) + flops.total
     return by_tower
-
-
-def frozen_modules(model: ModelConfig) -> frozenset[str]:
-    """Name the modules that the config freezes; their adapters are trained all the same."""
-    parts = {"llm": model.llm.frozen}
-    for name, tower in (*model.encoders.items(), *model.generators.items()):
-        parts |= {name: tower.frozen, f"{name}.connector": tower.connector.frozen}
-    parts |= {f"{name}.vae": True for name in step_vaes(model)}
-    return frozenset(module for module, frozen in parts.items() if frozen) | frozen_by_adapters(model)
 
 
 def needed_gradients(tower: str, model: ModelConfig, frozen: Set[str]) -> frozenset[str]:
@@ -302,8 +308,11 @@ def executed(
     frozen: Set[str],
     loss_chunks: int = 1,
     pairs: Mapping[str, float] | None = None,
+    reference: bool = False,
 ) -> dict[str, Flops]:
     """Count the FLOPs that the backend runs for one microbatch, by module; `shape` and `pairs` as in `row_work`.
+
+    reference: as in `model_flops`.
 
     With dense attention in float32, forward plus backward agrees with `cost_analysis()` of the compiled gradient to 2%
     from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%. Of a loss in
@@ -353,8 +362,10 @@ def executed(
         else:
             forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
         backward = 2 * backward + has_backward * (backward_ops + recompute)
-        forward = 2 * (p.data + p.of_time + p.weights + p.attention + cross + p.chunked + lora.forward) + forward_ops
-        kernel = flash * (2 * p.attention + has_backward * (2 * attention + again))
+        passes = 1 + (reference and _runs_twice(module, model))
+        forward = passes * (2 * (p.data + p.of_time + p.weights + p.attention + cross + p.chunked) + forward_ops)
+        forward += 2 * lora.forward
+        kernel = flash * (passes * 2 * p.attention + has_backward * (2 * attention + again))
         flops[module] = Flops(forward, backward, kernel)
     for name, unet in _running_unets(model, work).items():
         trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
@@ -406,7 +417,9 @@ def stage_flops(
     return Flops(forward, backward, attention)
 
 
-def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset()) -> np.ndarray:
+def relative_cost(
+    model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset(), reference: bool = False
+) -> np.ndarray:
     """Count executed FLOPs per additional row position of each tower with its connector, `[towers]`.
 
     float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
@@ -423,7 +436,8 @@ def relative_cost(model: ModelConfig, length: int = 128, frozen: Set[str] = froz
         # The derivative of a quadratic f at 2h is (f(3h) - f(h)) / 2h, exactly. The other modules run as well, because
         # they decide what needs a gradient, and cancel.
         low, high = (
-            sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen).values()) for n in (half, 3 * half)
+            sum(f.total for f in executed(model, {**short, name: (1, n)}, frozen, reference=reference).values())
+            for n in (half, 3 * half)
         )
         costs.append((high - low) / (2 * half))
     return np.array(costs)

@@ -23,7 +23,15 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.generators import Tower, image_size, row_values, takes_pixels
-from mmjax.config.model import adapter_parameters, step_vaes, towers_of
+from mmjax.config.model import (
+    NF4_BLOCK,
+    adapter_parameters,
+    layer_count,
+    linear_layers,
+    quantized_layers,
+    step_vaes,
+    towers_of,
+)
 from mmjax.planning.diffusion_work import LOGSUMEXP, diffusion_saved_bytes
 from mmjax.planning.flops import frozen_modules, needed_gradients, parameters
 from mmjax.planning.unet import unet_saved_bytes, unets
@@ -167,7 +175,8 @@ def fixed_bytes(
     """Count the bytes on one device by kind, apart from saved activations.
 
     layers: bytes that one layer of each tower with a backward pass saves without remat, after tensor parallelism.
-    activation: bytes of an activation, and of a frozen parameter. loss_chunks: as in the training config.
+    activation: bytes of an activation, and of a frozen parameter that is not quantised. loss_chunks: as in the training
+    config.
     `gradients`: float32; with one microbatch, those of layers' matrices are in the precision of the computation.
     `copies`: of one layer, weights cast for computation and their gradients; of the trainable parameters outside the
     layers, gradients that wait to be added to those of other microbatches; where parameters are sharded, the matrices
@@ -180,11 +189,9 @@ def fixed_bytes(
     microbatch, less what the embedding's gradient has room for: it is made last, and XLA uses its buffer until then.
     `optimizer`: moments, unless they are in host memory (`update_bytes`).
     """
-    counts = parameters(model)
     work = row_work(model, batch.shape)
-    on_device = {module: n * sharding.part_of(module) for module, n in counts.items()}
-    trainable = sum(n for module, n in on_device.items() if module not in frozen)
-    fixed = sum(n for module, n in on_device.items() if module in frozen)
+    stored = parameter_bytes(model, frozen, activation)
+    trainable = sum(n * sharding.part_of(module) for module, n in parameters(model).items() if module not in frozen)
     # By module, since modules may be sharded differently.
     moments = moment_bytes(model, frozen, optimizer)
     matrices = layer_matrices(model) | adapter_parameters(model)
@@ -224,7 +231,7 @@ def fixed_bytes(
     ]
     peaks = [max(loss, *layer_peaks, *stem_peaks, *image_peaks, *encoding) - embedding, update_peak, 0.0]
     return {
-        "parameters": MASTER * trainable + activation * fixed,
+        "parameters": sum(n * sharding.part_of(module) for module, n in stored.items()),
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
         "optimizer": 0.0 if optimizer.offload else sum(n * sharding.part_of(module) for module, n in moments.items()),
         "copies": copies,
@@ -288,8 +295,20 @@ def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfi
 def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig) -> int:
     """Count the bytes of a checkpoint: parameters, frozen ones in the computation's precision, and moments."""
     frozen = frozen_modules(model)
-    weights = sum(n * (activation if module in frozen else MASTER) for module, n in parameters(model).items())
-    return weights + sum(moment_bytes(model, frozen, optimizer).values())
+    weights = sum(parameter_bytes(model, frozen, activation).values())
+    return round(weights + sum(moment_bytes(model, frozen, optimizer).values()))
+
+
+def parameter_bytes(model: ModelConfig, frozen: Set[str], activation: int) -> dict[str, float]:
+    """Count the bytes of every module's parameters: float32, but of frozen ones as activations, or quantised."""
+    counts = {module: n * (activation if module in frozen else MASTER) for module, n in parameters(model).items()}
+    sizes = linear_layers(model)
+    for layer, how in quantized_layers(model).items():
+        inputs, outputs = sizes[layer]
+        # Codes of a byte and a float32 scale per output; or two codes a byte and a scale per block of inputs.
+        numbers = inputs + MASTER if how == "int8" else inputs / 2 + MASTER * inputs / NF4_BLOCK
+        counts[layer.split(".")[0]] -= layer_count(model, layer) * outputs * (activation * inputs - numbers)
+    return counts
 
 
 def reordered_elements(config: Tower, layers: int, sharding: ModelSharding, tower: str) -> float:

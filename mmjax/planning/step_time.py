@@ -72,6 +72,7 @@ class ClusterRun:
     activation: int
     loss_chunks: int = 1
     context_attention: ContextAttention = "auto"
+    reference: bool = False  # whether a step runs the model again without its adapters
 
     @property
     def parameter_shards(self) -> int:
@@ -185,7 +186,7 @@ def recomputed_attention(policies: Sequence[Remat]) -> int:
 
 def _seconds(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: ClusterRun, loss_chunks: int) -> float:
     """Estimate the seconds of the executed FLOPs on a device."""
-    flops = executed(model, batch.shape, frozen, loss_chunks, batch.pairs)
+    flops = executed(model, batch.shape, frozen, loss_chunks, batch.pairs, machine.reference)
     parts = {module: machine.sharding.parts(module.removesuffix(".connector")) for module in flops}
     return sum(machine.speed.rates.seconds(f.total, f.attention) / parts[module] for module, f in flops.items())
 

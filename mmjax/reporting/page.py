@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
 from importlib.metadata import version
-from importlib.resources import files
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -247,22 +248,78 @@ class RunPart:
         return any(samples is not None and samples.total for samples in (self.quarantine, self.oversize))
 
 
+@cache
+def templates() -> jinja2.Environment:
+    """Return the environment of the pages' templates."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("mmjax.reporting", ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+
+
 def page_of(runs: Sequence[Run]) -> str:
     """Render the page as HTML that refers to no other file."""
     parts = [part_of(run, MEDIA // len(runs)) for run in runs]
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    return (
+        templates()
+        .get_template("page.html")
+        .render(
+            runs=runs,
+            parts=parts,
+            facts=facts_of(runs),
+            figures=list(training_figures(runs)),
+            sections=sections_of(parts),
+            life_headings=LAUNCH_HEADINGS,
+            version=version("mmjax"),
+        )
     )
-    template = environment.from_string(files("mmjax.reporting").joinpath("page.html").read_text())
-    return template.render(
-        runs=runs,
-        parts=parts,
-        facts=facts_of(runs),
-        figures=list(training_figures(runs)),
-        sections=sections_of(parts),
-        life_headings=LAUNCH_HEADINGS,
-        version=version("mmjax"),
-    )
+
+
+def live_parts(run: Run) -> dict[str, str]:
+    """Render what changes while a run trains, its progress, curves and times, by the part of the page."""
+    parts = templates().get_template("parts.html").module
+    figures = [*training_figures([run]), *balance_figures(run), *time_figures(run)]
+    tables = [time_table(run), slowest_table(run), worst_table(run, WORST_LISTED)]
+    progress = parts.progress(progress_of(run), run.metrics.not_finite)
+    return {"progress": progress, "curves": parts.curves(figures, tables)}
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """A run's progress. share: of its steps, 0 to 1; numbers: the newest, by name."""
+
+    share: float
+    numbers: Mapping[str, str]
+
+
+def progress_of(run: Run) -> RunProgress:
+    """Summarise how far a run is and how fast it is just now: moving averages, unlike the report's medians."""
+    curves = run.metrics.curves
+    keys = ("loss", "tokens/s", "mfu", "seconds/step", "data_wait_share")
+    loss, speed, mfu, seconds, wait = (float(curves[key].smoothed()[-1]) if key in curves else None for key in keys)
+    training = run.config.training
+    epochs = float(curves["epoch"].mean[-1]) if "epoch" in curves else 0.0
+    share = min(1.0, run.metrics.steps / training.steps if training.steps else epochs / training.epochs)
+    remaining = run.metrics.steps * (1 / share - 1) if share else None
+    shown = {
+        "step": _progress(run),
+        "remaining": clock(remaining * seconds) if seconds and remaining else "",
+        "loss": "" if loss is None else f"{loss:.4g}",
+        "tokens/s": "" if speed is None else count(speed),
+        "MFU": "" if mfu is None else percent(mfu),
+        "a step": "" if seconds is None else duration(seconds),
+        "data wait": "" if wait is None else percent(wait),
+        "scores": _scores(run),
+    }
+    return RunProgress(share, {name: value for name, value in shown.items() if value})
+
+
+def clock(seconds: float) -> str:
+    """Format 3723 as 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def sections_of(parts: Sequence[RunPart]) -> dict[str, str]:

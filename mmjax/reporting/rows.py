@@ -168,14 +168,7 @@ class Shower:
             return ShownItem(f"{caption} (left out: the page is large enough)")
         config = self.planned.launch.config.model.item_modules[encoder]
         try:
-            value = self.replayed.item(sample, number)
-            if isinstance(config, AudioConfig):
-                frames = mel_picture(log_mel_frames(config, value))
-                caption = f"{caption}; {len(value) / config.clips.sample_rate:.2f} s"
-                item = ShownItem(caption, frames, wave_picture(value), CLIP[0])
-            else:
-                picture, width = image_picture(value)
-                item = ShownItem(f"{caption}; {value.shape[1]} x {value.shape[0]}", picture, "", width)
+            item = shown_item(config, self.replayed.item(sample, number), caption)
         except (OSError, ValueError, UserError) as error:
             return ShownItem(f"{caption}: cannot be opened: {error}")
         needed = len(item.picture) + len(item.wave)
@@ -272,6 +265,15 @@ def _runs(values: np.ndarray) -> list[tuple[int, int, int]]:
     # [5, 5, -1, 3] changes after the positions 1 and 2, so its runs begin at 0, 2 and 3.
     borders = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
     return [(a, b, int(values[a])) for a, b in pairwise(borders) if values[a] >= 0]
+
+
+def shown_item(config: object, value: np.ndarray, caption: str, side: int = SIDE) -> ShownItem:
+    """Show a decoded item of an encoder: an image of at most `side` pixels, or a clip."""
+    if isinstance(config, AudioConfig):
+        caption = f"{caption}; {len(value) / config.clips.sample_rate:.2f} s"
+        return ShownItem(caption, mel_picture(log_mel_frames(config, value)), wave_picture(value), CLIP[0])
+    picture, width = image_picture(value, side)
+    return ShownItem(f"{caption}; {value.shape[1]} x {value.shape[0]}", picture, "", width)
 
 
 def item_image(value: np.ndarray) -> Image.Image:

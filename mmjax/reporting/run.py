@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from mmjax.config import Config
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.step_plan import StepPlan
 from mmjax.errors import UserError
-from mmjax.runtime.run_dir import RunFolder, logged_records
+from mmjax.runtime.run_dir import RunFolder, parse_record
 from mmjax.training.run_data import Launch, launch_of_step, loader_of, read_launches
 
 POINTS = 1_500  # of a curve, about, at most: no chart has more pixels
@@ -92,13 +94,64 @@ NOTHING = Metrics({}, 0, (), {}, 0)
 
 def read_metrics(path: Path, max_points: int = POINTS) -> Metrics:
     """Read a metrics.jsonl as curves of at most `max_points` points. Lines that are cut off are skipped."""
-    steps_per_point = max(1, -(-_count_lines(path) // max_points))
-    reader = _MetricsReader()
-    for number, record in enumerate(logged_records(path), start=1):
-        reader.add(record)
-        if number % steps_per_point == 0:
-            reader.end_point()
-    return reader.metrics()
+    follower = MetricsFollower(path, max_points)
+    follower.update()
+    return follower.metrics()
+
+
+class MetricsFollower:
+    """Follow a metrics.jsonl that a run appends to: every update reads only what was added since the last one.
+
+    Curves have at most twice `max_points` points. Where more would be needed, the file is read again from its start, as
+    it is where another file has taken its place: a resumed run drops the lines behind its checkpoint.
+    """
+
+    def __init__(self, path: Path, max_points: int = POINTS) -> None:
+        self._path = path
+        self._max_points = max_points
+        self._file = 0  # its inode
+        self._restart()
+
+    def _restart(self, lines: int = 0) -> None:
+        self.offset = 0  # bytes that were read
+        self._lines = 0
+        self._steps_per_point = max(1, -(-lines // self._max_points))
+        self._reader = _MetricsReader()
+
+    def update(self, seconds: float = math.inf) -> bool:
+        """Read the lines that were added, for about so many seconds; return whether that were all."""
+        try:
+            with self._path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                full = self._lines >= 2 * self._max_points * self._steps_per_point
+                if full or stat.st_ino != self._file or stat.st_size < self.offset:
+                    self._file = stat.st_ino
+                    self._restart(_count_lines(self._path))
+                return self._read_on(file, time.monotonic() + seconds)
+        except FileNotFoundError:
+            self._restart()
+            return True
+
+    def _read_on(self, file: BinaryIO, deadline: float) -> bool:
+        file.seek(self.offset)
+        for line in file:
+            record = parse_record(line.decode(errors="replace"))
+            if record is None and not line.endswith(b"\n"):
+                return True  # its end is not written yet
+            self.offset += len(line)
+            if record is None:
+                continue
+            self._lines += 1
+            self._reader.add(record)
+            if self._lines % self._steps_per_point == 0:
+                self._reader.end_point()
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def metrics(self) -> Metrics:
+        """Return what was read."""
+        return self._reader.metrics()
 
 
 def _count_lines(path: Path) -> int:
@@ -135,16 +188,19 @@ class _MetricsReader:
             self._slow_seconds[process] += float(record.get("seconds/slowest", 0.0))
 
     def end_point(self) -> None:
-        for key, values in self._open.items():
-            mean = sum(values) / len(values)
-            self._points.setdefault(key, []).append((self._last[key], mean, min(values), max(values)))
+        for key in self._open:
+            self._points.setdefault(key, []).append(self._open_point(key))
         self._open.clear()
 
+    def _open_point(self, key: str) -> tuple[float, ...]:
+        values = self._open[key]
+        return self._last[key], sum(values) / len(values), min(values), max(values)
+
     def metrics(self) -> Metrics:
-        self.end_point()
         curves = {}
-        for key, points in self._points.items():
-            step, mean, low, high = np.array(points, float).T
+        for key in self._last:  # in the order of the log
+            last = [self._open_point(key)] if key in self._open else []
+            step, mean, low, high = np.array(self._points.get(key, []) + last, float).T
             curves[key] = Curve(step, mean, low, high)
         return Metrics(
             curves=curves,
@@ -219,7 +275,7 @@ class Planned:
         return np.concatenate(fills)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path], with_metrics: bool = True) -> list[Run]:
     """Read the runs in these folders. Raises UserError where one is no run, or is given twice."""
     folders = [RunFolder(path.resolve()) for path in paths]
     for k, folder in enumerate(folders):
@@ -231,7 +287,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             name=names[k] if names.count(names[k]) == 1 else str(folder.path),
             folder=folder,
             config=folder.read_config(),
-            metrics=read_metrics(folder.metrics),
+            metrics=read_metrics(folder.metrics) if with_metrics else NOTHING,
             launches=read_launches(folder.history),
             colour=k,
         )

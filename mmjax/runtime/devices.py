@@ -199,7 +199,7 @@ def _best_seconds(program: Callable[[Any], Any], x: Any, repeats: int, clock: Cl
     return best
 
 
-INSTALL_CUDA = 'pip install -e ".[cuda13]"'
+INSTALL_CUDA = 'pip install "mmjax[cuda13]"'
 
 
 def set_gpu_memory_fraction() -> None:

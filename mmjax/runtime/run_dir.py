@@ -18,7 +18,7 @@ from mmjax.config import Config
 from mmjax.config.codec import did_you_mean
 from mmjax.config.loading import copy_config, differences, from_json, keys_of, to_json
 from mmjax.console import print_lines
-from mmjax.disk import atomic_write, json_lines, read_json_lines
+from mmjax.disk import atomic_write, json_lines, parse_object
 from mmjax.errors import UserError
 
 
@@ -273,7 +273,8 @@ LOCATION_KEYS = ("name:", "run:")
 # saves.
 MAY_CHANGE = (
     "name", "run", "device", "compiler", "mesh.", "units", "pipeline.", "batch.balance", "batch.shapes",
-    "data.workers", "data.prefetch", "data.pool", "data.cache", "data.on_bad_sample", "data.max_bad_share",
+    "data.workers", "data.prefetch", "data.pool", "data.cache", "data.window_space", "data.on_bad_sample",
+    "data.max_bad_share",
     "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
     "training.keep", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
     "optimizer.offload",
@@ -327,10 +328,18 @@ def _may_change(key: str) -> bool:
 
 def logged_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl without incomplete lines, and without values that no log can have."""
-    for record in read_json_lines(path):
-        # `type`, since True is an int too; integers up to 2**53 are exact as floats, which the report computes with.
-        if type(record.get("step")) is int and 0 <= record["step"] < 2**53:
-            yield {key: value for key, value in record.items() if _is_logged(key, value)}
+    if path.is_file():
+        with path.open(errors="replace") as lines:
+            yield from (record for record in map(parse_record, lines) if record is not None)
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """Parse a line of a metrics.jsonl as `logged_records` does; None for one that is incomplete or no record."""
+    record = parse_object(line)
+    # `type`, since True is an int too; integers up to 2**53 are exact as floats, which the report computes with.
+    if record is None or type(record.get("step")) is not int or not 0 <= record["step"] < 2**53:
+        return None
+    return {key: value for key, value in record.items() if _is_logged(key, value)}
 
 
 def _is_logged(key: str, value: Any) -> bool:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmjax.config import Adafactor, AdamW, Config, Muon, OptimizerConfig, Schedule
 from mmjax.models.layer_stacks import Params, key_names, split_layers
 from mmjax.models.model import Model, merge, parameter_group, partition
+from mmjax.models.quantization import cast_frozen
 from mmjax.parallel.sharding import Axes, ShardingRules, replicated, sharding
 from mmjax.runtime.moments import store_moments
 from mmjax.runtime.muon import scale_by_muon
@@ -194,9 +195,9 @@ def all_parameters(state: TrainState) -> Params:
 
 
 def split(model: Model, frozen: frozenset[str], params: Params) -> tuple[Params, Params]:
-    """Split parameters into trainable ones, unchanged, and frozen ones, cast to the precision of the computation."""
+    """Split parameters into trainable ones, unchanged, and frozen ones as `cast_frozen` does."""
     trainable, constant = partition(params, frozen)
-    return trainable, jax.tree.map(lambda p: p.astype(model.dtype), constant)
+    return trainable, cast_frozen(constant, model.dtype)
 
 
 def state_from(model: Model, optimizer: Optimizer, frozen: frozenset[str], params: Params) -> TrainState:

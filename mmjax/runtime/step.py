@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import Microbatch
-from mmjax.config import Exchange, ModelConfig
+from mmjax.config import CrossEntropy, Exchange, LossConfig, ModelConfig
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params, split_scanned
@@ -40,10 +40,10 @@ from mmjax.runtime.losses import (
     expert_sums,
     highest_losses,
     image_loss,
-    losses_in_chunks,
     step_loss,
     worst_samples,
 )
+from mmjax.runtime.objectives import TextObjective, measures_of
 from mmjax.runtime.state import (
     Hyperparameters,
     Optimizer,
@@ -67,6 +67,7 @@ class Accumulated(NamedTuple):
     not_finite: jax.Array  # int32 []: number of samples whose loss is not finite
     experts: ExpertSums | None = None  # where the LLM has any, on one mesh
     images: Mapping[str, jax.Array] = {}  # float32 [2] by generator: sum of errors, patches
+    measures: Mapping[str, jax.Array] = {}  # float32 [] by name: sums of `objectives.Measures` over tokens
 
 
 class StepReport(NamedTuple):
@@ -88,6 +89,7 @@ class StepReport(NamedTuple):
     unreadable_count: jax.Array  # int32 []: where it is more than MAX_UNREADABLE nothing was updated
     experts: ExpertSums | None  # as in Accumulated
     images: Mapping[str, jax.Array]  # as in Accumulated
+    measures: Mapping[str, jax.Array] = {}  # as in Accumulated
 
 
 def check_updated(step: int, report: StepReport) -> None:
@@ -194,6 +196,7 @@ def report_step(
         unreadable_count=unreadable[1],
         experts=sums.experts,
         images=dict(sums.images),
+        measures=dict(sums.measures),
     )
 
 
@@ -217,6 +220,7 @@ class Executor:
         sources: int,
         exchange: Exchange = "padded",
         loss_chunks: int = 1,
+        loss: LossConfig = CrossEntropy(),
         accumulates: bool = True,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
@@ -230,7 +234,7 @@ class Executor:
         self.rules = rules
         self.sources = sources
         self.exchange = exchange
-        self.loss_chunks = loss_chunks
+        self.objective = TextObjective.of(model, loss, loss_chunks)
         self.frozen = frozenset(model.frozen)
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         on_all = replicated(mesh)
@@ -238,6 +242,7 @@ class Executor:
             gradients=self.shardings.trainable,
             experts=jax.tree.map(lambda _: on_all, self._zero_expert_sums()),
             images=dict.fromkeys(model.config.generators, on_all),
+            measures=dict.fromkeys(measures_of(loss), on_all),
         )
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
@@ -305,6 +310,7 @@ class Executor:
             not_finite=jnp.zeros((), jnp.int32),
             experts=self._zero_expert_sums(),
             images={name: jnp.zeros(2) for name in self.model.config.generators},
+            measures={name: jnp.zeros(()) for name in measures_of(self.objective.loss)},
         )
 
     def _zero_expert_sums(self) -> ExpertSums | None:
@@ -332,19 +338,19 @@ class Executor:
 
         def loss(rest: Params, sums: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
             params = merge(merge(rest, scanned), frozen)
-            hidden, table, routing, errors = self.model.outputs(params, batch, noise, sums)
             config = self.model.config
-            losses = losses_in_chunks(hidden, table, batch.text, self.loss_chunks, config.llm.logit_cap)
+            (_, _, routing, errors), losses, measures = self.objective(params, batch, noise, sums)
             total, by_source, weight = step_loss(losses, batch.text, weights["llm"], self.sources)
             experts = expert_sums(routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1))
             of_images, images = image_loss(errors, batch.items, weights, config)
             worst = worst_samples(jax.lax.stop_gradient(losses), batch.text)
             total += expert_loss(experts, config.llm.experts) + of_images
-            return total, (by_source, weight, experts, images, *worst)
+            sums_of_measures = {name: values.sum() for name, values in measures.items()}
+            return total, (by_source, weight, experts, images, sums_of_measures, *worst)
 
         with activations_on(self.mesh, self.rules, self.exchange):
             (gradients, sums), aux = jax.grad(loss, (0, 1), has_aux=True)(rest, sums)
-        by_source, weight, experts, images, samples, losses, not_finite = aux
+        by_source, weight, experts, images, measures, samples, losses, not_finite = aux
         worst = highest_losses(
             jnp.concatenate([accumulated.worst_samples, samples]), jnp.concatenate([accumulated.worst_losses, losses])
         )
@@ -357,6 +363,7 @@ class Executor:
             not_finite=accumulated.not_finite + not_finite,
             experts=jax.tree.map(jnp.add, accumulated.experts, experts),
             images=jax.tree.map(jnp.add, dict(accumulated.images), images),
+            measures=jax.tree.map(jnp.add, dict(accumulated.measures), measures),
         )
 
     def _update(

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from mmjax.config import LoraConfig, ModelConfig
-from mmjax.config.model import adapters_by_layer, lora_scale, step_vaes
+from mmjax.config.model import adapters_by_layer, lora_scale, step_vaes, towers_of
+from mmjax.config.towers import Quantization
 from mmjax.errors import UserError
 from mmjax.hf.families import layout_of
 from mmjax.hf.folder import DTYPES, HfFolder, split_entry
 from mmjax.hf.layout import TRANSPOSED, TensorNames, TensorSlice
 from mmjax.hf.vae import open_vae, read_vae
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
-from mmjax.models.layer_stacks import Params, named_layers
+from mmjax.models.layer_stacks import Params, key_names, named_layers
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, module_of, parameter_group
+from mmjax.models.quantization import Quantized, dequantize, is_quantized, quantize
 from mmjax.runtime.checkpoint import SavedParameters
 
 Index = tuple[slice, ...]
@@ -46,8 +49,8 @@ def modules_by_folder(config: ModelConfig) -> dict[Path, list[str]]:
 def load_pretrained(model: Model, shardings: Params) -> Params:
     """Load the parameters of all modules that have a folder, as nested dicts, into these shardings.
 
-    Frozen modules are in the model's precision, others in float32. Raises UserError naming tensors that are missing,
-    unexpected or of another shape.
+    Frozen modules are in the model's precision or quantised, others in float32. Raises UserError naming tensors that
+    are missing, unexpected or of another shape.
     """
     loaded: Params = {}
     folders = [(HfFolder.open(path), names) for path, names in modules_by_folder(model.config).items()]
@@ -62,12 +65,17 @@ def load_pretrained(model: Model, shardings: Params) -> Params:
                 "config.json does not describe its weights"
             )
         for names, layers in sources.items():
-            dtype = jnp.dtype(model.dtype if module_of(names) in model.frozen else jnp.float32)
-            leaf = _get(model.abstract, names)
+            like = _get(model.abstract, names)
+            layout = _get(shardings, names)
             parent = loaded
             for name in names[:-1]:
                 parent = parent.setdefault(name, {})
-            parent[names[-1]] = _load(folder, layers, leaf.shape, dtype, _get(shardings, names))
+            if isinstance(like, dict):
+                how = towers_of(model.config)[module_of(names)].quantize
+                parent[names[-1]] = _load_quantized(folder, layers, how, like, layout)
+                continue
+            dtype = jnp.dtype(model.dtype if module_of(names) in model.frozen else jnp.float32)
+            parent[names[-1]] = _load(folder, layers, like.shape, dtype, layout)
     return loaded
 
 
@@ -88,20 +96,23 @@ Layers = list[tuple[TensorSlice, tuple[int, ...]]]
 
 
 def _sources(model: Model, folder: HfFolder, modules: Mapping[str, TensorNames]) -> dict[tuple[str, ...], Layers]:
-    """Find every parameter of these modules in the folder. Raises UserError for one that is missing."""
+    """Find every parameter of these modules in the folder, a quantised one by the path of both of its parts.
+
+    Raises UserError for one that is missing.
+    """
     sources = {}
-    for path, leaf in jax.tree.leaves_with_path(model.abstract):
-        names = tuple(key.key for key in path)
+    matrices = matrix_shapes({key_names(path): x for path, x in jax.tree.leaves_with_path(model.abstract)})
+    for names, whole in matrices.items():
         if (module := parameter_group(names)) not in modules:
             continue  # from another folder, or an adapter
         inside = names[1:] if names[0] == "llm" else names[2:]
         paths = [inside]
-        shape = leaf.shape
+        shape = whole
         # ("layers", "runs", "4:8", ..) is a stack of layers 4 to 7; ("layers", "runs", "4", ..) is layer 4 alone.
         if inside[:2] == ("layers", "runs"):
             numbers = named_layers(inside[2])
             paths = [("layers", str(i), *inside[3:]) for i in numbers]
-            shape = leaf.shape[1:] if len(numbers) > 1 else leaf.shape
+            shape = whole[1:] if len(numbers) > 1 else whole
         layers = []
         for path in paths:
             if (part := modules[module].find(path)) is None:
@@ -155,6 +166,33 @@ def _load(
             _read_into(shard[(*place, ...)], folder, *layers[number], index[leading:])
         arrays += [jax.device_put(shard, device) for device in replicas]
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _load_quantized(
+    folder: HfFolder, layers: Layers, how: Quantization, like: Params, shardings: Params
+) -> dict[str, jax.Array]:
+    """Load the codes and scales of one matrix of every layer of a stack, which is quantised as it is stored.
+
+    Only one layer's is ever whole in memory.
+    """
+
+    @cache
+    def quantized() -> dict[str, np.ndarray]:
+        matrices = []
+        for part, shape in layers:
+            matrix = np.empty(shape, np.float32)
+            _read_into(matrix, folder, part, shape, tuple(slice(0, size) for size in shape))
+            matrices.append(jax.device_get(quantize(jnp.asarray(matrix), how)))
+        parts = Quantized(*map(np.stack, zip(*matrices, strict=True)))._asdict()
+        return {name: part.reshape(like[name].shape) for name, part in parts.items()}
+
+    # Not called on a process that has no shard.
+    return {
+        name: jax.make_array_from_callback(
+            x.shape, shardings[name], lambda index, name=name: quantized()[name][index], dtype=x.dtype
+        )
+        for name, x in like.items()
+    }
 
 
 def _read_into(out: np.ndarray, folder: HfFolder, part: TensorSlice, shape: tuple[int, ...], index: Index) -> None:
@@ -218,9 +256,14 @@ class Exporter:
     saved: SavedParameters
     _loaded: dict[Name, np.ndarray] = field(default_factory=dict)
 
+    @cached_property
+    def shapes(self) -> dict[Name, tuple[int, ...]]:
+        """Return the shape of every parameter, of a quantised one that of the matrix."""
+        return matrix_shapes(self.saved.structs)
+
     def names_of(self, modules: Sequence[str]) -> list[Name]:
         """Return the parameters of these modules, without their adapters."""
-        return [name for name in self.saved.shapes if module_of(name) in modules and ADAPTER_ATTRIBUTE not in name[2:]]
+        return [name for name in self.shapes if module_of(name) in modules and ADAPTER_ATTRIBUTE not in name[2:]]
 
     def lora_of(self, name: Name) -> LoraConfig | None:
         """Return the adapter config of a parameter, if it has one."""
@@ -230,7 +273,16 @@ class Exporter:
         """Load these parameters with their adapters, in place of those loaded before."""
         adapters = [(*n[:-1], ADAPTER_ATTRIBUTE, factor) for n in names if self.lora_of(n) for factor in ("a", "b")]
         self._loaded = {}  # freed first: the old and the new are never in memory together
-        self._loaded = self.saved.read([*names, *adapters])
+        parts = [(*name, part) for name in names if self.is_quantized(name) for part in Quantized._fields]
+        stored = self.saved.read([*names, *parts, *adapters])
+        for name in {path[:-1] for path in parts}:
+            matrix = Quantized(*(stored.pop((*name, part)) for part in Quantized._fields))
+            stored[name] = np.asarray(dequantize(matrix, jnp.float32))
+        self._loaded = stored
+
+    def is_quantized(self, name: Name) -> bool:
+        """Return whether a parameter is a quantised matrix."""
+        return name not in self.saved.structs
 
     def adapter(self, name: Name) -> tuple[np.ndarray, np.ndarray]:
         """Return the factors a `[in, rank]` and b `[rank, out]` of a loaded parameter's adapter, float32."""
@@ -240,14 +292,16 @@ class Exporter:
         """Return a loaded parameter with its adapter added in float32; None where training has not changed `source`.
 
         source: the tensor that it was initialised from. A frozen parameter was rounded to the precision of the
-        computation: where it is still the rounded source, the source itself is used. expert: the only one that counts.
+        computation: where it is still the rounded source, the source itself is used. What was quantised is frozen, and
+        adapters are added to what they were trained beside. expert: the only one that counts.
         """
         value = self._loaded[name] if expert is None else self._loaded[name][expert]
         lora = self.lora_of(name)
         # By bits: NaN equals itself, and 0.0 is not -0.0.
         same = source is not None and source.astype(value.dtype).tobytes() == value.tobytes()
         if lora is None:
-            return None if same else value
+            unchanged = same or (source is not None and self.is_quantized(name))
+            return None if unchanged else value
         a, b = self.adapter(name)
         change = lora_scale(lora) * (a @ b)
         if same and not change.any():
@@ -269,7 +323,7 @@ class Exporter:
         pieces = defaultdict(list)
         for name in self.names_of(modules):
             part = _part(layout.modules[module_of(name)], name, folder)
-            for number, (single, shape) in enumerate(part.split(self.saved.shapes[name])):
+            for number, (single, shape) in enumerate(part.split(self.shapes[name])):
                 check_fits(folder, single, shape)
                 piece = Piece(name, single, shape, number if part.experts else None)
                 pieces[split_entry(single.key)[0]].append(piece)
@@ -277,7 +331,7 @@ class Exporter:
             table, copy = (_part(layout.modules["llm"], n, folder) for n in (EMBEDDING, OUTPUT))
             # Tied, but stored twice: the copies must stay equal.
             if copy.key in folder.tensors and folder.read(copy.key).tobytes() == folder.read(table.key).tobytes():
-                pieces[copy.key].append(Piece(EMBEDDING, table, self.saved.shapes[EMBEDDING]))
+                pieces[copy.key].append(Piece(EMBEDDING, table, self.shapes[EMBEDDING]))
         return pieces
 
     def _changed(self, folder: HfFolder, file: Path, pieces: Mapping[str, Sequence[Piece]]) -> Changed:
@@ -291,7 +345,7 @@ class Exporter:
             names = {name for piece in pieces[key] for name in self._read_with(piece)}
             if first and names <= groups[first]:
                 continue
-            key_bytes = 4 * sum(math.prod(self.saved.shapes[name]) for name in names)
+            key_bytes = 4 * sum(math.prod(self.shapes[name]) for name in names)
             if not first or size + key_bytes > GROUP_BYTES:
                 first = key
                 size = 0
@@ -313,7 +367,7 @@ class Exporter:
         if piece.expert is None:
             return [piece.name]
         *experts, _, leaf = piece.name
-        return [name for part in ("gate", "up", "down") if (name := (*experts, part, leaf)) in self.saved.shapes]
+        return [name for part in ("gate", "up", "down") if (name := (*experts, part, leaf)) in self.shapes]
 
     def tensor(self, folder: HfFolder, key: str, pieces: Sequence[Piece]) -> np.ndarray | None:
         """Return a tensor with its loaded parameters as trained; None where none of them has changed."""
@@ -337,13 +391,24 @@ class Exporter:
             return self.merged(name)
 
         return {
-            ".".join(_inside(name)): NewTensor("F32", self.saved.shapes[name], lambda n=name: load(n))
+            ".".join(_inside(name)): NewTensor("F32", self.shapes[name], lambda n=name: load(n))
             for name in self.names_of([module])
         }
 
 
 EMBEDDING = ("llm", "embed", "weight")
 OUTPUT = ("llm", "head", "table", "weight")
+
+
+def matrix_shapes(leaves: Mapping[Name, Any]) -> dict[Name, tuple[int, ...]]:
+    """Return the shapes of parameters, of a quantised matrix that of the whole by the path of both of its parts."""
+    shapes = {}
+    for name, x in leaves.items():
+        if not is_quantized(name):
+            shapes[name] = x.shape
+        elif name[-1] == "codes":
+            shapes[name[:-1]] = Quantized(x, leaves[(*name[:-1], "scales")]).shape
+    return shapes
 
 
 def linear_name(name: Name) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from mmjax import __version__
 from mmjax.balance.parts import LLM
 from mmjax.config import Config, Generator
 from mmjax.console import count, print_lines, size, table
@@ -41,12 +42,12 @@ def print_run_summary(
     sizes: Counter[str] = Counter()  # parameters of each module, and of its adapters as `<module>.lora`
     for path, leaf in jax.tree.leaves_with_path(model.abstract):
         sizes[parameter_group(key_names(path))] += math.prod(leaf.shape)
-    print_lines(f"mmjax  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
+    print_lines(f"mmjax {__version__}  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
     print_lines(*table([(m, count(n), "frozen" if m in model.frozen else "") for m, n in sizes.items()]))
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
     axes = "by units" if config.units else axes  # the mesh is of all devices, for what the whole step agrees on
-    print_lines(f"on     {mesh.size} x {device.device_kind} ({axes})")
+    print_lines(f"on     {mesh.size} x {device.device_kind} ({axes}), JAX {jax.__version__}")
     if config.mesh.sequence_parallel in ("on", "overlap"):
         print_lines(f"       mesh.sequence_parallel={config.mesh.sequence_parallel}")
     if options:
@@ -193,13 +194,17 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
     )
 
 
+ACCURACY = "rewards/accuracies"  # of pairs of answers
+
+
 def score_line(scores: dict[str, float]) -> str:
     """Format the exact match of families and the loss on one line; names are those of metrics.jsonl."""
     names = {name.partition("/")[2]: value for name, value in scores.items()}
     families = {n.removeprefix("exact_match_"): v for n, v in names.items() if n.startswith("exact_match_")}
     matches = "  ".join(f"{name} {value:.3f}" for name, value in families.items() if "." not in name)
     parts = [f"exact match:  {matches}"] if matches else []
-    return "  ".join([*parts, f"loss {names['loss']:.4g}"] if "loss" in names else parts)
+    parts += [f"loss {names['loss']:.4g}"] if "loss" in names else []
+    return "  ".join(parts + ([f"chosen preferred {names[ACCURACY]:.1%}"] if ACCURACY in names else []))
 
 
 def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
@@ -215,6 +220,8 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
     loss = [f"loss {scores['loss']:.4g} of the {split} split"] if "loss" in scores else []
     if "drawn_as_asked" in scores:
         loss.append(f"{scores['drawn_as_asked']:.1%} of what the {split} split asks for is on the images made")
+    if ACCURACY in scores:
+        loss.append(f"the chosen answer preferred in {scores[ACCURACY]:.1%} of the pairs of the {split} split")
     if not lines:
         return loss
     return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines), *loss]

@@ -213,6 +213,7 @@ class Trainer:
             sources=self.data.sources,
             exchange=config.mesh.exchange,
             loss_chunks=loss_chunks,
+            loss=config.loss,
             accumulates=config.batch.microbatches > 1,
             compiler_options=self.compiler_options,
         )

@@ -168,6 +168,7 @@ class StepMetrics:
             **expert_scalars(report.experts),
             # Mean error of the step's patches.
             **{f"image_loss/{name}": float(sums[0] / max(sums[1], 1)) for name, sums in report.images.items()},
+            **{name: float(total / (report.weight.sum() or 1.0)) for name, total in report.measures.items()},
             "gradient_norm": float(report.gradient_norm),
             **{name: float(rate) for name, rate in hyper.items() if name.startswith("learning_rate/")},
             **balance_scalars(loaded, modules, layout, self._loader.planner.placer.flops),
@@ -308,7 +309,7 @@ def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
     try:
         import wandb
     except ImportError:
-        raise UserError(f'training.wandb={project}: wandb is not installed; pip install -e ".[wandb]"') from None
+        raise UserError(f'training.wandb={project}: wandb is not installed; pip install "mmjax[wandb]"') from None
     path = folder / "wandb.json"
     try:
         run_id = json.loads(path.read_text())["id"] if path.is_file() else None

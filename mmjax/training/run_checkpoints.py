@@ -12,6 +12,7 @@ import jax
 
 from mmjax.config import Config
 from mmjax.config.loading import to_json
+from mmjax.config.model import quantized_layers
 from mmjax.console import print_lines
 from mmjax.data.plan.step_plan import PLANNER
 from mmjax.distributed import coordination
@@ -129,11 +130,17 @@ class RunCheckpoints:
         executor = self._executor
         try:
             model = executor.model
-            adapted = bool(source.read_config().model.lora)
+            trained = source.read_config().model
+            adapted = bool(trained.lora)
             if adapted and not model.config.lora:
                 raise UserError(
                     "that run has adapters and this model has none: give it the same model.lora, or merge them with "
                     "python -m mmjax.export and start from that folder"
+                )
+            if quantized_layers(trained) != quantized_layers(model.config):
+                raise UserError(
+                    "that run quantises other weights than this model: give it the same quantize, or export that run "
+                    "with python -m mmjax.export and start from that folder"
                 )
             step = checkpoint_step(source.checkpoints)
             adapters: Params = {}

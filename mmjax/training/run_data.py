@@ -7,12 +7,12 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 from jax.sharding import Mesh
 
+from mmjax import __version__
 from mmjax.config import Config
 from mmjax.config.loading import from_json, to_json, validate
 from mmjax.console import print_lines
@@ -208,7 +208,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     launch = Launch(
         first=step,
         began=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        version=version("mmjax"),
+        version=__version__,
         processes=coordination.count(),
         devices=f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         samples=len(index),

@@ -32,7 +32,7 @@ def told(*words: str) -> dict:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 @pytest.mark.parametrize("gigabytes", [16, 10])
 def test_the_nearest_plan_that_fits_also_fits_by_the_compiler(gigabytes):
     found = told("tests/training/nearest_by_compiler.py", str(gigabytes))
@@ -42,7 +42,7 @@ def test_the_nearest_plan_that_fits_also_fits_by_the_compiler(gigabytes):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 def test_a_plan_of_ten_billion_parameters_takes_what_the_compiler_says():
     rows = ("batch.rows.llm=8", "batch.rows.vision=8", "batch.rows.audio=8")
     words = ("omni_10b", "cluster=h100x8", "mesh.fsdp=8", "batch.size.count=64", *rows, "--compile", "--json")
@@ -52,7 +52,7 @@ def test_a_plan_of_ten_billion_parameters_takes_what_the_compiler_says():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 @pytest.mark.parametrize("policy", ["none", "products", "full"])
 def test_every_stage_of_a_pipeline_takes_what_was_planned_for_it(policy):
     stages = told("tests/pipeline/compiled_stages.py", policy)
@@ -62,7 +62,7 @@ def test_every_stage_of_a_pipeline_takes_what_was_planned_for_it(policy):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 def test_units_that_are_chosen_take_what_the_compiler_says_with_all_pixels_loaded():
     found = told("-m", "mmjax.plan", "omni_10b", "cluster=h100x8", "units=auto", "--compile", "--json")
     assert {stage["name"] for stage in found["stages"]} == set(found["compiled"]) >= {"vision", "audio"}
@@ -72,7 +72,7 @@ def test_units_that_are_chosen_take_what_the_compiler_says_with_all_pixels_loade
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 def test_the_attention_kernel_compiles_in_little_memory():
     found = told("tests/kernels/compiled_kernel.py")
     assert found["16384 x 28 (4) x 128"] <= 0.13e9
@@ -81,7 +81,7 @@ def test_the_attention_kernel_compiles_in_little_memory():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 def test_no_scan_over_layers_plans_masks_and_xla_computes_nothing_again():
     found = told("tests/autotune/compiled_step.py")
     assert found["scans"] == 4  # forward and backward, of the LLM and the vision encoder
@@ -90,7 +90,7 @@ def test_no_scan_over_layers_plans_masks_and_xla_computes_nothing_again():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 @pytest.mark.parametrize(("tensor", "remat"), [(2, "attention"), (4, "full"), (8, "none")])
 def test_every_chunk_of_a_tensor_parallel_layer_is_sent_while_a_product_is_computed(tensor, remat):
     found = told("tests/autotune/compiled_rings.py", str(tensor), remat)
@@ -102,7 +102,7 @@ def test_every_chunk_of_a_tensor_parallel_layer_is_sent_while_a_product_is_compu
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 def test_with_less_memory_than_it_takes_xla_computes_again_and_it_is_seen():
     assert told("tests/autotune/compiled_step.py", "compiler.xla_gpu_memory_limit_slop_factor=5")["rematerialized"] > 0
 
@@ -133,4 +133,4 @@ def test_the_target_of_a_gpu_says_what_xla_must_know(monkeypatch, name):
 def test_without_the_wheels_nothing_is_planned_and_it_says_what_to_install(capsys):
     ended = run(capsys, plan.main, "omni_10b", "cluster=h100x8", "--compile")
     assert ended.code == 2
-    assert 'install them with: pip install -e ".[aot]"' in ended.err
+    assert 'install them with: pip install "mmjax[aot]"' in ended.err

@@ -20,7 +20,7 @@ def bench(*words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install -e ".[aot]"')
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 def test_predictions_are_within_a_tenth_of_the_compiler_for_every_model_and_mix():
     ended = bench("--json")
     assert ended.returncode == 0, ended.stderr
@@ -36,5 +36,5 @@ def test_without_the_wheels_it_says_what_to_install():
     ended = bench("--model=omni")
     assert ended.returncode == 2
     assert ended.stderr.strip() == (
-        'error: compiling for GPUs needs JAX\'s CUDA wheels, not a GPU; install them with: pip install -e ".[aot]"'
+        'error: compiling for GPUs needs JAX\'s CUDA wheels, not a GPU; install them with: pip install "mmjax[aot]"'
     )

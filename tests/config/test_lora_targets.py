@@ -14,8 +14,13 @@ from mmjax.config.model import (
     frozen_by_adapters,
     linear_layers,
     lora_scale,
+    quantized_layers,
 )
 from mmjax.errors import UserError
+
+FROZEN = ["model.lora.a.layers=llm.*"]
+TRAINED = [*FROZEN, "model.lora.a.base=trained"]
+EXPERTS = [f"model.llm.experts.{key}" for key in ("layers=0", "count=4", "per_token=2", "width=64")]
 
 
 def with_lora(*words: str):
@@ -69,6 +74,34 @@ def test_the_scale_is_alpha_over_the_rank_or_its_root():
 def test_adapters_that_cannot_be_meant_are_refused_by_key(words, message):
     with pytest.raises(UserError, match=message):
         load(TINY_MEDIA, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["model.llm.quantize=int8"],
+            r"model\.llm\.quantize=int8: .* not trained; set model\.llm\.frozen=true, or give",
+        ),
+        (["model.llm.quantize=int8", *TRAINED], r"model\.llm\.quantize=int8: quantised weights are not trained"),
+        (["model.encoders.vision.quantize=nf4"], r"set model\.encoders\.vision\.frozen=true"),
+        (["model.llm.quantize=fp4"], r"model\.llm\.quantize: got .fp4.; expected one of none, int8, nf4"),
+        (
+            [*FROZEN, "model.llm.quantize=nf4"],
+            r"nf4: llm\S+query has 32 inputs, and 64 share a scale; use quantize=int8",
+        ),
+        ([*FROZEN, "model.llm.quantize=nf4", *EXPERTS], r"quantize=nf4: the matrices of experts"),
+    ],
+)
+def test_weights_that_cannot_be_quantised_are_refused_by_key(words, message):
+    with pytest.raises(UserError, match=message):
+        load(TINY_MEDIA, words)
+
+
+def test_all_matrices_of_a_towers_layers_are_quantised_and_no_others():
+    model = with_lora(*FROZEN, "model.llm.quantize=int8")
+    assert set(quantized_layers(model).values()) == {"int8"}
+    assert set(quantized_layers(model)) == {name for name in linear_layers(model) if name.startswith("llm.")}
 
 
 def test_a_module_and_its_adapters_have_rates_of_their_own():

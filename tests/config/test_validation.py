@@ -104,6 +104,31 @@ def test_the_embedded_data_needs_the_encoders_of_its_modalities() -> None:
         load("tiny_vlm", ["data.sources.embedded.modalities=image,audio"])
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "error"),
+    [
+        (
+            "tiny_vlm",
+            ["loss=dpo", "loss.reference=none"],
+            r"data\.sources\.embedded \(embedded\) is for loss=cross_entropy",
+        ),
+        (
+            "tiny_dpo",
+            ["data.sources.more=preference", "data.sources.more.path=a", "loss=cross_entropy"],
+            "for loss=dpo",
+        ),
+        ("tiny_dpo", ["loss.reference=adapters_off"], "but llm is trained itself; freeze it and give it or another"),
+        ("tiny_dpo", ["loss.beta=0"], r"loss\.beta=0\.0: must be more than 0"),
+        ("tiny_dpo", ["model.llm.dropout=0.1"], r"loss=dpo does not work with model\.llm\.dropout"),
+        ("tiny_dpo", ["model.llm.windowed=0", "model.llm.window=8"], r"does not work with model\.llm\.windowed"),
+        ("tiny_dpo", ["units.llm.data=1", "units.vision.data=1"], "does not work with units"),
+    ],
+)
+def test_a_loss_of_answers_needs_their_sources_and_a_model_that_takes_them_as_branches(name, overrides, error):
+    with pytest.raises(UserError, match=error):
+        load(name, overrides)
+
+
 def test_the_embedded_clips_have_the_rate_that_is_checked() -> None:
     assert EMBEDDED_RATE == SAMPLE_RATE
 

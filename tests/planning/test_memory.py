@@ -8,12 +8,30 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mmjax.config import Adafactor, AdamW, Config, DecoderConfig, ExpertsConfig, MeshConfig, Muon, OptimizerConfig
+from mmjax.config import (
+    Adafactor,
+    AdamW,
+    Config,
+    DecoderConfig,
+    ExpertsConfig,
+    LoraConfig,
+    MeshConfig,
+    Muon,
+    OptimizerConfig,
+)
 from mmjax.config.loading import load
 from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.memory import DeviceBatch, ModelSharding, dispatch_bytes, fixed_bytes, saved_bytes, update_bytes
+from mmjax.planning.memory import (
+    DeviceBatch,
+    ModelSharding,
+    dispatch_bytes,
+    fixed_bytes,
+    parameter_bytes,
+    saved_bytes,
+    update_bytes,
+)
 from mmjax.planning.work import layer_sizes
 from mmjax.runtime.state import make_optimizer
 from mmjax.runtime.step import Executor
@@ -67,6 +85,24 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
         size = jnp.dtype(optimizer.moments).itemsize  # codes are int8 of means and uint8 of squares
         moments = [leaf for leaf in moments if leaf.dtype.itemsize == size]
     assert on_first_device(moments) == pytest.approx(predicted["optimizer"], rel=0.1)
+
+
+@pytest.mark.parametrize("how", ["int8", "nf4"])
+def test_quantised_weights_take_the_bytes_of_their_codes_and_scales(how):
+    base = load("tiny_omni").model
+    llm = replace(base.llm, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, quantize=how)
+    model = replace(base, llm=llm, lora={"llm": LoraConfig(("llm.layers.*",))})
+    built = Model.build(model, jnp.bfloat16)
+    executor = Executor(
+        built,
+        make_optimizer(AdamW(), built.axes),
+        make_mesh(MeshConfig(1), jax.devices()[:1]),
+        ShardingRules(),
+        sources=1,
+    )
+    frozen = executor.abstract.frozen["llm"]
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(frozen))
+    assert parameter_bytes(model, built.frozen, 2)["llm"] == stored
 
 
 def test_what_is_frozen_has_no_gradients_and_moments_and_lies_in_the_precision_of_the_computation():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmjax.reporting.run import POINTS, Curve, read_metrics
+from mmjax.reporting.run import POINTS, Curve, MetricsFollower, read_metrics
 
 
 def written(path: Path, records: list[dict], torn: str = "") -> Path:
@@ -106,3 +106,37 @@ def test_values_that_no_run_writes_are_left_out(tmp_path: Path) -> None:
     assert (found.steps, found.not_finite) == (3, 0)
     assert [worst.sample for worst in found.worst] == ["a"]
     assert found.slowest["process 1"] == (1, math.inf)
+
+
+def test_a_file_that_grows_is_followed_to_what_it_is_read_as_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path, max_points=10)
+    assert follower.update()
+    assert follower.metrics().curves == {}
+    text = "".join(json.dumps({"step": s, "loss": s / 2, "worst": {"a[1]": s}}) + "\n" for s in range(1, 61))
+    for begin in range(0, len(text), 37):
+        with path.open("a") as file:
+            file.write(text[begin : begin + 37])
+        assert follower.update()
+        found, whole = follower.metrics(), read_metrics(path, max_points=10)
+        assert (found.steps, found.worst) == (whole.steps, whole.worst)
+        if found.steps:
+            loss = found.curves["loss"]
+            assert len(loss) <= 20
+            assert (loss.step[-1], loss.low.min(), loss.high.max()) == (found.steps, 0.5, found.steps / 2)
+    assert found.steps == 60
+
+
+def test_a_file_in_the_place_of_another_is_read_from_its_start_and_a_long_one_in_parts(tmp_path: Path) -> None:
+    path = written(tmp_path / "metrics.jsonl", [{"step": s, "loss": 1.0} for s in range(1, 9)])
+    follower = MetricsFollower(path)
+    assert not follower.update(seconds=-1)
+    assert follower.metrics().steps == 1
+    assert follower.update()
+    assert follower.metrics().steps == 8
+    written(tmp_path / "new", [{"step": s, "loss": 2.0} for s in range(1, 13)]).replace(path)
+    assert follower.update()
+    assert follower.metrics().curves["loss"].mean.tolist() == [2.0] * 12
+    path.unlink()
+    assert follower.update()
+    assert follower.metrics().steps == 0

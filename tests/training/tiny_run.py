@@ -109,7 +109,9 @@ def make_executor(config: Config, mesh: MeshConfig, accumulates: bool = True) ->
     on, rules = make_mesh(mesh, jax.devices()[:count]), ShardingRules.of(mesh)
     chunks = config.training.loss_chunks or 1
     sources = len(config.data.sources)
-    return Executor(model, optimizer, on, rules, sources=sources, loss_chunks=chunks, accumulates=accumulates)
+    return Executor(
+        model, optimizer, on, rules, sources=sources, loss_chunks=chunks, loss=config.loss, accumulates=accumulates
+    )
 
 
 def scattered(executor: Executor, seed: int = 0) -> Any:

@@ -79,7 +79,8 @@ def _reorder(text: TextBatch, order: np.ndarray) -> TextBatch:
         name: WeightedSlots(*(x[rows, order] for x in old)) if isinstance(old, WeightedSlots) else old[rows, order]
         for name, old in text.slots.items()
     }
-    return TextBatch(**taken, slots=slots, send=text.send, condition=text.condition)
+    inputs = {name: values[rows, order] for name, values in text.loss_inputs.items()}
+    return TextBatch(**taken, slots=slots, send=text.send, condition=text.condition, loss_inputs=inputs)
 
 
 def _spread(slots: np.ndarray, ranks: int, context: int, tokens: int, newline: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Config, NoBalance
+from mmjax.config.training import repeats_forward
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import Arrays
@@ -202,7 +203,7 @@ class StepLoader:
 
     @cached_property
     def arrays(self) -> Arrays:
-        return Arrays.of(self.config.model)
+        return Arrays.of(self.config.model, self.config.loss)
 
     @cached_property
     def reader(self) -> Reader:
@@ -266,17 +267,17 @@ class StepLoader:
     def _needed_flops(self, batch: Microbatch) -> float:
         """Count the FLOPs of this process's ranks; encoder ranks that other processes hold count as its own."""
         model = self.config.model
-        frozen = frozen_modules(model)
+        frozen, reference = frozen_modules(model), repeats_forward(self.config.loss)
         if isinstance(self.encoder_ranks, Mapping):  # a unit's rows lie on each of its stages, and count on the first
             counted = self.own or (self.ranks, self.encoder_ranks)
             local = {"llm": self.ranks, **self.encoder_ranks}
             own = {"llm": counted[0], **{e: _of_encoder(counted[1], e) for e in self.encoder_ranks}}
             part = {tower: sum(r in own[tower] for r in ranks) / max(1, len(ranks)) for tower, ranks in local.items()}
-            flops = needed_by_tower(model, batch.text, batch.items, frozen)
+            flops = needed_by_tower(model, batch.text, batch.items, frozen, reference)
             return sum(flops[tower] * part[tower] for tower in flops)
         own_encoder_ranks = len(self.ranks) * self.layout.topology.encoders_per_rank
         share = 1.0 if self.encoder_ranks is None else len(self.encoder_ranks) / own_encoder_ranks
-        return step_needed(model, batch.text, batch.items, frozen, share)
+        return step_needed(model, batch.text, batch.items, frozen, share, reference)
 
     def _useful_and_moved(self, plan: MicrobatchPlan) -> tuple[np.ndarray, np.ndarray]:
         """Count the useful positions of every row, and each encoder's tokens that move, as `LoadedStep` has them."""

@@ -8,17 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.batch import PADDING, TEXT_KIND, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
-from mmjax.config import AudioConfig, Generator, ModelConfig, VisionConfig
+from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TEXT_KIND, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
+from mmjax.config import AudioConfig, CrossEntropy, Dpo, Generator, LossConfig, ModelConfig, VisionConfig
 from mmjax.config.generators import row_values, takes_pixels
+from mmjax.config.training import loss_inputs
 from mmjax.data.media.anyres_layout import interpolates_tokens
-from mmjax.data.sample import CORNERS, NEWLINE, NO_TOKEN, ArrangedItems, Item, Sample, Text
+from mmjax.data.sample import CORNERS, MAX_BRANCHES, NEWLINE, NO_TOKEN, ArrangedItems, Item, Sample, Text
 from mmjax.errors import UserError
 
-# Bits of `kind` and `sees`: text, then the encoders and generators, then the branches of a sample.
-FIRST_BRANCH_BIT = 12
 MAX_MODULES = FIRST_BRANCH_BIT - 1
-MAX_BRANCHES = 30 - FIRST_BRANCH_BIT
 
 
 @dataclass(frozen=True)
@@ -31,9 +29,10 @@ class Arrays:
     in_order: bool = False  # layers read a sample's tokens one after the other, so it can have no branches
     axes: int = 0  # of a position: (t, y, x) for an LLM with rotary sections; 0 = it is one number
     generators: dict[str, Generator] = field(default_factory=dict)
+    loss: LossConfig = CrossEntropy()  # which says what a sample's branches must be
 
     @classmethod
-    def of(cls, model: ModelConfig) -> Arrays:
+    def of(cls, model: ModelConfig, loss: LossConfig = CrossEntropy()) -> Arrays:
         """Lay out the arrays of a model's batches. Raises UserError where the mask cannot tell its modules apart."""
         if (count := len(model.item_modules)) > MAX_MODULES:
             raise UserError(f"model has {count} encoders and generators; the attention mask tells {MAX_MODULES} apart")
@@ -44,6 +43,7 @@ class Arrays:
             in_order=model.llm.delta_net is not None,
             axes=len(model.llm.rope_sections),
             generators=dict(model.generators),
+            loss=loss,
         )
 
     @property
@@ -111,6 +111,7 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
         },
         send=send,
         condition={},
+        loss_inputs={name: np.zeros(shape, np.float32) for name in loss_inputs(arrays.loss)},
     )
 
 
@@ -123,7 +124,8 @@ def stretch(batch: TextBatch, row: int, span: slice) -> TextBatch:
         else:
             slots[encoder] = rows[row, span]
     views = {f: getattr(batch, f)[row, span] for f in TOKEN_FIELDS}
-    return TextBatch(**views, slots=slots, send={})
+    inputs = {name: rows[row, span] for name, rows in batch.loss_inputs.items()}
+    return TextBatch(**views, slots=slots, send={}, loss_inputs=inputs)
 
 
 def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequence[Place], first_span: int) -> None:
@@ -199,6 +201,8 @@ def _write_text(row: TextBatch, span: slice, text: Text, arrays: Arrays, previou
     predict = slice(span.start, max(span.stop - 1, span.start))
     row.target[predict] = text.tokens[1:]
     row.weight[predict] = text.weights[1:]
+    for name in row.loss_inputs.keys() & text.loss_inputs.keys():
+        row.loss_inputs[name][predict] = text.loss_inputs[name][1:]
     if previous is not None and len(text.tokens):
         row.target[previous] = text.tokens[0]
         row.weight[previous] = text.weights[0]
@@ -298,8 +302,23 @@ def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], pr
             raise ValueError(f"a token is {tokens.max()} or {tokens.min()}; model.llm.vocab={arrays.vocab} has no such")
         if not (np.isfinite(weights).all() and (weights >= 0).all()):
             raise ValueError("a loss weight is negative, NaN or Inf")
+    _check_answers(sample, arrays.loss)
     if sorted(numbers) != list(range(len(places))):
         raise ValueError(f"it places the items {numbers}, but its source's facts() have {len(places)}; each goes once")
     if sum(lengths) != promised:
         raise ValueError(f"it has {sum(lengths)} tokens where its source's facts() promised {promised}")
     return lengths
+
+
+def _check_answers(sample: Sample, loss: LossConfig) -> None:
+    """Check that a sample's branches are answers as the loss reads them. Raises ValueError."""
+    if isinstance(loss, CrossEntropy):
+        return
+    trained = [segment for segment in sample.segments if isinstance(segment, Text) and segment.weights.any()]
+    branches = [segment.branch for segment in trained]
+    if (isinstance(loss, Dpo) and branches != [1, 2]) or 0 in branches or len(set(branches)) < len(branches):
+        wanted = "a chosen answer in branch 1 and a rejected one in branch 2" if isinstance(loss, Dpo) else "answers"
+        raise ValueError(f"it trains text in the branches {branches}; loss={loss.kind} takes {wanted}, one text each")
+    for name in loss_inputs(loss):
+        if any(len(segment.loss_inputs.get(name, ())) != len(segment.tokens) for segment in trained):
+            raise ValueError(f"its answers have no {name} of every token, which loss={loss.kind} reads")

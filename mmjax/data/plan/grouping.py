@@ -21,7 +21,7 @@ from mmjax.balance.parts import Parts
 from mmjax.balance.permutation import Shuffler
 from mmjax.config import BatchConfig, Config, IsfGrouping, NoGrouping, PackGrouping, Tokens
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.sampler import Draws, Due, Pool, Stream, pools_of, typical_samples
+from mmjax.data.plan.sampler import Draws, Due, Pool, Stream, pools_of, shares, typical_samples
 
 Lengths = tuple[int, ...]  # of every module, the LLM first
 
@@ -30,6 +30,7 @@ _HEADROOM_IN_THIN_COLUMNS = 0.024  # of so many columns of so few samples each, 
 _MANY_COLUMNS = 1024
 _THIN_COLUMN = 24
 TYPICAL = 1024, 65_536  # at least and at most so many samples are drawn to see what is typical of the mixture
+_FEW_STEPS = 8  # chunks of fewer are packed badly
 DRY_RUN = 512, 1_000_000  # at most so many steps, of at most so many samples, are placed to see what they need
 
 
@@ -95,7 +96,10 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
 def stream_of(
     batch: BatchConfig, samples_per_step: float, pools: Sequence[Pool], weights: Sequence[float], seed: int
 ) -> Stream:
-    """Make the stream of a run, whose chunks have about `chunk_steps` steps; `pack` has fewer where steps are large."""
+    """Make the stream of a run, whose chunks have about `chunk_steps` steps; `pack` has fewer where steps are large.
+
+    No chunk has more than a window of a source that is read in order, unless that is less than a few steps.
+    """
     steps = batch.grouping.chunk_steps
     multiple = 1.0
     match batch.grouping:
@@ -105,7 +109,10 @@ def stream_of(
             multiple = samples_per_step
         case NoGrouping():
             multiple = round(samples_per_step)
-    return Stream(pools, weights, max(1, round(steps * samples_per_step)), seed, multiple)
+    size = steps * samples_per_step
+    windows = [pool.window / share for pool, share in zip(pools, shares(weights), strict=True) if pool.window and share]
+    size = min(size, max(_FEW_STEPS * samples_per_step, min(windows))) if windows else size
+    return Stream(pools, weights, max(1, round(size)), seed, multiple)
 
 
 def steps_for(samples: int, per_step: float) -> int:

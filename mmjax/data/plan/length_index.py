@@ -165,6 +165,9 @@ class LengthIndex:
     # Samples that cannot be used, whose lengths are 0, and why.
     bad: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [b], in order
     reason: np.ndarray = field(default_factory=partial(np.empty, 0, "U1"))  # str [b]
+    # Of sources that are read in order; both are empty where there are none.
+    window: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [sources]: 0: not in order
+    file_start: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [f]: first of each file
 
     def __len__(self) -> int:
         return len(self.text_tokens)
@@ -232,7 +235,7 @@ class LengthIndex:
     def fingerprint(self) -> str:
         """Hash everything that planning depends on."""
         digest = hashlib.sha256()
-        for f in fields(self):
+        for f in fields(self):  # arrays that are empty change nothing
             digest.update(np.ascontiguousarray(getattr(self, f.name)).tobytes())
         return digest.hexdigest()[:16]
 
@@ -241,12 +244,23 @@ class LengthIndex:
         with suppress(Damaged):
             LengthIndex.open(folder)
             return
-        save_arrays(folder, {f.name: getattr(self, f.name) for f in fields(self)})
+        save_arrays(folder, {name: getattr(self, name) for name in _names(bool(len(self.window)))})
 
     @classmethod
     def open(cls, folder: Path) -> LengthIndex:
         """Memory-map what `save` wrote. Raises Damaged where it is not that."""
-        return cls(**open_arrays(folder, [f.name for f in fields(cls)]))
+        return cls(**open_arrays(folder, _names((folder / "window.npy").exists())))
+
+
+def _names(in_order: bool) -> list[str]:
+    """Name the arrays of an index. in_order: some of its sources are read in order."""
+    return [f.name for f in fields(LengthIndex) if in_order or f.name not in ("window", "file_start")]
+
+
+def _windows(sources: Mapping[str, Source]) -> list[int]:
+    """Return the window of each source; nothing where no source is read in order."""
+    windows = [int(getattr(source, "window", 0)) for source in sources.values()]
+    return windows if any(windows) else []
 
 
 def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthIndex:
@@ -293,9 +307,16 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthI
     # An item counts in two columns: its tokens in the LLM's, its positions in its encoder's.
     np.add.at(totals, (sample, LLM), items["tokens"])
     np.add.at(totals, (sample, 1 + items["encoder"]), items["positions"])
+    source_start = np.concatenate([[0], np.cumsum([len(s) for s in sources.values()], dtype=np.int64)])
+    windows = _windows(sources)
+    file_start = [
+        first + np.cumsum([0, *(count for _, count in source.files())])[:-1]
+        for first, source, window in zip(source_start.tolist(), sources.values(), windows, strict=False)
+        if window
+    ]
     return LengthIndex(
         source_name=np.array(list(sources), np.str_),
-        source_start=np.concatenate([[0], np.cumsum([len(s) for s in sources.values()], dtype=np.int64)]),
+        source_start=source_start,
         text_tokens=np.array(text, np.int32),
         totals=totals,
         item_start=item_start,
@@ -306,6 +327,8 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthI
         positions_per_token=np.array([positions_per_token(e) for e in encoders.values()], np.int32),
         bad=np.array(list(bad), np.int64),
         reason=np.array(list(bad.values()), np.str_),
+        window=np.array(windows, np.int64),
+        file_start=np.concatenate([np.zeros(0, np.int64), *file_start]),
     )
 
 
@@ -326,11 +349,13 @@ def _measured(
 
 def index_key(sources: Mapping[str, Source], encoders: ItemModules) -> str:
     """Name the folder of these sources' index: another where any of them differs."""
+    windows = _windows(sources)
     key = json.dumps(
         [
             [[name, len(source), source.fingerprint()] for name, source in sources.items()],
             repr(dict(encoders)),
-            [f.name for f in fields(LengthIndex)],
+            _names(bool(windows)),
+            *([windows] if windows else []),
         ]
     )
     return hashlib.sha256(key.encode()).hexdigest()[:16]

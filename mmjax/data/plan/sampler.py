@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ class Pool:
     stop: int
     excluded: np.ndarray
     due: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # ids that come before its first whole epoch
+    window: int = 0  # neighbours that are shuffled together, of files in random order; 0: all samples
+    files: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # first id of each file, with a window
 
     def __len__(self) -> int:
         return self.stop - self.start - len(self.excluded)
@@ -46,8 +48,23 @@ class Pool:
         # Draws before len(due) are what is due, in a shuffle of its own; the others count from there on in epochs.
         due = np.arange(begin, min(end, len(self.due)))
         epoch, rank = np.divmod(np.arange(max(begin, len(self.due)), end) - len(self.due), max(1, len(self)))
-        first = self.due[_shuffled(due, len(self.due), key, np.full(len(due), _REMAINDER))]
-        return np.concatenate([first, self.ids(_shuffled(rank, len(self), key, epoch))])
+        first = self.due[_shuffled(due, len(self.due), key, np.full(len(due), _REMAINDER), self.window)]
+        rank = _shuffled(rank, len(self), key, epoch, self.window)
+        return np.concatenate([first, self.ids(self._of_files(rank, key, epoch) if self.window else rank)])
+
+    def _of_files(self, position: np.ndarray, key: np.uint64, epoch: np.ndarray) -> np.ndarray:
+        """Return the ranks of the samples at these positions of an epoch, in which files come in a random order."""
+        first = self.files - self.start - np.searchsorted(self.excluded, self.files)
+        count = np.diff(first, append=len(self))
+        ranks = np.empty_like(position)
+        for number in np.unique(epoch):
+            order = np.argsort(_mixed(_mixed(np.arange(len(first), dtype=np.uint64) ^ key) + np.uint64(number)))
+            begin = np.cumsum(count[order]) - count[order]
+            in_epoch = epoch == number
+            # Files of 3, 0 and 2 samples in the order 2, 1, 0 begin at 0, 2 and 2; position 2 is the first of file 0.
+            place = np.searchsorted(begin, position[in_epoch], side="right") - 1
+            ranks[in_epoch] = first[order][place] + position[in_epoch] - begin[place]
+        return ranks
 
     def ids(self, ranks: np.ndarray) -> np.ndarray:
         """Return the ids of the usable samples with these ranks, int64."""
@@ -82,6 +99,9 @@ def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray,
         remaining = np.setdiff1d(due[s] if due else [], excluded).astype(np.int64)
         excluded_here = excluded[(excluded >= start) & (excluded < stop)]
         pools.append(Pool(start, stop, excluded_here, remaining))
+        if len(index.window) and index.window[s]:
+            files = index.file_start[(index.file_start >= start) & (index.file_start < stop)]
+            pools[-1] = replace(pools[-1], window=int(index.window[s]), files=files)
         if weight > 0 and not len(pools[-1]):
             # Two causes with two remedies: broken data, or a batch too small for all samples.
             if np.isin(np.arange(start, stop), index.bad).all() and stop > start:
@@ -174,7 +194,8 @@ class Stream:
 
 
 def typical_samples(pools: Sequence[Pool], weights: Sequence[float], size: int, seed: int) -> np.ndarray:
-    """Draw about `size` ids in the proportions of the mixture, int64, wherever epochs end."""
+    """Draw about `size` ids in the proportions of the mixture, int64, wherever epochs end, and from all files."""
+    pools = [replace(pool, window=0) for pool in pools]
     # Rounded running sums, so that the counts add up to the size.
     ends = np.floor(np.cumsum(shares(weights)) * size + 0.5).astype(np.int64)
     counts = enumerate(np.diff(ends, prepend=0).tolist())
@@ -194,7 +215,19 @@ def key_of(seed: int, source: int) -> np.uint64:
     return np.random.SeedSequence((seed, 1, source)).generate_state(1, np.uint64)[0]
 
 
-def _shuffled(rank: np.ndarray, n: int, key: np.uint64, epoch: np.ndarray) -> np.ndarray:
+def _shuffled(rank: np.ndarray, n: int, key: np.uint64, epoch: np.ndarray, window: int = 0) -> np.ndarray:
+    """Permute ranks within 0 .. n - 1, keyed by `key` and epoch, int64; each window of so many by itself, unless 0."""
+    if not window:
+        return _permuted(rank, n, key, epoch)
+    number, inside = np.divmod(rank, window)
+    keys = epoch.astype(np.uint64) ^ _mixed(number.astype(np.uint64))
+    size = np.minimum(window, n - number * window)  # the last window may be shorter
+    for one in np.unique(size):
+        inside[size == one] = _permuted(inside[size == one], int(one), key, keys[size == one])
+    return number * window + inside
+
+
+def _permuted(rank: np.ndarray, n: int, key: np.uint64, epoch: np.ndarray) -> np.ndarray:
     """Permute ranks within 0 .. n - 1, keyed by `key` and epoch, int64.
 
     A Feistel network permutes the next power of four; what falls outside goes through it again until it falls inside.

@@ -20,7 +20,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any, get_args
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from mmjax.data.sample import BadSample, Conversation, MediaPlace, Medium, Message
+from mmjax.data.sample import BadSample, Conversation, MediaPlace, Medium, Message, Rollout
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.storage.files import FileRef, InlineBytes, file_at, hash_strings, local_copy, one_line
 from mmjax.disk import atomic_write
@@ -55,7 +55,14 @@ def to_header(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
             else:
                 parts.append(part)
         messages.append([message.role, parts] + [message.weight] * (message.weight != 1))
-    return {"messages": messages, "media": media} | ({"answers": conversation.answers} if conversation.answers else {})
+    header = {"messages": messages, "media": media} | (
+        {"answers": conversation.answers} if conversation.answers else {}
+    )
+    if conversation.rejected:
+        header |= {"rejected": "".join(conversation.rejected.parts), "reference": conversation.reference}
+    if conversation.rollouts:
+        header["rollouts"] = [asdict(rollout) for rollout in conversation.rollouts]
+    return header
 
 
 def from_header(header: Mapping[str, Any]) -> Conversation:
@@ -73,9 +80,25 @@ def from_header(header: Mapping[str, Any]) -> Conversation:
                 raise ValueError(f"a message of the weight {weight!r}")
             contents = tuple(part if isinstance(part, str) else media[part] for part in parts)
             messages.append(Message(role, contents, weight))
-        return Conversation(tuple(messages), tuple(map(str, header.get("answers", ()))))
+        rejected = Message(messages[-1].role, (str(header["rejected"]),)) if "rejected" in header else None
+        return Conversation(
+            messages=tuple(messages),
+            answers=tuple(map(str, header.get("answers", ()))),
+            rejected=rejected,
+            reference=tuple(map(float, header.get("reference", ()))),
+            rollouts=tuple(_rollout(**rollout) for rollout in header.get("rollouts", ())),
+        )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
+
+
+def _rollout(
+    tokens: Sequence[int], log_probs: Sequence[float], advantage: float, reference: Sequence[float]
+) -> Rollout:
+    """Build a rollout of what JSON holds of it."""
+    return Rollout(
+        tuple(map(int, tokens)), tuple(map(float, log_probs)), float(advantage), tuple(map(float, reference))
+    )
 
 
 def encode_record(header: Mapping[str, Any], media: Sequence[bytes]) -> bytes:

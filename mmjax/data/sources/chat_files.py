@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
+from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, Rollout, split_markers
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.storage.archives import MediaFolder, unbase64
 from mmjax.data.storage.files import AudioSegment, FileRef, FrameFiles, InlineBytes, hash_strings
@@ -34,6 +35,7 @@ ROLES = {
     "tool": "tool",
 }
 MAX_WEIGHT = 1e6  # of a message
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # keys of a reference's log-probabilities of a pair's answers
 # By a part's type: its medium, and the keys under which its file may be named.
 _PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {
     "image": ("image", ("image", "path", "url", "bytes")),
@@ -68,12 +70,12 @@ class Record:
     references: tuple[Reference, ...]
 
 
-def parse_chat(record: Mapping[str, Any], turns: str) -> Record:
+def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> Record:
     """Parse a record whose messages are under the key `turns`: {"from", "value"} or {"role", "content"} each.
 
     Media are named inside the content, or beside the messages ("image", "images", "audio", "audios", "video", "videos")
     and marked in the text. In a record with videos and no images, `<image>` marks a video where nothing else does, as
-    in LLaVA-Video's. Raises BadSample.
+    in LLaVA-Video's. answered: an answer must be there to train on. Raises BadSample.
     """
     turn_list = record.get(turns)
     if not isinstance(turn_list, Sequence) or isinstance(turn_list, str) or not turn_list:
@@ -111,7 +113,9 @@ def parse_chat(record: Mapping[str, Any], turns: str) -> Record:
     for medium, listed in files.items():
         if places[medium] != len(listed):
             raise BadSample(f"has {places[medium]} places <{medium}> for {len(listed)} {medium} file(s)")
-    _check_trainable(messages)
+    _check_texts(messages)
+    if answered:
+        _check_trainable(messages)
     return Record(Conversation(tuple(messages)), tuple(references))
 
 
@@ -144,6 +148,129 @@ def parse_question_record(record: Mapping[str, Any], question: str, answer: str)
     media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
     answers = _value_of_one(record, (answer, f"{answer}s"))
     return parse_question(record.get(question), answers, {medium: files for medium, files in media.items() if files})
+
+
+def parse_preference(record: Mapping[str, Any]) -> Record:
+    """Parse a pair of answers as TRL has it: {"prompt", "chosen", "rejected"}, each a text or messages.
+
+    Without a prompt both have it, and it is what they share. Log-probabilities of a reference may stand under
+    "ref_chosen_logps" and "ref_rejected_logps". Raises BadSample.
+    """
+    chosen, rejected = (_turns(record, key, "assistant") for key in ("chosen", "rejected"))
+    prompt = _turns(record, "prompt", "user") if record.get("prompt") else chosen[:-1]
+    if not record.get("prompt") and rejected[:-1] != prompt:
+        raise BadSample("has no prompt, and chosen and rejected differ before their last messages")
+    if not prompt:
+        raise BadSample("has no prompt")
+    if record.get("prompt") and (len(chosen), len(rejected)) != (1, 1):
+        raise BadSample("has several messages in chosen or rejected; they hold one answer of the assistant each")
+    return parse_pair(prompt, chosen[-1], rejected[-1], _media_of(record), record)
+
+
+def parse_pair(
+    prompt: Sequence[Any], chosen: Any, rejected: Any, media: Mapping[str, Any], record: Mapping[str, Any]
+) -> Record:
+    """Build a record of messages and two answers to them, with the reference's log-probabilities. Raises BadSample.
+
+    media: files beside the messages. record: that has them all.
+    """
+    stored = [_number(record, key) for key in REFERENCE]
+    reference = tuple(value for value in stored if value is not None)
+    prompt = _with_media_first(prompt, media)
+    parsed, other = (parse_chat({"messages": [*prompt, answer]} | media, "messages") for answer in (chosen, rejected))
+    messages = parsed.conversation.messages[-1], other.conversation.messages[-1]
+    if any(message.role != "assistant" for message in messages):
+        raise BadSample("has a chosen or rejected message that is not the assistant's")
+    if any(not isinstance(part, str) for message in messages for part in message.parts):
+        raise BadSample("has a medium in a chosen or rejected answer; loss=dpo is of text")
+    if messages[0].parts == messages[1].parts:
+        raise BadSample("has the same chosen and rejected answer: there is nothing to learn")
+    return replace(parsed, conversation=replace(parsed.conversation, rejected=messages[1], reference=reference))
+
+
+def parse_rollouts(record: Mapping[str, Any]) -> Record:
+    """Parse answers that a model has drawn: {"prompt", "completion_ids", "logprobs", "advantages"}. Raises BadSample.
+
+    The latter three have an entry for each answer: its tokens, their log-probabilities when they were drawn, and a
+    number. "ref_logprobs", where there are any, are the reference's.
+    """
+    media = _media_of(record)
+    prompt = _with_media_first(_turns(record, "prompt", "user"), media)
+    if not isinstance(record.get("completion_ids"), list | tuple) or not record["completion_ids"]:
+        text = ", whose tokens must be those that logprobs are of: text alone does not say them"
+        raise BadSample(f"has no completion_ids{text if record.get('completions') else ''}")
+    columns = [record.get(key) for key in ("completion_ids", "logprobs", "advantages")]
+    if any(not isinstance(values, list | tuple) or len(values) != len(columns[0]) for values in columns):
+        raise BadSample("has not as many logprobs and advantages as completion_ids")
+    columns.append(record.get("ref_logprobs") or [()] * len(columns[0]))
+    rollouts = []
+    for number, (tokens, log_probs, advantage, reference) in enumerate(zip(*columns, strict=True)):
+        if not _are_numbers(tokens, int) or not tokens or not _are_numbers([advantage]):
+            raise BadSample(f"has no tokens, or no advantage, of answer {number}")
+        if not _are_numbers(log_probs) or len(log_probs) != len(tokens):
+            raise BadSample(f"has not a log-probability of every token of answer {number}")
+        if not _are_numbers(reference):
+            raise BadSample(f"has ref_logprobs of answer {number} that are no numbers")
+        rollouts.append(Rollout(tuple(tokens), tuple(log_probs), float(advantage), tuple(reference)))
+    parsed = parse_chat({"messages": prompt} | media, "messages", answered=False)
+    return replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts)))
+
+
+def _turns(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
+    """Return the messages under a key, of which a text alone is one. Raises BadSample."""
+    value = record.get(key)
+    if isinstance(value, list | tuple) and value:
+        return list(value)
+    if not isinstance(value, str) or not value:
+        raise BadSample(f"has no {key} answer" if role == "assistant" else f"has no {key}")
+    return [{"role": role, "content": value}]
+
+
+def _media_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record names beside its messages: media, and a system message."""
+    keys = ("system", *(key for names in KEYS.values() for key in names))
+    return {key: record[key] for key in keys if record.get(key) is not None}
+
+
+def _with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[Any]:
+    """Put media that no message has a place for before the first question, as TRL does."""
+    marks = [medium for medium, keys in KEYS.items() for _ in _listed(media, keys)]
+    contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping)]
+    marked = any(MARKER.search(c) if isinstance(c, str) else _has_media(c) for c in contents)
+    first = next((k for k, turn in enumerate(turns) if isinstance(turn, Mapping) and _is_users(turn)), None)
+    if not marks or marked or first is None:
+        return list(turns)
+    key = "content" if "content" in turns[first] else "value"
+    content = turns[first][key]
+    if isinstance(content, str):
+        content = "".join(f"<{medium}>" for medium in marks) + content
+    else:
+        content = [*({"type": medium} for medium in marks), *(content or [])]
+    return [*turns[:first], {**turns[first], key: content}, *turns[first + 1 :]]
+
+
+def _has_media(content: Any) -> bool:
+    """Tell whether any typed part is a medium."""
+    return any(isinstance(part, Mapping) and part.get("type") in _PART_KEYS for part in content or ())
+
+
+def _is_users(turn: Mapping[str, Any]) -> bool:
+    return ROLES.get(str(turn.get("role", turn.get("from")))) == "user"
+
+
+def _number(record: Mapping[str, Any], key: str) -> float | None:
+    """Return a finite number that may be missing. Raises BadSample for anything else."""
+    value = record.get(key)
+    if value is not None and not _are_numbers([value]):
+        raise BadSample(f"has {key}={value!r}, which is no number")
+    return value
+
+
+def _are_numbers(values: Any, kind: type | tuple[type, ...] = (int, float)) -> bool:
+    """Tell whether these are finite numbers."""
+    return isinstance(values, list | tuple) and all(
+        isinstance(x, kind) and not isinstance(x, bool) and math.isfinite(x) for x in values
+    )
 
 
 def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
@@ -264,12 +391,16 @@ def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference 
 
 
 def _check_trainable(messages: Sequence[Message]) -> None:
-    """Raise BadSample where no answer is trained on, or the text is not Unicode."""
+    """Raise BadSample where no answer is trained on."""
     answers = [message for message in messages if message.role == "assistant"]
     if not answers:
         raise BadSample("has no message of the assistant: there is nothing to learn")
     if not any(message.weight for message in answers):
         raise BadSample("has weight=0 in every message of the assistant: there is nothing to learn")
+
+
+def _check_texts(messages: Sequence[Message]) -> None:
+    """Raise BadSample where a text is not Unicode."""
     # JSON can escape half a pair, which is no text: tokenizers would fail on it.
     try:
         "".join(part for message in messages for part in message.parts if isinstance(part, str)).encode()
@@ -313,6 +444,10 @@ class ChatFiles:
 
     def files(self) -> list[tuple[str, int]]:
         return self._records.files()
+
+    def record(self, index: int) -> dict[str, Any]:
+        """Return a record as its file has it. Raises BadSample."""
+        return self._records[index]
 
     def conversation(self, index: int) -> Conversation:
         return self._read(self._records[index]).conversation

@@ -10,13 +10,13 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import ChatFormat, DataConfig, MediaLimits
+from mmjax.config import ChatFormat, DataConfig, LossConfig, MediaLimits
 from mmjax.data.media.patches import ItemModules
 from mmjax.data.sample import PICTURE, SOUND, BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
 from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
@@ -135,7 +135,7 @@ def _count_chunks(
         yield from ((chunk, _lengths(chunk, conversations, chat)) for chunk in chunks)
         return
     # Spawned, since a fork copies JAX's locks but not the threads that would release them.
-    initializer = partial(_open_in_worker, reopen, chat.form)
+    initializer = partial(_open_in_worker, reopen, chat.form, chat.loss)
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer) as pool:
         yield from zip(chunks, pool.map(_count_in_worker, chunks), strict=True)
 
@@ -143,10 +143,10 @@ def _count_chunks(
 _opened: tuple[Conversations, Chat] | None = None  # in a worker process
 
 
-def _open_in_worker(reopen: Reopen, form: ChatFormat) -> None:
+def _open_in_worker(reopen: Reopen, form: ChatFormat, loss: LossConfig) -> None:
     global _opened
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core already
-    _opened = reopen(), load_chat(form)
+    _opened = reopen(), replace(load_chat(form), loss=loss)
 
 
 def _count_in_worker(chunk: range) -> TokenCounts:
@@ -230,6 +230,11 @@ class ChatSource:
 
     def files(self) -> list[tuple[str, int]]:
         return self.conversations.files()
+
+    @property
+    def window(self) -> int:
+        """Neighbouring samples that are shuffled together, where files are read in order; 0 where they are not."""
+        return getattr(self.conversations, "window", 0)
 
     def read_headers(self, progress: Progress = lambda done: None) -> MediaFacts:
         """Read the media's headers that are new or have changed since the last time; return the facts of all."""

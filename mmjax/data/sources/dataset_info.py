@@ -11,7 +11,7 @@ from typing import Any
 
 from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample
-from mmjax.data.sources.chat_files import KEYS, Record, parse_chat
+from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_pair
 from mmjax.data.storage.files import list_files
 from mmjax.errors import UserError
 
@@ -44,6 +44,7 @@ class DatasetInfo:
     columns: Mapping[str, str | None]
     tags: Mapping[str, str]
     roles: Mapping[str, str]  # by what records call them
+    ranking: bool = False  # records hold pairs of answers
 
     @classmethod
     def read(cls, path: str, entry: str, where: str) -> DatasetInfo:
@@ -64,15 +65,15 @@ class DatasetInfo:
         known = ("file_name", "formatting", "columns", "tags", "ranking", *_IGNORED)
         if unknown := [key for key in entry if key not in known]:
             raise UserError(f"{what} has {unknown[0]}, which is not read")
-        if entry.get("ranking"):
-            raise UserError(f"{what} has ranking=true: pairs of answers are not read")
         if not (name := entry.get("file_name")):
             raise UserError(f"{what} has no file_name; fetch its files, and name them there")
         form = entry.get("formatting", "alpaca")
         if form not in _COLUMNS:
             raise UserError(f"{what} has formatting={form!r}; read are {', '.join(_COLUMNS)}")
         columns, tags = entry.get("columns", {}), entry.get("tags", {})
-        readable = {**_COLUMNS[form], **dict.fromkeys(_MEDIA)}
+        ranking = bool(entry.get("ranking"))
+        pair = {"chosen": "chosen", "rejected": "rejected"} if ranking else {}
+        readable = {**_COLUMNS[form], **pair, **dict.fromkeys(_MEDIA)}
         if unknown := [key for key in columns if key not in readable]:
             raise UserError(f"{what} has columns.{unknown[0]}, which is not read")
         if unknown := [key for key in tags if key not in (*_TAGS, *_ROLES)]:
@@ -89,6 +90,7 @@ class DatasetInfo:
             columns=readable | columns,
             tags=_TAGS | {key: tags[key] for key in _TAGS if key in tags},
             roles={tags.get(key, default): role for key, (default, role) in _ROLES.items()},
+            ranking=ranking,
         )
 
     def record(self, record: Mapping[str, Any]) -> Record:
@@ -99,6 +101,8 @@ class DatasetInfo:
         turns = self._alpaca(record) if self.form == "alpaca" else self._sharegpt(record)
         if system := self._value(record, "system"):
             turns.insert(0, {"role": "system", "content": system})
+        if self.ranking:
+            return parse_pair(turns, *(self._answer(record, key) for key in ("chosen", "rejected")), media, record)
         return parse_chat({"messages": turns} | media, "messages")
 
     def _alpaca(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -106,21 +110,28 @@ class DatasetInfo:
         if not all(isinstance(question, str) for question in questions):
             raise BadSample(f"has a {self.columns['prompt']} that is not text")
         pairs = [*(self._value(record, "history") or []), ("\n".join(questions), self._value(record, "response"))]
-        return [
+        turns = [
             {"role": role, "content": content}
             for pair in pairs
             for role, content in zip(("user", "assistant"), pair, strict=True)
         ]
+        return turns[:-1] if self.ranking else turns  # of a pair both answers are in columns of their own
+
+    def _answer(self, record: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """Return the chosen or the rejected answer as a message. Raises BadSample."""
+        if not (answer := self._value(record, key)):
+            raise BadSample(f"has no {key} answer: {self.columns[key]}={answer!r}")
+        return self._message(answer) if isinstance(answer, Mapping) else {"role": "assistant", "content": answer}
 
     def _sharegpt(self, record: Mapping[str, Any]) -> list[Any]:
         turns = self._value(record, "messages")
         if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
             raise BadSample(f"has no {self.columns['messages']}")
-        role_tag, content_tag = self.tags["role_tag"], self.tags["content_tag"]
-        return [
-            {"role": self.roles.get(str(turn.get(role_tag)), turn.get(role_tag)), "content": turn.get(content_tag)}
-            for turn in turns
-        ]
+        return [self._message(turn) for turn in turns]
+
+    def _message(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        role, content = (turn.get(self.tags[tag]) for tag in ("role_tag", "content_tag"))
+        return {"role": self.roles.get(str(role), role), "content": content}
 
     def _value(self, record: Mapping[str, Any], column: str) -> Any:
         name = self.columns.get(column)

@@ -161,7 +161,7 @@ def read_facts(
     """
     if isinstance(conversations, ArrayRecords) and (shipped := open_facts(conversations, cache, limits)) is not None:
         return shipped
-    known = _KnownFiles(cache / "media")
+    known = KnownFiles(cache / "media")
     records = range(len(conversations))
     chunks = []
     latency = 0
@@ -237,7 +237,7 @@ class _RecordFacts:
 
 
 def _read_record(
-    conversations: Conversations, index: int, probes: Mapping[str, Probe], known: _KnownFiles, limits: MediaLimits
+    conversations: Conversations, index: int, probes: Mapping[str, Probe], known: KnownFiles, limits: MediaLimits
 ) -> _RecordFacts:
     try:
         conversation = conversations.conversation(index)
@@ -272,7 +272,7 @@ def _as_arrays(first: int, records: Sequence[_RecordFacts]) -> MediaFacts:
     )
 
 
-class _KnownFiles:
+class KnownFiles:
     """A cache of media sizes by file name and stamp: sorted and memory-mapped, and in memory those of this run.
 
     Sizes are cached whatever the limits, so that other limits need no header read again.

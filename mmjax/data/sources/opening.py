@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,30 @@ from mmjax.config import (
     MessagesSource,
     ModelConfig,
     ParquetSource,
+    PreferenceSource,
     QuestionsSource,
+    RolloutsSource,
     WebDatasetSource,
 )
 from mmjax.config.loading import resolve, resolve_callbacks
 from mmjax.data.sample import Files, Medium, Source, Split
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
-from mmjax.data.sources.chat_files import ChatFiles, parse_chat, parse_manifest_line, parse_question_record
+from mmjax.data.sources.chat_files import (
+    ChatFiles,
+    parse_chat,
+    parse_manifest_line,
+    parse_preference,
+    parse_question_record,
+    parse_rollouts,
+)
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.json_records import JsonRecords
-from mmjax.data.sources.parquet import ParquetRecords, column_names
+from mmjax.data.sources.parquet import ANSWER_COLUMNS, ParquetRecords, column_names
 from mmjax.data.sources.webdataset import WebDatasetRecords, list_shards
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
+from mmjax.data.storage.spool import Spool
 from mmjax.data.text.chat import Chat, load_chat
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.disk import user_cache
@@ -44,6 +55,8 @@ from mmjax.errors import UserError
 from mmjax.hub import JSON, PARQUET, cached_path, dataset_files, is_dataset
 
 KEYS = {  # of a JSON record, by which its file is known
+    "chosen": PreferenceSource,
+    "completion_ids": RolloutsSource,
     "conversations": LlavaSource,
     "messages": MessagesSource,
     "audio_filepath": ManifestSource,
@@ -86,7 +99,10 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
 def _parquet(path: str, first: str, option: str) -> ParquetSource:
     names = column_names(first)
     columns = {what: _first(known, names) for what, known in COLUMNS.items()}
-    if columns["messages"]:
+    answers = next((kind for kind, needed in ANSWER_COLUMNS.items() if set(needed) <= set(names)), "one")
+    if answers != "one":
+        columns |= {"messages": "", "question": "", "answer": "", "answers": answers}
+    elif columns["messages"]:
         columns |= {"question": "", "answer": ""}
     elif not (columns["question"] and columns["answer"]):
         raise UserError(
@@ -124,11 +140,13 @@ def path_of(source: FileSource, split: Split) -> str:
     return source.path if split == "train" else str(getattr(source, split))
 
 
-def open_conversations(source: FileSource, split: Split, cache: Path, key: str) -> Conversations:
+def open_conversations(
+    source: FileSource, split: Split, cache: Path, key: str, window_space: float = DataConfig.window_space
+) -> Conversations:
     """Open the records of a source's split. No media is read.
 
-    key: of the source in the config, for messages. Raises UserError where files or folders are missing or broken, or
-    hold no records.
+    key: of the source in the config, for messages. window_space: as in `DataConfig`. Raises UserError where files or
+    folders are missing or broken, or hold no records.
     """
     where = f"{key}.{'path' if split == 'train' else split}"
     if not (path := path_of(source, split)):
@@ -137,13 +155,16 @@ def open_conversations(source: FileSource, split: Split, cache: Path, key: str) 
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data.cache={cache}: {error.strerror}; name a folder that you may write") from None
-    opened = _open_conversations(source, cached_path(os.path.expanduser(path)), split, cache, key)
+    spool = Spool(cache / "window", round(window_space * 1e9))
+    opened = _open_conversations(source, cached_path(os.path.expanduser(path)), split, cache, key, spool)
     if not len(opened):
         raise UserError(f"{where}={path}: holds no records")
     return opened
 
 
-def _open_conversations(source: FileSource, path: str, split: Split, cache: Path, key: str) -> Conversations:
+def _open_conversations(
+    source: FileSource, path: str, split: Split, cache: Path, key: str, spool: Spool
+) -> Conversations:
     where = f"{key}.{'path' if split == 'train' else split}"
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
@@ -151,17 +172,21 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
         info = DatasetInfo.read(source.path, source.entry if split == "train" else path, key)
         folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache))
         return ChatFiles(
-            info.files, cache, folders, info.record, repr((info.form, info.columns, info.tags, info.roles))
+            info.files,
+            cache,
+            folders,
+            info.record,
+            repr((info.form, info.columns, info.tags, info.roles, *(["ranking"] if info.ranking else []))),
         )
     if isinstance(source, WebDatasetSource):
-        return WebDatasetRecords(path, source, split, cache, where)
+        return WebDatasetRecords(path, source, split, cache, where, spool)
     if is_dataset(path):
         paths = dataset_files(path, split, PARQUET if isinstance(source, ParquetSource) else JSON, where)
         path = paths[0]
     else:
         paths = list_files(path, where)
     if isinstance(source, ParquetSource):
-        return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key)
+        return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key, spool)
     folders = {}
     for medium, name in FOLDERS.items():
         root = os.path.expanduser(getattr(source, name, ""))
@@ -176,6 +201,9 @@ def _open_conversations(source: FileSource, path: str, split: Split, cache: Path
     if isinstance(source, QuestionsSource):
         keys = {"question": source.question, "answer": source.answer}
         return ChatFiles(paths, cache, folders, partial(parse_question_record, **keys), f"questions {keys}{videos}")
+    if isinstance(source, PreferenceSource | RolloutsSource):
+        parse = parse_preference if isinstance(source, PreferenceSource) else parse_rollouts
+        return ChatFiles(paths, cache, folders, parse, source.kind + videos)
     turns = TURNS[source.kind]
     return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns + videos)
 
@@ -237,7 +265,7 @@ def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:
             f"data.sources.{names[0]} has conversations, but data.chat does not say how they become tokens; name "
             "the folder of the checkpoint whose tokenizer and chat template to use: data.chat.folder=FOLDER"
         )
-    return chat_for(config.data.chat, config.model)
+    return replace(chat_for(config.data.chat, config.model), loss=config.loss)
 
 
 def chat_for(form: ChatFormat, model: ModelConfig, load: Callable[[ChatFormat], Chat] = load_chat) -> Chat:
@@ -266,7 +294,9 @@ def _open(
         return EmbeddedDataset(source, split, config.seed)
     if isinstance(source, FileSource):
         cache = cache_folder(config.data)
-        reopen = partial(open_conversations, source, split, cache, f"data.sources.{name}")
+        reopen = partial(
+            open_conversations, source, split, cache, f"data.sources.{name}", window_space=config.data.window_space
+        )
         functions = resolve_callbacks(config.model, config_folder)
         modules = config.model.item_modules
         return ChatSource(reopen, chat, modules, cache, functions=functions, limits=config.data.limits)

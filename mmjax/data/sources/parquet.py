@@ -1,8 +1,13 @@
-"""Conversations of Parquet files, read by row groups; media columns are only read when a medium is."""
+"""Conversations of Parquet files, read by row groups; media columns are only read when a medium is.
+
+With a `window` rows are read in order, and each row group is fetched and unpacked once for all processes of a host: as
+a copy in a `Spool`, from which rows are read where they lie.
+"""
 
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +23,24 @@ import pyarrow.parquet
 from mmjax.config import ParquetSource
 from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample, Conversation, Medium
-from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference
+from mmjax.data.sources.chat_files import (
+    KEYS,
+    Record,
+    parse_chat,
+    parse_preference,
+    parse_question,
+    parse_rollouts,
+    resolve_reference,
+)
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import FileRef, file_at, filesystem, hash_strings, is_url, one_line
+from mmjax.data.storage.spool import Spool
 from mmjax.errors import UserError
 
 _CACHED_GROUPS = 4  # row groups of each column that stay in memory
+# By `ParquetSource.answers`, the columns of several answers to a prompt that must be there, and those that may.
+ANSWER_COLUMNS = {"pair": ("chosen", "rejected"), "rollouts": ("prompt", "completion_ids", "logprobs", "advantages")}
+_MORE_COLUMNS = {"pair": ("prompt", "ref_chosen_logps", "ref_rejected_logps"), "rollouts": ("ref_logprobs",)}
 
 
 class ParquetRecords:
@@ -33,27 +50,35 @@ class ParquetRecords:
     UserError, naming the config's key, where a file or a column is missing.
     """
 
-    def __init__(self, paths: Sequence[str], source: ParquetSource, folder: MediaFolder, key: str) -> None:
+    def __init__(
+        self, paths: Sequence[str], source: ParquetSource, folder: MediaFolder, key: str, spool: Spool
+    ) -> None:
         self._source = source
+        self.window = source.window
         self._folder = folder
         self._paths = paths
         cache = _GroupCache()
-        self._files = [_File(path, cache) for path in paths]
+        self._files = [_File(path, cache, spool if source.window else None) for path in paths]
         columns = {
             name: getattr(source, name) for name in ("messages", "question", "answer", "images", "audio", "videos")
         }
+        answers = ANSWER_COLUMNS.get(source.answers, ())
         for file in self._files:
-            for name, column in columns.items():
+            for name, column in (columns | {f"answers={source.answers}, {name}": name for name in answers}).items():
                 if column and column not in file.columns:
                     raise UserError(f"{key}.{name}={column}: {file.path} has none{did_you_mean(column, file.columns)}")
                 if "." in column:  # Parquet's separator between a struct and its field
                     raise UserError(
                         f"{key}.{name}={column}: a name with a point in it cannot be read; rename the column"
                     )
-        self._texts = tuple(columns[name] for name in ("messages", "question", "answer") if columns[name])
+        optional = tuple(c for c in _MORE_COLUMNS.get(source.answers, ()) if c in self._files[0].columns)
+        texts = tuple(columns[name] for name in ("messages", "question", "answer") if columns[name])
+        self._texts = (*texts, *answers, *optional)
         media: dict[Medium, str] = {"image": source.images, "audio": source.audio, "video": source.videos}
         self._media = {medium: column for medium, column in media.items() if column}
         self._starts = np.cumsum([0, *(file.starts[-1] for file in self._files)])
+        if source.window:
+            spool.check_window(f"{key}.path", source.window, len(self), [s for file in self._files for s in file.sizes])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -81,9 +106,12 @@ class ParquetRecords:
         row = index - int(self._starts[number])
         texts = file.values(row, self._texts)
         media = {medium: self._cells(file, row, column) for medium, column in self._media.items()}
+        cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
         if self._source.messages:
-            cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
             record = parse_chat({"messages": texts[self._source.messages]} | cells_by_key, "messages")
+        elif self._source.answers != "one":
+            parse = parse_preference if self._source.answers == "pair" else parse_rollouts
+            record = parse(texts | cells_by_key)
         else:
             record = parse_question(texts[self._source.question], texts[self._source.answer], media)
         # References inside messages are paths or bytes; those of media columns are cells.
@@ -144,8 +172,10 @@ class _GroupCache(dict[str, Callable[["_File", int], pyarrow.ChunkedArray]]):
 class _File:
     """One Parquet file. It is opened for each read and closed again: there may be thousands."""
 
-    def __init__(self, path: str, cache: _GroupCache) -> None:
+    def __init__(self, path: str, cache: _GroupCache, spool: Spool | None = None) -> None:
+        """spool: through which row groups are read; None: `cache` has them."""
         self.path = path
+        self._spool = spool
         self._cache = cache
         self._metadata: pyarrow.parquet.FileMetaData | None = None  # so that it is read once
         self._lock = threading.Lock()
@@ -157,8 +187,9 @@ class _File:
                 self._leaves = [file.schema.column(k).path for k in range(len(file.schema))]
         except (BadSample, OSError, pyarrow.ArrowException) as error:
             raise UserError(f"{path} cannot be read as Parquet: {one_line(error)}") from None
-        groups = range(self._metadata.num_row_groups)
-        self.starts = np.cumsum([0, *(self._metadata.row_group(group).num_rows for group in groups)])
+        groups = [self._metadata.row_group(number) for number in range(self._metadata.num_row_groups)]
+        self.starts = np.cumsum([0, *(group.num_rows for group in groups)])
+        self.sizes = [group.total_byte_size for group in groups]  # unpacked
 
     def shallow(self, column: str) -> str:
         """Return the leaf that is cheapest to read to count a row's media: the paths if there are any, else all."""
@@ -170,8 +201,31 @@ class _File:
         group = int(np.searchsorted(self.starts, row, side="right")) - 1
         row_in_group = row - int(self.starts[group])
         # The lock makes threads that need the same row group read it once.
+        if self._spool is not None:
+            return {leaf.partition(".")[0]: self._copied(group, leaf)[row_in_group].as_py() for leaf in leaves}
         with self._lock:
             return {leaf.partition(".")[0]: self._cache[leaf](self, group)[row_in_group].as_py() for leaf in leaves}
+
+    def _copied(self, group: int, leaf: str) -> pyarrow.ChunkedArray:
+        """Memory-map a leaf of a row group, copied as an Arrow file. Raises UserError where the file has changed."""
+
+        def write(file: BinaryIO, reserve: Callable[[int], None]) -> None:
+            if file_at(self.path).stamp() != self.stamp:
+                raise UserError(
+                    f"{self.path} has changed since it was opened; restore it and go on with --resume, or train on "
+                    "what it has now with --resume --new-data"
+                )
+            table = pyarrow.table({leaf: self.read_group(group, leaf)})
+            size = pyarrow.MockOutputStream()
+            for sink in (size, file):
+                with pyarrow.ipc.new_file(sink, table.schema) as writer:
+                    writer.write_table(table)
+                if sink is size:
+                    reserve(size.size())
+
+        with self._spool.open(f"{self.path} {self.stamp} {group} {leaf}", write) as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # stays when the file is closed
+        return pyarrow.ipc.open_file(pyarrow.py_buffer(mapped)).read_all().column(0)
 
     def read_group(self, group: int, leaf: str) -> pyarrow.ChunkedArray:
         """Read one leaf of a row group. Raises BadSample."""

@@ -2,30 +2,52 @@
 
 Each shard is walked once, member by member without reading what they hold, and its index is cached. From then on any
 sample is read where it lies, so that shards are as random to access as any other source.
+
+Shards that can only be read from their beginning on (the output of a command, compressed ones, and with a `window` all
+behind a URL) are read once for their index, which has their texts and what the headers of their media say. Training
+reads them again, in order, as copies in a `Spool`.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, BinaryIO
 
 import numpy as np
 import yaml
 
 from mmjax.config import WebDatasetSource
-from mmjax.data.sample import BadSample, Conversation, Medium, Split
+from mmjax.data.media.decode import Probe
+from mmjax.data.sample import SOUND, BadSample, Conversation, Medium, Split
 from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference
+from mmjax.data.sources.media_sizes import KnownFiles
+from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
-from mmjax.data.storage.files import ArchiveMember, File, FileRef, file_at, hash_strings, is_url, list_files, one_line
+from mmjax.data.storage.files import (
+    ArchiveMember,
+    File,
+    FileRef,
+    Unreadable,
+    file_at,
+    hash_strings,
+    is_url,
+    list_files,
+    one_line,
+    retry,
+)
+from mmjax.data.storage.spool import PIPE, Forward, Spool, StreamFile, is_stream, locked, open_stream
 from mmjax.errors import UserError
 
 ENERGON = ".nv-meta"  # folder of a data set that Megatron Energon has prepared
@@ -39,7 +61,10 @@ _MEDIA: Mapping[str, Medium] = {
 _TEXTS = ("txt", "text", "caption", "cap")
 _VERSION = "1"  # of the index
 _NAMES = ("starts", "first", "key", "where", "extension")
+_STREAM_NAMES = (*_NAMES, "size", "digest", "text_start", "text")  # of a shard that is a stream
 _BLOCK = 512  # bytes of a .tar
+_SHORT = 4096  # bytes of a member that a stream's index has, whatever it is
+_OPEN_TEXTS = 64  # streams whose texts are open
 _WORKERS = 16  # shards that are walked at once: remote ones take their time
 _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")  # Energon's json[turns][0]
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -53,7 +78,9 @@ class WebDatasetRecords:
     Raises UserError where a shard is missing, cut off or no .tar.
     """
 
-    def __init__(self, path: str, source: WebDatasetSource, split: Split, cache: Path, where: str) -> None:
+    def __init__(
+        self, path: str, source: WebDatasetSource, split: Split, cache: Path, where: str, spool: Spool
+    ) -> None:
         """path: shards, by a pattern or a range, or a folder of Energon's. where: the config's key, for messages."""
         self._source = source
         self._fields: Sequence[str] = ()  # Energon's, of the text
@@ -61,10 +88,19 @@ class WebDatasetRecords:
             self._paths, self._fields = _energon(Path(path), split, where)
         else:
             self._paths = list_shards(path, where)
-        files = [file_at(path) for path in self._paths]
+        if not source.window and (streams := [path for path in self._paths if is_stream(path)]):
+            raise UserError(
+                f"{where}: {streams[0]} can only be read from its beginning on; say how many neighbouring samples are "
+                f"to be shuffled: {where.rpartition('.')[0]}.window=10000"
+            )
         with ThreadPoolExecutor(_WORKERS) as pool:
-            folders = list(pool.map(partial(_index_shard, cache=cache), files))
-        arrays = open_arrays(folders[0] if len(folders) == 1 else _join(folders, cache), _NAMES)
+            index = partial(_index_shard, cache=cache, spool=spool if source.window else None, lock=Lock())
+            indexed = list(pool.map(index, self._paths))
+        files = [file for file, _ in indexed]
+        arrays = open_arrays(indexed[0][1] if len(files) == 1 else _join(indexed, cache), _NAMES)
+        sizes = [file.size for file in files if isinstance(file, StreamFile)]
+        spool.check_window(where, source.window, len(arrays["key"]), sizes)
+        self.window = source.window
         self._starts = arrays["starts"]  # int64 [shards + 1]: first sample of each shard
         self._first = arrays["first"]  # int64 [samples + 1]: first member of each sample
         self._key = arrays["key"]  # bytes [samples]
@@ -101,18 +137,21 @@ class WebDatasetRecords:
             raise IndexError(f"sample {index} of {len(self)}")
         # side="right": with starts 0, 3, 3, 5, sample 3 is in the third shard, as the second is empty.
         shard = int(self._starts.searchsorted(index, side="right")) - 1
+        file = self._files[shard]
+        first = int(self._first[self._starts[shard]])  # member of the shard
         members = {}
         for k in range(*self._first[index : index + 2].tolist()):
             extension = self._extension[k].decode()
             start, stop = self._where[k].tolist()
             members[extension] = Member(
-                file=self._files[shard],
+                file=file,
                 file_stamp=self._stamps[shard],
                 member=f"{self._key[index].decode()}.{extension}",
                 start=start,
                 stop=stop,
                 size=stop - start,
                 deflated=0,
+                content=_stored_text(file, k - first, stop - start) if isinstance(file, StreamFile) else None,
             )
         return members
 
@@ -143,9 +182,13 @@ class WebDatasetRecords:
 
 @dataclass(frozen=True)
 class Member(ArchiveMember):
-    """A member of a shard, which is not read once its shard has changed."""
+    """A member of a shard, which is not read once its shard has changed. content: what the index has of it."""
+
+    content: bytes | None = None
 
     def read(self) -> bytes:
+        if self.content is not None:
+            return self.content
         if self.file.stamp() != self.file_stamp:
             raise BadSample(f"{self.file.name} has changed since it was opened; start again, with --resume --new-data")
         return super().read()
@@ -154,7 +197,7 @@ class Member(ArchiveMember):
 def list_shards(path: str, where: str) -> list[str]:
     """List the shards of a path or URL, with `*` or ranges such as {000..127}. Raises UserError."""
     if (span := _RANGE.search(path)) is None:
-        return list_files(path, where)
+        return [path] if path.startswith(PIPE) else list_files(path, where)
     first, last = span.groups()
     numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return [s for n in numbers for s in list_shards(f"{path[: span.start()]}{n}{path[span.end() :]}", where)]
@@ -177,27 +220,118 @@ def _json(member: Member) -> Any:
 # -------------------------------------------------------------------------------------------------------------- index
 
 
-def _index_shard(file: File, cache: Path) -> Path:
-    """Index a shard unless that was done; return the folder of the index. Raises UserError."""
+def _index_shard(path: str, cache: Path, spool: Spool | None, lock: Lock) -> tuple[File | StreamFile, Path]:
+    """Index a shard unless that was done; return it, and the folder of its index. Raises UserError.
+
+    spool: None where no shard is a stream. lock: held while sizes of media are stored.
+    """
+    piped = path.startswith(PIPE)
     try:
-        place = file.name if is_url(file.name) else os.path.abspath(file.name)
-        folder = cache / f"shard-{hash_strings(place, file.stamp(), _VERSION)}"
+        place = path if piped or is_url(path) else os.path.abspath(path)
+        folder = cache / f"shard-{hash_strings(place, '' if piped else file_at(path).stamp(), _VERSION)}"
+        if spool is not None and (is_url(path) or is_stream(path)):
+            return _index_stream(path, folder.with_name(f"{folder.name}-stream"), spool, lock)
         if open_arrays_if_sound(folder, _NAMES) is None:
-            save_arrays(folder, _index(file))
+            with file_at(path).open() as opened:
+                save_arrays(folder, _index(path, opened))
+    except Unreadable as error:
+        raise UserError(f"{error}; give shards that can be read") from None
     except (BadSample, OSError, tarfile.TarError) as error:
-        raise UserError(f"{file.name} cannot be read as a .tar: {one_line(error)}") from None
-    return folder
+        raise UserError(f"{path} cannot be read as a .tar: {one_line(error)}") from None
+    return file_at(path), folder
 
 
-def _index(file: File) -> dict[str, np.ndarray]:
+def _index_stream(path: str, folder: Path, spool: Spool, lock: Lock) -> tuple[StreamFile, Path]:
+    """Index a stream. One of the processes that open it reads it; the others take its index."""
+    with locked(folder.with_suffix(".lock")):
+        if (arrays := open_arrays_if_sound(folder, _STREAM_NAMES)) is None:
+            retry(path, lambda: _read_stream(path, folder, spool, lock))
+            arrays = open_arrays(folder, _STREAM_NAMES)
+    return StreamFile(path, spool, int(arrays["size"][0]), arrays["digest"][0].decode(), folder), folder
+
+
+def _read_stream(path: str, folder: Path, spool: Spool, lock: Lock) -> None:
+    """Read a stream to its end, and store its index, with texts and the sizes of its media."""
+    texts: list[bytes] = []
+    media: list[tuple[str, int, int, dict[str, Any]]] = []  # name, start, stop, what its probes say
+
+    def read(name: str, start: int, stop: int) -> None:
+        extension = name.rpartition(".")[2].lower()
+        text = b""
+        if medium := _MEDIA.get(extension):
+            kinds = (medium, SOUND) if medium == "video" else (medium,)
+            stream.seek(start)
+            content = stream.read(stop - start)
+            media.append((name, start, stop, {kind: _probed(kind, content) for kind in kinds}))
+        elif extension == "json" or extension in _TEXTS or stop - start <= _SHORT:
+            stream.seek(start)
+            text = stream.read(stop - start)
+        texts.append(text)
+
+    with open_stream(path) as stream:
+        try:
+            arrays = _index(path, stream, read)
+        except (tarfile.TarError, EOFError) as error:  # which another try would not change
+            raise UserError(f"{path} cannot be read as a .tar: {one_line(error)}") from None
+        digest = stream.digest()
+        size = stream.tell()
+    file = StreamFile(path, spool, size, digest, folder)
+    with lock:
+        known = KnownFiles(folder.parent / "media")
+        for name, start, stop, probed in media:
+            place = {"start": start, "stop": stop, "size": stop - start, "deflated": 0}
+            member = Member(file=file, file_stamp=file.stamp(), member=name, **place)
+            for kind, probe in probed.items():
+                with suppress(BadSample):  # which is stored as well
+                    known.size(kind, member, probe)
+        known.write()
+    text_start = np.cumsum([0, *map(len, texts)])
+    text = np.frombuffer(b"".join(texts), np.uint8)
+    stamp = {"size": np.array([size]), "digest": np.array([digest.encode()])}
+    save_arrays(folder, arrays | stamp | {"text": text, "text_start": text_start})
+
+
+def _probed(kind: str, content: bytes) -> Probe:
+    """Return a probe that says again of whatever file what a medium's header said."""
+    try:
+        size = PROBES[kind](io.BytesIO(content))
+    except UserError:
+        raise
+    except Exception as error:  # decoders raise nearly anything on hostile bytes
+        message = error
+
+        def fail(file: BinaryIO) -> tuple[int, int]:
+            raise message
+
+        return fail
+    return lambda file: size
+
+
+def _stored_text(file: StreamFile, member: int, size: int) -> bytes | None:
+    """Return what the index of a stream has of a member's text; None where it has none."""
+    start, text = _texts(file)
+    begin, end = start[member : member + 2].tolist()
+    return text[begin:end].tobytes() if end - begin == size else None
+
+
+@lru_cache(_OPEN_TEXTS)
+def _texts(file: StreamFile) -> tuple[np.ndarray, np.ndarray]:
+    arrays = open_arrays(file.index, ("text_start", "text"))
+    return arrays["text_start"], arrays["text"]
+
+
+def _index(
+    name: str, opened: BinaryIO | Forward, read: Callable[[str, int, int], None] = lambda name, start, stop: None
+) -> dict[str, np.ndarray]:
+    """Index a shard. read: is called with name, start and stop of each member, in order."""
     first: list[int] = []
     keys: list[bytes] = []
     where: list[tuple[int, int]] = []
     extensions: list[bytes] = []
     of_sample: set[str] = set()  # extensions of the last sample
     last_key = None
-    for name, start, stop in _members_of(file):
-        folder, _, base = name.rpartition("/")
+    for member, start, stop in _members_of(name, opened):
+        folder, _, base = member.rpartition("/")
         stem, _, extension = base.partition(".")
         key = f"{folder}/{stem}" if folder else stem
         if key != last_key:
@@ -206,8 +340,9 @@ def _index(file: File) -> dict[str, np.ndarray]:
             of_sample = set()
             last_key = key
         if extension in of_sample:
-            raise UserError(f"{file.name} has {name} twice in one sample; give samples names of their own")
+            raise UserError(f"{name} has {member} twice in one sample; give samples names of their own")
         of_sample.add(extension)
+        read(member, start, stop)
         where.append((start, stop))
         extensions.append(extension.encode())
     return {
@@ -219,9 +354,9 @@ def _index(file: File) -> dict[str, np.ndarray]:
     }
 
 
-def _members_of(file: File) -> Iterator[tuple[str, int, int]]:
+def _members_of(shard: str, opened: BinaryIO | Forward) -> Iterator[tuple[str, int, int]]:
     """Yield the name, start and stop of each file in a shard. Raises UserError where it is cut off."""
-    with file.open() as opened, tarfile.open(fileobj=opened, mode="r:") as archive:
+    with tarfile.open(fileobj=opened, mode="r:") as archive:
         end = 0
         for member in archive:
             name = os.path.normpath(member.name)
@@ -230,12 +365,14 @@ def _members_of(file: File) -> Iterator[tuple[str, int, int]]:
             end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK if member.isreg() else archive.offset
         opened.seek(end)
         if opened.read(_BLOCK) != bytes(_BLOCK):  # else a whole .tar and one cut between members look the same
-            raise UserError(f"{file.name} is cut off: it has no end; make or fetch it again")
+            raise UserError(f"{shard} is cut off: it has no end; make or fetch it again")
 
 
-def _join(folders: Sequence[Path], cache: Path) -> Path:
+def _join(indexed: Sequence[tuple[File | StreamFile, Path]], cache: Path) -> Path:
     """Join the indexes of several shards into one folder, since each memory-mapped array keeps a file open."""
-    joined = cache / f"shards-{hash_strings(*(folder.name for folder in folders))}"
+    folders = [folder for _, folder in indexed]
+    digests = [file.digest for file, _ in indexed if isinstance(file, StreamFile)]
+    joined = cache / f"shards-{hash_strings(*(folder.name for folder in folders), *digests)}"
     if open_arrays_if_sound(joined, _NAMES) is None:
         indexes = [open_arrays(folder, _NAMES) for folder in folders]
         members = np.cumsum([0, *(len(index["where"]) for index in indexes)])

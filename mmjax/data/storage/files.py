@@ -146,18 +146,18 @@ class RemoteFile:
         return int(size)
 
     def read(self) -> bytes:
-        return _retry(self.name, lambda: filesystem(self.name).cat_file(self.name))
+        return retry(self.name, lambda: filesystem(self.name).cat_file(self.name))
 
     def range(self, start: int, stop: int) -> bytes:
         """Read bytes `start` to `stop` - 1, also from a server that only serves whole files."""
-        data: bytes = _retry(self.name, lambda: filesystem(self.name).cat_file(self.name, start=start, end=stop))
+        data: bytes = retry(self.name, lambda: filesystem(self.name).cat_file(self.name, start=start, end=stop))
         return data if len(data) <= stop - start else data[start:stop]
 
     @property
     def _info(self) -> dict[str, Any]:
         # Requested once; not a cached_property, which before Python 3.12 makes all threads wait for each other.
         if "info" not in self.__dict__:
-            self.__dict__["info"] = _retry(self.name, lambda: _info(self.name))
+            self.__dict__["info"] = retry(self.name, lambda: _info(self.name))
         return self.__dict__["info"]
 
 
@@ -303,7 +303,7 @@ def local_copy(path: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         # Several processes may copy at once: each writes a file of its own, and the renames replace each other.
         with atomic_write(copy) as partial:
-            _retry(path, lambda: filesystem(path).get_file(path, str(partial)))
+            retry(path, lambda: filesystem(path).get_file(path, str(partial)))
             if partial.stat().st_size != file.size():
                 raise UserError(f"{path}: only {partial.stat().st_size} of {file.size()} bytes came; run again")
     return copy
@@ -323,7 +323,7 @@ def _info(url: str) -> dict[str, Any]:
         return dict(filesystem(url).info(url))
 
 
-def _retry(url: str, read: Callable[[], T]) -> T:
+def retry(url: str, read: Callable[[], T]) -> T:
     """Call `read`, again after 0.25, 1 and 4 s where the error may be transient. Raises Unreadable."""
     for attempt in range(_ATTEMPTS):
         try:

@@ -17,8 +17,19 @@ from typing import Any, get_args
 
 import numpy as np
 
-from mmjax.config import ChatFormat, Placeholder
-from mmjax.data.sample import BadSample, Conversation, Item, Medium, Message, Sample, Text
+from mmjax.config import ChatFormat, CrossEntropy, Dpo, Grpo, LossConfig, Placeholder
+from mmjax.config.training import loss_inputs
+from mmjax.data.sample import (
+    MAX_BRANCHES,
+    BadSample,
+    Conversation,
+    Item,
+    Medium,
+    Message,
+    Rollout,
+    Sample,
+    Text,
+)
 from mmjax.data.text.chat_template import (
     ASSISTANT,
     BEGIN,
@@ -71,6 +82,7 @@ class Chat:
     control: re.Pattern[str]  # finds tokens that only the template may write
     processor: bool  # whether the folder has a media processor, which keeps the tokens that the tokenizer adds
     notes: tuple[str, ...] = ()  # for the user
+    loss: LossConfig = CrossEntropy()  # which says what a conversation must have, and becomes
     _prompt_ends: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)  # text -> ids
 
     def sample(
@@ -81,16 +93,21 @@ class Chat:
     ) -> Sample:
         """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
 
+        Where the loss is of several answers to one prompt, each is a branch that begins with the prompt's last token.
+
         `encoders` names, for each medium in order, the encoder of each of its parts; `texts` has what is written before
         each part and behind the last, where its medium has such text (the times of a video's frames). Raises BadSample
         where the conversation can't be trained on.
         """
-        line = self._line(conversation, texts, encoders)
-        tokens = self._tokens(line, self.tokenizer.encode(line.text))
+        lines = self._lines(conversation, texts, encoders)
+        tokens, answers = self._branches(conversation, lines, [self.tokenizer.encode(line.text) for line in lines])
+        items = _numbered(conversation, encoders, texts)
+        if answers:
+            return Sample((*_sample(tokens, tokens.weights, items).segments, *answers))
         count = np.count_nonzero(tokens.weights)
         # With "sample" every sample counts alike, whatever its length; "square" lies between, as in InternVL.
         share = {"token": 1.0, "sample": 1 / count, "square": count**-0.5}[self.form.loss_reduction]
-        return _sample(tokens, tokens.weights * np.float32(share), _numbered(conversation, encoders, texts))
+        return _sample(tokens, tokens.weights * np.float32(share), items)
 
     def prompt(
         self,
@@ -102,10 +119,7 @@ class Chat:
 
         Raises BadSample where it ends with an answer, or can't be used.
         """
-        if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
-            raise BadSample("it does not end with a question, so there is nothing to answer")
-        text, _ = self.template.render(self._messages(conversation), True)
-        line = self._with_media(RenderedChat(text, ()), conversation, texts, encoders)
+        line = self._prompt_line(conversation, texts, encoders)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders, texts))
 
@@ -122,32 +136,76 @@ class Chat:
         """Count the text tokens of each conversation without its media, or return why `sample` refuses it."""
         counts: list[int | BadSample] = []
         for first in range(0, len(conversations), BATCH):
-            lines = [_or_bad(self._line, conversation) for conversation in conversations[first : first + BATCH]]
-            encoded = iter(self.tokenizer.encode_all([line.text for line in lines if isinstance(line, TokenizerInput)]))
-            tokens = [_or_bad(self._tokens, x, next(encoded)) if isinstance(x, TokenizerInput) else x for x in lines]
-            counts += [x.text_tokens() if isinstance(x, Tokens) else x for x in tokens]
+            batch = conversations[first : first + BATCH]
+            lines = [_or_bad(self._lines, conversation) for conversation in batch]
+            texts = [line.text for of_one in lines if isinstance(of_one, list) for line in of_one]
+            encoded = iter(self.tokenizer.encode_all(texts))
+            for conversation, of_one in zip(batch, lines, strict=True):
+                if isinstance(of_one, list):
+                    counts.append(_or_bad(self._count, conversation, of_one, [next(encoded) for _ in of_one]))
+                else:
+                    counts.append(of_one)
         return counts
+
+    def _count(self, conversation: Conversation, lines: Sequence[TokenizerInput], encoded: Sequence[Encoded]) -> int:
+        tokens, answers = self._branches(conversation, lines, encoded)
+        return tokens.text_tokens() + sum(len(answer.tokens) for answer in answers)
 
     def fingerprint(self) -> str:
         """Hash everything that a conversation's tokens and weights depend on."""
         media = {kind: asdict(p) for kind, p in self.placeholders.items()}
-        parts = (self.tokenizer.fingerprint(), self.template.source, repr(self.form), repr(media))
+        parts = [self.tokenizer.fingerprint(), self.template.source, repr(self.form), repr(media)]
+        if not isinstance(self.loss, CrossEntropy):
+            parts.append(repr((self.loss.kind, self.loss.loss_type, loss_inputs(self.loss))))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
     # ----------------------------------------------------------------------------------------------------- text
+
+    def _lines(
+        self,
+        conversation: Conversation,
+        texts: Sequence[Sequence[str]] = (),
+        encoders: Sequence[Sequence[str]] = (),
+    ) -> list[TokenizerInput]:
+        """Render the texts to tokenize: one, of a pair one with each answer, of rollouts their prompt."""
+        if isinstance(self.loss, Dpo):
+            if conversation.rejected is None:
+                raise BadSample("has no rejected answer, which loss=dpo compares with the chosen one")
+            answers = conversation.messages[-1], conversation.rejected
+            pair = [replace(conversation, messages=(*conversation.messages[:-1], answer)) for answer in answers]
+            return [self._line(one, texts, encoders, last_only=True) for one in pair]
+        if isinstance(self.loss, Grpo):
+            if not conversation.rollouts:
+                raise BadSample("has no rollouts (completion_ids, logprobs, advantages), which loss=grpo trains on")
+            return [self._prompt_line(conversation, texts, encoders)]
+        if conversation.rejected or conversation.rollouts:
+            kind = "dpo" if conversation.rejected else "grpo"
+            raise BadSample(
+                f"has several answers to one prompt, which loss=cross_entropy does not take: set loss={kind}"
+            )
+        return [self._line(conversation, texts, encoders, self.form.train_on == "last_assistant")]
+
+    def _prompt_line(
+        self, conversation: Conversation, texts: Sequence[Sequence[str]], encoders: Sequence[Sequence[str]]
+    ) -> TokenizerInput:
+        """Render a conversation that ends with a question, up to where the answer begins."""
+        if not conversation.messages or conversation.messages[-1].role == ASSISTANT:
+            raise BadSample("it does not end with a question, so there is nothing to answer")
+        text, _ = self.template.render(self._messages(conversation), True)
+        return self._with_media(RenderedChat(text, ()), conversation, texts, encoders)
 
     def _line(
         self,
         conversation: Conversation,
         texts: Sequence[Sequence[str]] = (),
         encoders: Sequence[Sequence[str]] = (),
+        last_only: bool = False,
     ) -> TokenizerInput:
         """Render the text to tokenize, with the characters of the answers that are trained on."""
         answer_weights = [message.weight for message in conversation.messages if message.role == ASSISTANT]
         if not answer_weights:
             raise BadSample("the assistant says nothing in it")
         weights = [message.weight for message in conversation.messages]
-        last_only = self.form.train_on == "last_assistant"
         if not any(answer_weights[-1:] if last_only else answer_weights):
             raise BadSample(f"its {'last ' if last_only else ''}answer has weight=0: there is nothing to learn")
         rendered = self.template.rendered(self._messages(conversation), last_only, weights)
@@ -199,6 +257,74 @@ class Chat:
         return write_media(rendered, self.placeholders, self.written, by_kind, videos)
 
     # --------------------------------------------------------------------------------------------------- tokens
+
+    def _branches(
+        self, conversation: Conversation, lines: Sequence[TokenizerInput], encoded: Sequence[Encoded]
+    ) -> tuple[Tokens, tuple[Text, ...]]:
+        """Tokenize what `_lines` rendered; where a loss compares answers, their shared prompt and each as a branch.
+
+        The prompt's last token begins every branch, as it predicts the first token of each.
+        """
+        lines_tokens = [self._tokens(line, one) for line, one in zip(lines, encoded, strict=True)]
+        tokens = lines_tokens[0]
+        if isinstance(self.loss, CrossEntropy):
+            return tokens, ()
+        if isinstance(self.loss, Grpo):
+            begin = len(tokens.ids)
+            answers = [
+                self._rollout(rollout, tokens.ids[-1:]) for rollout in _checked(conversation.rollouts, self.loss)
+            ]
+        else:
+            begin, rejected_begin = (int(np.flatnonzero(one.weights)[0]) for one in lines_tokens)
+            if begin != rejected_begin or not np.array_equal(tokens.ids[:begin], lines_tokens[1].ids[:begin]):
+                raise BadSample("its prompt has other tokens before the chosen answer than before the rejected one")
+            answers = self._pair(
+                conversation, [(one.ids[begin - 1 :], one.weights[begin - 1 :]) for one in lines_tokens]
+            )
+        if any((one.media >= begin - 1).any() for one in lines_tokens):
+            raise BadSample(f"has a medium right before its answers; loss={self.loss.kind} needs text between them")
+        prompt = replace(
+            tokens,
+            ids=tokens.ids[: begin - 1],
+            weights=np.zeros(begin - 1, np.float32),
+            around=(tokens.around[0], ()),
+        )
+        return prompt, tuple(replace(answer, branch=number) for number, answer in enumerate(answers, start=1))
+
+    def _pair(self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Text]:
+        """Build a pair's branches of their ids and weights. The weights sum to that of the pair, 1 or its own."""
+        stored = self.loss.reference == "stored"
+        if stored and len(conversation.reference) != 2:
+            raise BadSample(
+                "has no ref_chosen_logps and ref_rejected_logps, which loss.reference=stored reads; write them with "
+                "mmjax.evaluate --log-probs"
+            )
+        count = sum(np.count_nonzero(weights) for _, weights in answers)
+        branches = []
+        for number, (ids, weights) in enumerate(answers):
+            end = np.flatnonzero(weights)[-1] + 1  # white space behind the last trained token isn't needed
+            inputs = {}
+            if stored:  # a sum over the tokens, of which the first trained one has all
+                inputs["reference_log_probs"] = np.zeros(end, np.float32)
+                inputs["reference_log_probs"][1] = conversation.reference[number]
+            weight = conversation.messages[-1].weight / count
+            branches.append(Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs))
+        return branches
+
+    def _rollout(self, rollout: Rollout, last: np.ndarray) -> Text:
+        """Build the branch of an answer that a model has drawn. last: token of the prompt."""
+        count = len(rollout.tokens)
+        weight = 1.0 if self.loss.loss_type == "dapo" else 1 / count
+        values = {
+            "old_log_probs": rollout.log_probs,
+            "advantages": [rollout.advantage] * count,
+            "reference_log_probs": rollout.reference,
+        }
+        return Text(
+            np.concatenate([last, np.array(rollout.tokens, np.int32)]),
+            np.array([0, *[weight] * count], np.float32),
+            loss_inputs={name: np.array([0, *values[name]], np.float32) for name in loss_inputs(self.loss)},
+        )
 
     def _tokens(self, line: TokenizerInput, encoded: Encoded) -> Tokens:
         """Set loss weights on the tokens of answers, except media and the text around them.
@@ -271,6 +397,19 @@ def _remedy(text: str, end: int) -> str:
     if text[end - 1 : end].isspace():
         return "drop the white space at the end of the template's generation prompt"
     return "end the template's generation prompt where a token ends"
+
+
+def _checked(rollouts: Sequence[Rollout], loss: Grpo) -> Sequence[Rollout]:
+    """Check that rollouts have what the loss reads of every token. Raises BadSample."""
+    if len(rollouts) > MAX_BRANCHES:
+        raise BadSample(
+            f"has {len(rollouts)} answers, and a sample takes {MAX_BRANCHES}; divide it into several records, since "
+            "every answer has an advantage of its own"
+        )
+    for rollout in rollouts:
+        if "reference_log_probs" in loss_inputs(loss) and len(rollout.reference) != len(rollout.tokens):
+            raise BadSample("has no ref_logprobs of every token, which loss.reference=stored reads")
+    return rollouts
 
 
 def _or_bad(function: Any, *arguments: Any) -> Any:

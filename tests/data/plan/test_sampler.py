@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made import config, index_of, random_texts
 
 from mmjax.config import DataConfig, EmbeddedSource
-from mmjax.data.plan.sampler import Pool, Stream, mixture_weights, pools_of
+from mmjax.data.plan.sampler import Pool, Stream, key_of, mixture_weights, pools_of
 from mmjax.errors import UserError
 
 NONE = np.zeros(0, np.int64)
@@ -149,3 +149,40 @@ def test_a_source_without_a_usable_sample_is_refused_by_name_unless_its_weight_i
     with pytest.raises(UserError, match=r"data\.sources\.made: none of its 2 samples .* the shortest has 5 LLM tokens"):
         pools_of(index, [1.0], every)
     assert len(pools_of(index, [0.0], every)[0]) == 0
+
+
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any), st.integers(1, 40), st.sets(st.integers(0, 99)),
+    st.integers(0, 1000),
+)  # fmt: skip
+@settings(max_examples=15)
+def test_with_a_window_an_epoch_has_every_sample_once_and_reads_one_file_after_another(counts, window, left_out, seed):
+    starts = 100 + np.concatenate([[0], np.cumsum(counts)])
+    excluded = np.array(sorted(100 + k for k in left_out if k < sum(counts)), np.int64)
+    pool = Pool(100, int(starts[-1]), excluded, window=window, files=starts[:-1])
+    if not (size := len(pool)):
+        return
+    key = key_of(seed, 0)
+    for epoch in range(2):
+        ids = pool.draw(epoch * size, (epoch + 1) * size, key)
+        assert sorted(ids.tolist()) == sorted(set(range(100, int(starts[-1]))) - set(excluded.tolist()))
+        parts = [
+            pool.draw(epoch * size + a, min(epoch * size + a + 7, (epoch + 1) * size), key) for a in range(0, size, 7)
+        ]
+        np.testing.assert_array_equal(np.concatenate(parts), ids)
+        file = np.searchsorted(starts, ids, side="right") - 1
+        begins = [int(np.flatnonzero(file == f)[0]) // window for f in np.unique(file)]
+        ends = [int(np.flatnonzero(file == f)[-1]) // window for f in np.unique(file)]
+        # Files that share no window come one after the other: no file is needed again once a later window is read.
+        for f, begin, end in zip(np.unique(file), begins, ends, strict=True):
+            assert (end - begin - 1) * window < np.count_nonzero(file == f)
+
+
+def test_with_a_window_files_and_neighbours_come_in_another_order_in_each_epoch():
+    pool = Pool(0, 1000, NONE, window=50, files=np.arange(0, 1000, 100))
+    epochs = [pool.draw(1000 * e, 1000 * (e + 1), key_of(0, 0)) for e in range(3)]
+    files = [tuple(dict.fromkeys((ids // 100).tolist())) for ids in epochs]
+    assert len(set(files)) == 3
+    assert all(np.mean(a == b) < 0.02 for a, b in itertools.combinations(epochs, 2))
+    assert all(len(np.unique(ids[k : k + 50] // 100)) == 1 for ids in epochs for k in range(0, 1000, 50))
+    assert not np.array_equal(np.sort(epochs[0][:50]), epochs[0][:50])

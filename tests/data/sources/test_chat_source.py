@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tarfile
 from dataclasses import replace
 
 import numpy as np
@@ -24,14 +26,16 @@ from mmjax.config import (
     Samples,
     StoredTable,
     TrainingConfig,
+    WebDatasetSource,
     WhisperMel,
 )
 from mmjax.config.loading import apply_overrides, from_json, to_json
 from mmjax.data.loading.packing import pack_microbatch
-from mmjax.data.loading.step_loader import reader_of
+from mmjax.data.loading.step_loader import StepLoader, reader_of
 from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.decode import decode_clip
-from mmjax.data.plan.length_index import build_index
+from mmjax.data.plan.length_index import build_index, cached_index
+from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import BadSample, Item, Text
 from mmjax.data.sources.opening import look_again, open_sources
@@ -39,6 +43,8 @@ from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 
 COUNT = 24
+SHARD = 20_480  # bytes
+SPACE = 7 * SHARD
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +227,59 @@ def test_a_clip_beyond_the_encoders_window_is_several_items_in_turn_or_bad(clips
         assert (text.slots["audio"][text.owner == i] >= 0).sum() == index.item_tokens[
             index.item_start[i] : index.item_start[i + 1]
         ].sum()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Twelve shards of six questions each."""
+    folder = tmp_path_factory.mktemp("shards")
+    records = json.loads(save_questions(folder / "made", 72).read_text())
+    for number in range(12):
+        with tarfile.open(folder / f"d-{number:02}.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
+            for record in records[6 * number : 6 * number + 6]:
+                image = folder / "made" / "images" / record["image"]
+                (folder / "record.json").write_text(json.dumps({"conversations": record["conversations"]}))
+                archive.add(folder / "record.json", f"{record['id']}.json")
+                archive.add(image, f"{record['id']}{image.suffix}")
+        assert (folder / f"d-{number:02}.tar").stat().st_size == SHARD
+    return folder
+
+
+def loaders_of(checkpoint, path: str, folder, topology: Topology) -> list[StepLoader]:
+    """Loaders of two samples a step, one for each rank, from shards of which three are shuffled together."""
+    config = config_of(checkpoint, folder, window_space=SPACE / 1e9)
+    data = replace(config.data, sources={"shards": WebDatasetSource(path, window=18)})
+    config = replace(config, data=data, batch=BatchConfig(Samples(2), {"llm": 2, "vision": 2}))
+    index, index_folder = cached_index(open_sources(config, "train", folder), config.model.item_modules, folder)
+    planner, layout = make_planner(index, config, [1.0], topology)
+    budget = planner.grouper.budget
+    ranks = range(topology.ranks)
+    return [StepLoader(config, budget, layout, index_folder, folder, range(rank, rank + 1)) for rank in ranks]
+
+
+def test_a_stream_gives_the_batches_of_local_shards_each_sample_once_an_epoch_from_any_step_on_any_number_of_processes(
+    checkpoint, shards, tmp_path
+):
+    path = f"{shards}/d-{{00..11}}.tar"
+    command = f"pipe:echo read >> {tmp_path}/reads; cat {path}"
+    copies = tmp_path / "stream" / "cache" / "window"
+    samples: dict[int, list[int]] = {}
+    for topology in (ONE_RANK, Topology(2, 2, 2)):
+        local = loaders_of(checkpoint, path, tmp_path / "local", topology)
+        streamed = loaders_of(checkpoint, command, tmp_path / "stream", topology)
+        reads = len((tmp_path / "reads").read_text().split())
+        end = local[0].steps_for_epochs(1)
+        for step in [*range(end), 2]:  # and back
+            for one, other in zip(local, streamed, strict=True):
+                wanted, found = one(step), other(step)
+                assert found.content == wanted.content
+                assert found.digest == wanted.digest
+                assert not found.unreadable
+                assert samples.setdefault(step, found.samples.tolist()) == found.samples.tolist()
+                assert sum(file.stat().st_size for file in copies.iterdir()) <= SPACE
+            if step == end // 2:  # everything anew, without copies
+                streamed = loaders_of(checkpoint, command, tmp_path / "stream", topology)
+                shutil.rmtree(copies)
+        assert sorted(k for step in range(end) for k in samples[step]) == list(range(72))
+        # Each shard once, and again what a resume, or a step far back, needs.
+        assert len((tmp_path / "reads").read_text().split()) - reads <= 12 + 6 + 2

@@ -67,7 +67,7 @@ def test_sharegpt_and_alpaca_as_they_are_by_default(tmp_path: Path) -> None:
     [
         ({"hf_hub_url": "some/where"}, "has no file_name; fetch its files"),
         ({"file_name": "none.json"}, r"none\.json is missing"),
-        ({"file_name": "d.json", "ranking": True}, "ranking=true: pairs of answers are not read"),
+        ({"file_name": "d.json", "columns": {"chosen": "a"}}, "has columns.chosen, which is not read"),
         ({"file_name": "d.json", "formatting": "openai"}, "formatting='openai'; read are alpaca, sharegpt"),
         ({"file_name": "d.json", "columns": {"kto_tag": "label"}}, "has columns.kto_tag, which is not read"),
         ({"file_name": "d.json", "formating": "sharegpt"}, "has formating, which is not read"),

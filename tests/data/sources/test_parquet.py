@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -17,8 +19,8 @@ from mmjax.errors import UserError
 IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")
 
 
-def opened(source, tmp_path: Path):
-    return open_conversations(source, "train", tmp_path / "cache", "data.sources.mine")
+def opened(source, tmp_path: Path, space: float = 1.0):
+    return open_conversations(source, "train", tmp_path / "cache", "data.sources.mine", space)
 
 
 def parquet(path: Path, columns: dict, rows_a_group: int = 3) -> str:
@@ -160,3 +162,31 @@ def test_parquet_behind_http_is_read_by_ranges(tmp_path: Path) -> None:
         got = opened(source, tmp_path)
         assert got.conversation(20).messages[0].parts == (IMAGE, "20?")
         assert got.media(20)[0].read()[-1] == 20
+
+
+def test_with_a_window_a_row_group_is_fetched_once_and_its_copy_makes_room_for_others(tmp_path: Path) -> None:
+    for k in range(2):
+        columns = {
+            "question": [f"{k}.{i}?" for i in range(6)],
+            "answer": ["yes"] * 6,
+            "image": [struct(picture(colour=10 * k + i), None) for i in range(6)],
+        }
+        parquet(tmp_path / "served" / f"{k}.parquet", columns)
+    copies = tmp_path / "cache" / "window"
+    with served(tmp_path / "served") as server:
+        paths = [f"{server.url}/{k}.parquet" for k in range(2)]
+        source = ParquetSource(paths[0], question="question", answer="answer", images="image", window=3)
+        got = [opened(replace(source, path=path), tmp_path, space=6e-6) for path in paths]
+        for k, i in [(0, 0), (0, 2), (0, 1), (0, 3), (1, 5), (1, 3), (1, 0), (0, 0)]:
+            assert got[k].conversation(i).messages[0].parts == (IMAGE, f"{k}.{i}?")
+            assert got[k].media(i)[0].read() == picture(colour=10 * k + i)
+            assert sum(file.stat().st_size for file in copies.iterdir()) <= 6_000
+        server.asked.clear()
+        assert got[0].media(1)[0].read() == picture(colour=1)
+        assert not server.asked["GET"]
+        path = tmp_path / "served" / "0.parquet"
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(UserError, match=r"0\.parquet has changed since it was opened; .*--new-data"):
+            got[0].media(4)[0].read()
+    with pytest.raises(UserError, match=r"mine\.window=3: two windows take .* data\.window_space=1e-07"):
+        opened(replace(source, path=str(path)), tmp_path, space=1e-7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -15,7 +16,9 @@ from files_made import clip, picture, served
 
 from mmjax.config import WebDatasetSource
 from mmjax.data.sample import BadSample, MediaPlace
+from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations
+from mmjax.data.sources.processors import PROBES
 from mmjax.errors import UserError
 
 IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")
@@ -43,9 +46,9 @@ def captions(first: int, count: int) -> dict[str, bytes | str]:
     }
 
 
-def opened(path: object, tmp_path: Path, split="train", **options):
+def opened(path: object, tmp_path: Path, split="train", space: float = 1.0, **options):
     source = WebDatasetSource(str(path), **options)
-    return open_conversations(source, split, tmp_path / "cache", "data.sources.mine")
+    return open_conversations(source, split, tmp_path / "cache", "data.sources.mine", space)
 
 
 def test_images_with_captions_over_many_shards_one_of_them_empty(tmp_path: Path) -> None:
@@ -170,3 +173,78 @@ def test_a_shard_that_changes_in_mid_run_is_read_no_more(tmp_path: Path) -> None
     again = opened(path, tmp_path)
     assert again.conversation(0).messages[1].parts == ("number 1",)
     assert again.fingerprint() != got.fingerprint()
+
+
+def streams(folder: Path, url: str) -> dict[str, str]:
+    return {
+        "a command": f"pipe:cat {folder}/d-{{0..2}}.tar",
+        "compressed": f"{folder}/d-*.tar.gz",
+        "a URL": f"{url}/d-{{0..2}}.tar",
+        "a compressed URL": f"{url}/d-{{0..2}}.tar.gz",
+    }
+
+
+def test_streams_are_read_once_for_texts_and_headers_and_then_through_copies_of_bounded_size(tmp_path: Path) -> None:
+    """Three shards of 10,240 bytes, of which two fit."""
+    folder = tmp_path / "shards"
+    for k in range(3):
+        path = shard(folder / f"d-{k}.tar", captions(3 * k, 3) | {f"{k}.note": "no sample of ours"})
+        path.with_suffix(".tar.gz").write_bytes(gzip.compress(path.read_bytes()))
+    with served(folder) as server:
+        for name, path in streams(folder, server.url).items():
+            place = tmp_path / name.replace(" ", "-")
+            server.asked.clear()
+            got = opened(path, place, space=25e-6, window=1)
+            facts = read_facts(got, PROBES, place / "cache")
+            assert facts.size.tolist() == [[6, 9]] * 9
+            captions_read = [got.conversation(k).messages[1].parts for k in range(12) if k % 4 < 3]
+            assert captions_read == [(f"number {k}",) for k in range(9)]
+            copies = place / "cache" / "window"
+            assert not copies.exists()
+            assert server.asked["GET"] == (3 if "URL" in name else 0)
+            for k in (0, 1, 4, 8, 9, 10, 0):  # samples of shards 0, 0, 1, 2, 2, 2 and again 0
+                assert got.media(k)[0].read() == picture(colour=k - k // 4)
+                assert sum(file.stat().st_size for file in copies.iterdir()) <= 25_000
+            assert server.asked["GET"] == (7 if "URL" in name else 0)
+
+
+def test_a_stream_that_is_cut_off_fails_or_does_not_fit_is_named_before_anything_is_trained_on(tmp_path: Path) -> None:
+    path = shard(tmp_path / "d.tar", captions(0, 3))
+    end = 3 * 2 * 1024  # of the last member
+    for command, message in (
+        (f"head -c {end - 700} {path}", r"pipe:head .* (is cut off|cannot be read as a \.tar)"),
+        (f"head -c {end} {path}", r"pipe:head .* is cut off"),
+        (f"echo text; cat {path}", r"pipe:echo .* cannot be read as a \.tar"),
+        (f"cat {tmp_path}/none", r"pipe:cat .* failed: .*No such file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(f"pipe:{command}", tmp_path, window=4)
+    with pytest.raises(
+        UserError, match=r"can only be read from its beginning on; .* data\.sources\.mine\.window=10000"
+    ):
+        opened(f"pipe:cat {path}", tmp_path)
+    with pytest.raises(UserError, match=r"mine\.window=4: two windows take .* GB, and data\.window_space=5e-06"):
+        opened(f"pipe:cat {path}", tmp_path, window=4, space=5e-6)
+
+
+def test_a_stream_that_changes_in_mid_run_ends_it_and_is_indexed_again_when_it_stays_so(tmp_path: Path) -> None:
+    path = shard(tmp_path / "d.tar", captions(0, 3))
+    command = f"pipe:cat {path}"
+    first = opened(command, tmp_path, window=4)
+    whole = path.read_bytes()
+    for torn in (whole[:5000], whole.replace(b"number 2", b"number 3")):
+        got = opened(command, tmp_path, window=4)
+        assert got.fingerprint() == first.fingerprint()
+        path.write_bytes(torn)
+        with pytest.raises(UserError, match=r"d\.tar has changed since it was indexed, or is cut off; .*--new-data"):
+            got.media(1)[0].read()
+        path.write_bytes(whole)
+        assert got.media(1)[0].read() == picture(colour=1)  # and goes on where it was mended
+        for copy in (tmp_path / "cache" / "window").iterdir():
+            copy.unlink()
+    path.write_bytes(whole.replace(b"number 2", b"number 3"))
+    with pytest.raises(UserError, match="has changed"):
+        first.media(1)[0].read()
+    again = opened(command, tmp_path, window=4)
+    assert again.conversation(2).messages[1].parts == ("number 3",)
+    assert again.fingerprint() != first.fingerprint()

@@ -1,0 +1,211 @@
+"""Pairs and rollouts of answers, in TRL's and LLaMA-Factory's formats, and what is refused of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from files_made import picture
+
+from mmjax.config import ChatFormat, Dpo, Grpo, LossConfig, ParquetSource, Placeholder
+from mmjax.config.data import DatasetInfoSource, PreferenceSource
+from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, Rollout, Text
+from mmjax.data.sources.array_records import from_header, to_header
+from mmjax.data.sources.chat_files import parse_preference, parse_rollouts
+from mmjax.data.sources.opening import open_conversations, source_of
+from mmjax.data.text.chat import Chat, load_chat
+
+IMAGE = MediaPlace("image")
+PAIR = {"prompt": "What is it?", "chosen": "A cat.", "rejected": "A dog.", "images": ["a.png"]}
+SAID = Conversation(
+    (Message("user", (IMAGE, "What is it?")), Message("assistant", ("A cat.",))),
+    rejected=Message("assistant", ("A dog.",)),
+)
+DRAWN = {"prompt": "What is it?", "completion_ids": [[7, 8], [9]], "logprobs": [[-1.0, -2.0], [-0.5]]}
+DRAWN |= {"advantages": [1.0, -1.0]}
+
+
+def turn(role: str, text: Any) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+CONVERSATIONAL = PAIR | {
+    "prompt": [turn("user", "What is it?")],
+    "chosen": [turn("assistant", "A cat.")],
+    "rejected": [turn("assistant", "A dog.")],
+}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        PAIR,
+        CONVERSATIONAL,
+        CONVERSATIONAL | {"prompt": [turn("user", [{"type": "image"}, {"type": "text", "text": "What is it?"}])]},
+        CONVERSATIONAL | {"prompt": [turn("user", [{"type": "text", "text": "What is it?"}])]},
+        {"images": ["a.png"]}
+        | {key: [turn("user", "What is it?"), *CONVERSATIONAL[key]] for key in ("chosen", "rejected")},
+        PAIR | {"prompt": "<image>\nWhat is it?"},
+    ],
+    ids=["plain", "messages", "typed parts", "no place", "no prompt", "marker"],
+)
+def test_pairs_as_trl_has_them_are_one_conversation(record):
+    parsed = parse_preference(record)
+    assert (parsed.conversation, parsed.references) == (SAID, ("a.png",))
+
+
+def test_pairs_of_files_are_those_of_their_records(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(picture())
+    stored = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2.5}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR | stored) + "\n")
+    shared = {"instruction": "<image>What is it?", "chosen": "A cat.", "rejected": "A dog.", "images": ["a.png"]}
+    (tmp_path / "alpaca.json").write_text(json.dumps([shared | stored]))
+    turns = {"conversations": [{"from": "human", "value": "<image>What is it?"}], "images": ["a.png"]}
+    turns |= {key: {"from": "gpt", "value": PAIR[key]} for key in ("chosen", "rejected")}
+    (tmp_path / "sharegpt.json").write_text(json.dumps([turns | stored]))
+    media = {"images": "images"}
+    info = {
+        "a": {"file_name": "alpaca.json", "ranking": True, "columns": media},
+        "s": {"file_name": "sharegpt.json", "ranking": True, "formatting": "sharegpt", "columns": media},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    columns = {key: [value] for key, value in (PAIR | stored).items()} | {
+        "images": [[{"bytes": picture(), "path": ""}]]
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "pairs.parquet")
+    assert isinstance(source_of(str(tmp_path / "pairs.jsonl"), "--data", tmp_path / "cache"), PreferenceSource)
+    found = source_of(str(tmp_path / "pairs.parquet"), "--data", tmp_path / "cache")
+    assert (found.answers, found.images) == ("pair", "images")
+    sources = [
+        PreferenceSource(str(tmp_path / "pairs.jsonl")),
+        DatasetInfoSource(str(tmp_path), "a"),
+        DatasetInfoSource(str(tmp_path), "s"),
+        ParquetSource(str(tmp_path / "pairs.parquet"), images="images", answers="pair"),
+    ]
+    for source in sources:
+        opened = open_conversations(source, "train", tmp_path / "cache", "data.sources.pairs")
+        assert opened.conversation(0) == replace(SAID, reference=(-1.5, -2.5))
+        assert opened.media(0)[0].read() == picture()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rejected": None}, "has no rejected answer"),
+        ({"rejected": ""}, "has no rejected answer"),
+        ({"rejected": "A cat."}, "has the same chosen and rejected answer"),
+        ({"rejected": [turn("user", "A dog.")]}, "has no message of the assistant"),
+        ({"rejected": [turn("assistant", "A"), turn("user", "And?")]}, "several messages in chosen or rejected"),
+        ({"rejected": "A <image>dog.", "images": ["a.png", "b.png"]}, "has 3 places <image> for 2 image"),
+        ({"prompt": "", "chosen": [turn("assistant", "A.")]}, "has no prompt"),
+        ({"ref_chosen_logps": "low"}, "has ref_chosen_logps='low', which is no number"),
+    ],
+)
+def test_a_pair_that_cannot_be_compared_is_bad_for_one_reason(change, reason):
+    with pytest.raises(BadSample, match=reason):
+        parse_preference(PAIR | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"completion_ids": None}, "has no completion_ids$"),
+        ({"completion_ids": None, "completions": ["a", "b"]}, "text alone does not say them"),
+        ({"advantages": [1.0]}, "has not as many logprobs and advantages as completion_ids"),
+        ({"logprobs": [[-1.0], [-0.5]]}, "has not a log-probability of every token of answer 0"),
+        ({"logprobs": [[-1.0, float("nan")], [-0.5]]}, "has not a log-probability of every token of answer 0"),
+        ({"completion_ids": [[7, 8], []]}, "has no tokens, or no advantage, of answer 1"),
+        ({"prompt": ""}, "has no prompt"),
+    ],
+)
+def test_rollouts_whose_tokens_do_not_line_up_are_bad_for_one_reason(change, reason):
+    with pytest.raises(BadSample, match=reason):
+        parse_rollouts(DRAWN | change)
+
+
+def test_array_records_hold_all_answers():
+    rollouts = (Rollout((7, 8), (-1.0, -2.0), 1.0, (-1.0, -1.0)), Rollout((9,), (-0.5,), -1.0))
+    for conversation in (
+        replace(SAID, reference=(-1.5, -2.5)),
+        replace(SAID, rejected=None, messages=SAID.messages[:1], rollouts=rollouts),
+    ):
+        header = json.loads(json.dumps(to_header(conversation, [5])))
+        assert from_header(header) == conversation
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory) -> Chat:
+    folder = tmp_path_factory.mktemp("qwen")
+    named = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    checkpoints.save(folder, checkpoints.byte_level(checkpoints.QWEN_VL), checkpoints.QWEN2, **named)
+    return load_chat(ChatFormat(str(folder), placeholders={"image": Placeholder("<|image_pad|>")}))
+
+
+def tokens_of(segments: Any, branch: int) -> list[int]:
+    return [t for part in segments if isinstance(part, Text) and part.branch == branch for t in part.tokens.tolist()]
+
+
+def test_a_pair_is_its_prompt_once_and_two_branches_that_read_as_each_answer_alone(chat):
+    pair = replace(chat, loss=Dpo(reference="none"))
+    sample = pair.sample(SAID, [["vision"]])
+    assert pair.text_tokens([SAID]) == [sum(len(s.tokens) for s in sample.segments if isinstance(s, Text))]
+    prompt = chat.prompt(Conversation(SAID.messages[:1]), [["vision"]])
+    shared = tokens_of(sample.segments, 0)
+    assert sum(not isinstance(s, Text) for s in sample.segments) == 1
+    for branch, answer in enumerate((SAID.messages[1], SAID.rejected), start=1):
+        alone = chat.sample(replace(SAID, messages=(SAID.messages[0], answer), rejected=None), [["vision"]])
+        (text,) = (s for s in sample.segments if isinstance(s, Text) and s.branch == branch)
+        assert shared + text.tokens.tolist() == tokens_of(alone.segments, 0)[: len(shared) + len(text.tokens)]
+        assert len(shared) + 1 == len(tokens_of(prompt.segments, 0))
+        trained = np.concatenate([s.weights for s in alone.segments if isinstance(s, Text)])
+        assert np.count_nonzero(text.weights) == len(text.tokens) - 1 == np.count_nonzero(trained)
+    weights = [s.weights.sum() for s in sample.segments if isinstance(s, Text)]
+    np.testing.assert_allclose(sum(weights), 1, rtol=1e-6)
+
+
+def test_rollouts_are_a_branch_each_with_what_they_were_drawn_with(chat):
+    drawn = parse_rollouts(DRAWN).conversation
+    for kind, weight in (("dapo", 1.0), ("grpo", 0.5)):
+        sample = replace(chat, loss=Grpo(loss_type=kind)).sample(drawn)
+        first, second = (s for s in sample.segments if isinstance(s, Text) and s.branch)
+        assert first.tokens[1:].tolist() == [7, 8]
+        assert second.tokens[1:].tolist() == [9]
+        assert first.weights.tolist() == [0, weight, weight]
+        assert second.weights.tolist() == [0, 1]
+        assert first.loss_inputs["old_log_probs"].tolist() == [0, -1, -2]
+        assert second.loss_inputs["advantages"].tolist() == [0, -1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "conversation", "reason"),
+    [
+        (None, SAID, "several answers to one prompt, which loss=cross_entropy does not take: set loss=dpo"),
+        (Dpo(), replace(SAID, rejected=None), "has no rejected answer, which loss=dpo compares"),
+        (Dpo(reference="stored"), SAID, "has no ref_chosen_logps and ref_rejected_logps"),
+        (Grpo(), SAID, "has no rollouts"),
+        (
+            Grpo(),
+            replace(SAID, messages=SAID.messages[:1], rollouts=(Rollout((7,), (-1.0,), 1.0),) * 19),
+            "has 19 answers, and a sample takes 18; divide it into several records",
+        ),
+        (
+            Grpo(beta=0.1, reference="stored"),
+            replace(SAID, messages=SAID.messages[:1], rollouts=(Rollout((7,), (-1.0,), 1.0),)),
+            "has no ref_logprobs of every token",
+        ),
+    ],
+)
+def test_a_record_without_what_its_loss_reads_is_bad(
+    chat, loss: LossConfig | None, conversation: Conversation, reason: str
+) -> None:
+    counting = replace(chat, loss=loss) if loss else chat
+    (bad,) = counting.text_tokens([conversation])
+    assert isinstance(bad, BadSample)
+    assert reason in str(bad)

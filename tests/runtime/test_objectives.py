@@ -1,0 +1,112 @@
+"""Losses of answers in packed rows are those of every pair and token alone, as torch computes them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from mmjax.batch import PADDING, TextBatch
+from mmjax.config import Dpo, Grpo
+from mmjax.runtime.objectives import CHOSEN, REJECTED, policy_losses, preference_losses, sample_totals
+
+ROWS, LENGTH = 2, 40
+
+
+@pytest.fixture
+def text() -> TextBatch:
+    """Rows of three pairs, each behind a prompt, of answers of one to five trained tokens; row 1 ends in padding."""
+    rng = np.random.default_rng(0)
+    shape = ROWS, LENGTH
+    sample, kind = np.full(shape, PADDING, np.int32), np.ones(shape, np.int32)
+    weight = np.zeros(shape, np.float32)
+    for row in range(ROWS):
+        at = 0
+        for number in range(3 - row):
+            prompt, *answers = rng.integers(1, 6, 3)
+            sample[row, at : at + prompt + sum(answers) + 1] = number
+            at += prompt
+            for bit, count in zip((CHOSEN, REJECTED), answers, strict=True):
+                kind[row, at : at + count] = bit
+                weight[row, at : at + count] = 1 / sum(answers)
+                at += count
+            at += 1  # a token behind the last trained one
+    full = np.zeros(shape, np.int32)
+    values = rng.standard_normal((3, *shape)).astype(np.float32)
+    names = ("old_log_probs", "advantages", "reference_log_probs")
+    return TextBatch(
+        *(full, full, weight, full, sample, np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))),
+        *(full, kind, full, full, full, full, {}, {}),
+        loss_inputs={name: 0.3 * x * (weight > 0) for name, x in zip(names, values, strict=True)},
+    )
+
+
+def log_probs_of(text: TextBatch) -> np.ndarray:
+    rng = np.random.default_rng(1)
+    return (0.3 * rng.standard_normal(text.weight.shape) * (text.weight > 0)).astype(np.float32)
+
+
+def test_totals_are_of_every_sample_alone_at_all_of_its_tokens(text):
+    values = np.random.default_rng(2).standard_normal(text.weight.shape).astype(np.float32)
+    values[0, text.sample[0] == 1] = np.nan
+    totals = np.asarray(sample_totals([values, 2 * values], jax.tree.map(jnp.asarray, text)))
+    for row, number in ((0, 0), (0, 2), (1, 0), (1, 1)):
+        here = text.sample[row] == number
+        np.testing.assert_allclose(totals[0, row, here], values[row, here].sum(), atol=1e-5)
+        assert len(set(totals[1, row, here].tolist())) == 1  # to the bit the same at all of them
+    assert np.isnan(totals[0, 0, text.sample[0] == 1]).all()
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "sigmoid_norm"])
+def test_losses_of_pairs_and_their_gradients_are_those_of_torch(text, kind):
+    config = Dpo(0.7, kind, "stored")
+    reference, trained = text.loss_inputs["reference_log_probs"], text.weight > 0
+
+    def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        losses, values = preference_losses(log_probs, reference, jax.tree.map(jnp.asarray, text), config)
+        return jnp.where(trained, text.weight * losses, 0).sum(), values
+
+    (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs_of(text))
+    there = torch.tensor(log_probs_of(text), requires_grad=True)
+    total, right = torch.zeros(()), 0
+    for row in range(ROWS):
+        for number in range(3 - row):
+            ratios = []
+            for bit in (CHOSEN, REJECTED):
+                here = torch.tensor((text.sample[row] == number) & (text.kind[row] == bit) & trained[row])
+                ratio = (there[row] - torch.tensor(reference[row]))[here]
+                ratios.append(ratio.mean() if kind == "sigmoid_norm" else ratio.sum())
+            total = total - torch.nn.functional.logsigmoid(config.beta * (ratios[0] - ratios[1]))
+            if kind == "sigmoid":
+                right += bool(ratios[0] > ratios[1])
+    total.backward()
+    np.testing.assert_allclose(loss, total.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, there.grad.numpy(), atol=1e-6)
+    if kind == "sigmoid":
+        assert round(float((values["rewards/accuracies"] * text.weight).sum())) == right
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4])
+def test_losses_of_rollouts_and_their_gradients_are_those_of_torch(text, beta):
+    config = Grpo(0.2, 0.28, beta, reference="stored")
+    inputs = {name: torch.tensor(x) for name, x in text.loss_inputs.items()}
+
+    def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        losses, values = policy_losses(log_probs, text.loss_inputs["reference_log_probs"], text, config)
+        return (text.weight * losses).sum(), values
+
+    (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs_of(text))
+    there = torch.tensor(log_probs_of(text), requires_grad=True)
+    ratio = torch.exp(there - inputs["old_log_probs"])
+    bounded = torch.clamp(ratio, 0.8, 1.28)
+    advantage = inputs["advantages"]
+    losses = -torch.minimum(ratio * advantage, bounded * advantage)
+    difference = inputs["reference_log_probs"] - there
+    total = (torch.tensor(text.weight) * (losses + beta * (difference.exp() - difference - 1))).sum()
+    total.backward()
+    np.testing.assert_allclose(loss, total.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, there.grad.numpy(), atol=1e-6)
+    assert float((values["clip_ratio"] * text.weight).sum()) > 0
+    assert ("kl" in values) == (beta > 0)

@@ -1,0 +1,260 @@
+"""The live page of a run: who gets it, what moves, who answers; and in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from browser import CHROMIUM, Browser
+from commands import MEDIA_WORDS, TINY_MEDIA, files, media_run, run
+from PIL import Image
+from started import Ended, finish, start, wait_until
+
+from mmjax import generate, studio
+from mmjax.inference.checkpoint_model import CheckpointModel
+from mmjax.inference.prompts import make_prompt
+from mmjax.studio import Studio, StudioServer, main
+
+MODEST = {"max_tokens": 10, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def trained(runs: Path) -> Path:
+    """A whole run with images and clips."""
+    return media_run(runs)[0]
+
+
+@pytest.fixture
+def server(trained: Path, tmp_path: Path) -> Iterator[StudioServer]:
+    """The page of a copy of it, served on a free port."""
+    folder = shutil.copytree(trained, trained.with_name(tmp_path.name), ignore=shutil.ignore_patterns("tensorboard"))
+    server = StudioServer(0, Studio(folder, "cpu"))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def request(url: str, path: str = "", body: object = None, **headers: str) -> tuple[HTTPResponse, bytes]:
+    address = urlsplit(url)
+    connection = HTTPConnection(address.hostname, address.port, timeout=120)
+    sent = None if body is None else json.dumps(body)
+    connection.request("GET" if sent is None else "POST", address.path + path, sent, headers)
+    response = connection.getresponse()
+    return response, response.read()
+
+
+def state(server: StudioServer, live: int = 0, asked: int = 0) -> dict:
+    return json.loads(request(server.url, f"state?live={live}&asked={asked}")[1])
+
+
+def refusal(server: StudioServer, **question: object) -> str:
+    return json.loads(request(server.url, "ask", MODEST | question)[1])["error"]
+
+
+def answered(server: StudioServer) -> str:
+    """The newest question's part of the page once nothing more comes."""
+    deadline = time.monotonic() + 240
+    while (
+        "waiting" in (html := state(server)["asked"]["parts"]["asked"].split('<div class="sample">')[1])
+        or " ..." in html
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return html
+
+
+def listening(port: int) -> set[str]:
+    """The addresses at which somebody listens on a port, as /proc writes them."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) == port}
+
+
+def test_who_does_not_know_the_token_or_comes_by_another_name_gets_nothing(server: StudioServer) -> None:
+    root = server.url.removesuffix(f"{server.token}/")
+    wrong = server.token[:-1] + ("A" if server.token[-1] != "A" else "B")
+    for path in ("", "state", "report", f"{wrong}/", f"{wrong}/state", f"{server.token}x/", f"x/{server.token}/"):
+        response, body = request(root, path)
+        assert (response.status, body) == (403, b""), path
+    for path in (f"{wrong}/ask", "ask"):
+        response, body = request(root, path, MODEST | {"question": "a"})
+        assert (response.status, body) == (403, b""), path
+    for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil.example", ""):
+        response, body = request(server.url, "state", Host=host)
+        assert (response.status, body) == (403, b""), host
+    # A tunnel has a port of its own.
+    assert request(server.url, Host="localhost:7")[0].status == request(server.url)[0].status == 200
+    assert request(server.url, "none")[0].status == 404
+    assert len(server.token) >= 43
+    assert "asked" not in state(server)
+
+
+def test_nothing_listens_beyond_this_machine_and_the_page_loads_nothing(server: StudioServer) -> None:
+    assert listening(server.server_port) == {"0100007F"}
+    response, page = request(server.url)
+    assert not re.search(rb"https?://|url\(|@import", page)
+    policy = response.headers["Content-Security-Policy"]
+    nonce = re.search("script-src 'nonce-([^']+)'", policy)[1]
+    assert f'<script nonce="{nonce}">'.encode() in page
+    assert "default-src 'none'" in policy
+    assert nonce not in request(server.url)[0].headers["Content-Security-Policy"]
+
+
+def test_what_a_run_appends_comes_with_the_next_request_and_only_then(server: StudioServer) -> None:
+    metrics = server.studio.run.folder.metrics
+    first = state(server)
+    assert "6 of 6" in first["live"]["parts"]["progress"]
+    assert first["live"]["parts"]["curves"].count("<figure") > 8
+    known = first["live"]["version"]
+    assert "live" not in state(server, known)
+    line = json.dumps(json.loads(metrics.read_text().splitlines()[-1]) | {"step": 7, "loss": 0.5})
+    with metrics.open("a") as file:
+        file.write(line[:40])
+        file.flush()
+        assert "live" not in state(server, known)
+        file.write(line[40:] + "\n")
+    second = state(server, known)["live"]
+    assert "7 of 6" in second["parts"]["progress"]
+    # A resumed run drops the steps behind its checkpoint.
+    kept = metrics.with_suffix(".new")
+    kept.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    kept.replace(metrics)
+    assert re.search(r"[1-4] of 6", state(server, second["version"])["live"]["parts"]["progress"])
+    folder = server.studio.run.folder
+    folder.config.rename(folder.path / "elsewhere")
+    folder.metrics.unlink()
+    assert "holds no run" in state(server)["error"]
+
+
+def test_questions_are_answered_as_the_command_answers_them_and_nothing_is_written(server: StudioServer) -> None:
+    folder = server.studio.run.folder.path
+    before = files(folder)
+    png = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 14), np.uint8)).save(png, "PNG")
+    medium = {"kind": "image", "name": "<b>x</b>.png", "data": base64.b64encode(png.getvalue()).decode()}
+    assert refusal(server, question="max?", media=[medium]) == ""
+    assert "is being answered" in refusal(server, question="last?")
+    html = answered(server)
+    assert "checkpoint of step 6; &lt;b&gt;x&lt;/b&gt;.png" in html
+    served = CheckpointModel.open(folder, ["device=cpu"])
+    expected, _ = generate.generate(served, make_prompt("max?", {"image": [png.getvalue()]}), max_tokens=10)
+    assert f'<div class="text answer"><mark>{expected.text}</mark></div>' in html
+    samples = request(server.url, "samples")[1].decode()
+    names = re.findall(r'data-sample="([^"]+)"', samples)
+    assert names[0] == "test/few[0]"
+    assert 'alt="image"' in samples
+    assert refusal(server, sample=names[0]) == ""
+    html = answered(server)
+    right = server.studio._sources["test/few"].question(0).answer
+    assert f"It is: {right}<" in html
+    assert f"It is: {right}<" in samples
+    assert files(folder) == before
+
+
+def test_what_cannot_be_asked_is_one_line_on_the_page(server: StudioServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "the question is empty" in refusal(server, question=" ")
+    assert "no image, audio or video" in refusal(
+        server, question="a", media=[{"kind": "text", "name": "x", "data": ""}]
+    )
+    for odd in ({"max_tokens": "many"}, {"max_tokens": float("inf")}, {"media": 3}, {"media": [{"kind": "image"}]}):
+        assert "load the page again" in refusal(server, question="a", **odd)
+    monkeypatch.setattr(studio, "MAX_BODY", 1 << 20)
+    assert "more than 1 MiB" in refusal(server, question="a" * (3 << 20))
+    assert "1 to 4096" in refusal(server, question="a", max_tokens=0)
+    for question, line in (
+        ({"question": "A?"}, "the question cannot be asked"),
+        ({"question": "a?", "media": [{"kind": "image", "name": "x.png", "data": "aaaa"}]}, "x.png: "),
+        ({"sample": "test/few[99]"}, "the run has no sample &#39;test/few[99]&#39;"),
+        ({"question": "a?", "temperature": -1}, "choose 0"),
+    ):
+        assert refusal(server, **question) == ""
+        assert line in answered(server)
+    shutil.rmtree(server.studio.run.folder.checkpoints)
+    assert refusal(server, question="a?") == ""
+    assert "holds no checkpoint yet" in answered(server)
+
+
+def test_bad_input_is_one_line(server: StudioServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: object) -> str:
+        ended: Ended = run(capsys, main, *words)
+        assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
+        return ended.err
+
+    folder = server.studio.run.folder.path
+    assert "holds no run" in refused(tmp_path)
+    assert "choose another one, or --port 0" in refused(folder, "--port", server.server_port)
+    assert "choose 0 to 65535" in refused(folder, "--port", 1 << 16)
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_ends_it_in_mid_answer_and_nothing_is_written(trained: Path) -> None:
+    before = files(trained)
+    process = start("mmjax.studio", trained, "--port", 0)
+    url = process.stdout.readline().split()[1]
+    request(url, "ask", MODEST | {"question": "last?"})
+    wait_until(lambda: b"..." in request(url, "state")[1], process)
+    assert b"<h2>A packed row" in request(url, "report")[1]
+    request(url, "ask", MODEST | {"question": "first?"})
+    process.send_signal(signal.SIGINT)
+    ended = finish(process, 30)
+    assert (ended.code, ended.err) == (130, "interrupted\n")
+    assert files(trained) == before
+    with pytest.raises(ConnectionRefusedError):
+        request(url)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
+def test_in_a_browser_curves_move_while_a_run_trains_and_a_question_is_answered(runs: Path, tmp_path: Path) -> None:
+    folder = runs / "watched"
+    words = (*MEDIA_WORDS, "training.steps=100000", "training.checkpoint_every=50", "training.evaluate_every=0")
+    training = start("mmjax.train", TINY_MEDIA, f"run={folder}", *words, devices=8, stdout=-3, stderr=-3)
+    wait_until(lambda: list(folder.glob("checkpoints/*/meta")), training)
+    url = start("mmjax.studio", folder, "--port", 0).stdout.readline().split()[1]
+    browser = Browser(tmp_path / "profile")
+    curve = "document.querySelector('#curves path.line')?.getAttribute('d')"
+    step = "Number(document.querySelector('#progress .tiles b')?.innerText.split(' ')[0].replace(',', ''))"
+    browser.call("Page.navigate", url=url)
+    first, begun = browser.wait(curve), browser.value(step)
+    browser.wait(f"{curve} !== {json.dumps(first)} && {step} > {begun}")
+    browser.value("document.querySelector('textarea').focus()")
+    browser.call("Input.insertText", text="last?")
+    browser.value("document.querySelector('form button').click()")
+    browser.wait("/tokens in/.test(document.querySelector('#asked .note')?.innerText)")
+    assert "checkpoint of step" in browser.value("document.querySelector('#asked header').innerText")
+    assert browser.value("document.querySelector('#asked .text').innerText") == "last?"
+    moved = browser.value(step)
+    browser.wait(f"{step} > {moved}")
+    # A sample's own question, and its image as the file of another.
+    browser.value("document.querySelector('#samples').open = true")
+    browser.wait("document.querySelectorAll('#samples button').length")
+    browser.value("document.querySelector('#samples button').click()")
+    browser.wait("/^It is: /.test(document.querySelector('#asked .note')?.innerText)")
+    browser.wait("document.querySelectorAll('#asked .note').length > 2")
+    browser.value("document.querySelector('#samples img[alt=image]').click()")
+    browser.wait("document.forms[0].media.files.length === 1")
+    browser.value("document.querySelector('form button').click()")
+    browser.wait("/sample.png/.test(document.querySelector('#asked header').innerText)")
+    assert not browser.complaints
+    wrong = url.replace(url.split("/")[3], "A" * 43)
+    assert training.poll() is None
+    browser.call("Page.navigate", url=wrong)
+    browser.wait("location.pathname.startsWith('/AAA') || location.protocol === 'chrome-error:'")
+    assert not browser.value("document.querySelector('#curves')")
+    assert "403" in "".join(browser.complaints)
+    assert listening(int(url.split(":")[2].split("/")[0])) == {"0100007F"}
+    browser.close()
