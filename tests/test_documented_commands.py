@@ -16,7 +16,55 @@ from test_docs import write_examples
 
 PROGRAMS = ("python", "mmjax", "pip", "launch/", "sbatch", "ray", "transformers", "mkdocs", "pytest", "JAX_NUM_CPU")
 # Commands by their beginning, or by their document, that another test runs; .ci/run is what a newcomer does.
-ELSEWDOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+ELSEWHERE = {
+    "README.md": ".ci/run",
+    "docs/balance.md": "tests/test_docs.py::test_the_commands_in_balance_md_run",
+    "docs/balancing.md": "tests/test_docs.py::test_the_examples_in_balancing_md_run",
+    "docs/tutorial.md": "tests/test_docs.py::test_the_tutorial_goes_from_photos_to_an_answer_over_http",
+    "launch/local.sh": "tests/test_launch.py",
+    "mmjax doctor": "tests/test_doctor.py",
+    "pip install": ".ci/run",
+    "python -m mmjax.bench papers": "tests/benchmarks/test_bench_papers.py",
+    "python -m mmjax.doctor": "tests/test_doctor.py",
+    "python -m mmjax.evaluate RUN": "tests/test_evaluate_data.py",
+    "python -m mmjax.evaluate llava-1.5-7b-hf --data pairs.jsonl": "tests/hf/test_preferences.py",
+    "python -m mmjax.evaluate runs/speech": "tests/test_recipes.py",
+    "python -m mmjax.evaluate runs/tiny_video": "tests/test_recipes.py",
+    "python -m mmjax.export": "tests/test_export.py",
+    "python -m mmjax.generate llava": "tests/test_docs.py::test_the_examples_in_using_md_answer",
+    "python -m mmjax.generate runs/mine": "tests/test_docs.py::test_the_examples_in_using_md_answer",
+    "python -m mmjax.generate runs/speech": "tests/test_recipes.py",
+    "python -m mmjax.index my_config.py --latents": "tests/test_latents_command.py",
+    "python -m mmjax.plan omni": "tests/test_plan_command.py",
+    "python -m mmjax.plan tiny_omni cluster=here": "tests/test_plan_command.py",
+    "python -m mmjax.studio": "tests/test_studio.py",
+    "python -m mmjax.supervise": "tests/test_supervise.py",
+    "python -m mmjax.train adapters.py model.llm.quantize": "tests/hf/test_quantized.py",
+    "python -m mmjax.train captions.py": "tests/test_docs.py::test_the_captions_example_in_data_md_trains",
+    "python -m mmjax.train llava_dpo": "tests/hf/test_preferences.py",
+    "python -m mmjax.train llava_lora checkpoint=Qwen2-Audio": "tests/test_recipes.py",
+    "python -m mmjax.train my.py --resume": "tests/training/test_new_data.py",
+    "python -m mmjax.train my.py mesh.data=2 mesh.expert=4": "tests/training/test_expert_meshes.py",
+    "python -m mmjax.train my.py units.vision": "tests/pipeline/test_runs.py",
+    "python -m mmjax.train my_config.py data.pool": "tests/data/loading/test_ray_pool.py",
+    "python -m mmjax.train speech.py": "tests/test_recipes.py",
+    "python -m mmjax.train tiny_video": "tests/test_recipes.py",
+    "python -m mmjax.verify internvl_26b": "tests/test_verify.py",
+    "python3 -m venv": ".ci/run",
+    "ray start": "tests/data/loading/test_ray_pool.py",
+    "sbatch": "tests/test_launch.py",
+}
+
+
+def commands(document: str) -> list[str]:
+    """The commands of a document's shell blocks and of its indented lines, without comments."""
+    text = (ROOT / document).read_text().replace("\\\n", " ")
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines += re.findall(r"^ {4}(python -m .*)$", text, re.MULTILINE)
+    return [re.sub(r"\s+#.*", "", " ".join(line.split())) for line in lines if line.startswith(PROGRAMS)]
+
+
+DOCUMENTS = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 FOUND = [(document, command) for document in DOCUMENTS for command in commands(document)]
 
 
