@@ -27,7 +27,12 @@ from mmjax.config.codec import defaults, expected, field_comments, field_hints, 
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)([^)\s]*)\)")
-BORROWED = {"README.md": "index.md", "tests/README.md": "tests.md"}  # pages whose source lies outside docs/
+BORROWED = {  # pages whose source lies outside docs/
+    "README.md": "index.md",
+    "tests/README.md": "tests.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import socket
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from fine_tuning import moved_run
 from llava_folder import save_checkpoint, save_parts, save_questions
 from PIL import Image
+from started import begin, environment, finish, free_port, kill, wait_until
 
 from mmjax.bench import main as bench
 from mmjax.config.loading import load
@@ -160,10 +162,11 @@ def test_the_examples_in_balancing_md_run(
 
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     """The build of the site, a stage of .ci/run, fails for this too, and for broken links and anchors."""
-    made = {"index.md", "tests.md", "reference/config.md", "reference/commands.md"}  # by docs/reference_pages.py
+    # Those that docs/reference_pages.py makes, or takes from outside docs/.
+    made = {"index", "tests", "contributing", "changelog", "reference/config", "reference/commands"}
     named = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert sorted(named) == sorted(pages | made)
+    assert sorted(named) == sorted(pages | {f"{page}.md" for page in made})
 
 
 @cache
@@ -190,3 +193,32 @@ def test_the_error_lines_of_mmjax_in_troubleshooting_md_are_in_its_code() -> Non
         "Wrong driver",
     ):
         assert re.search(f"^##+ {re.escape(heading)}", text, re.MULTILINE), heading
+
+
+@pytest.mark.exhaustive
+def test_the_tutorial_goes_from_photos_to_an_answer_over_http(tmp_path: Path) -> None:
+    write_examples("docs/tutorial.md", tmp_path)
+    port = free_port()
+    variables = environment(1)
+    printed = {}
+    server = None
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(), re.DOTALL)
+    (tmp_path / "ask.py").write_text((tmp_path / "ask.py").read_text().replace("8000", str(port)))
+    for command in (block.strip() for block in blocks if not block.startswith("pip install")):
+        process = begin(["bash", "-c", command.replace("8000", str(port))], variables, cwd=tmp_path)
+        if command.startswith("transformers serve"):
+            server = process
+            wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, server)
+            continue
+        ended = finish(process, 1800)
+        assert ended.code == 0, (command, ended.err)
+        printed[command] = ended.out
+    assert server is not None
+    kill(server)
+    assert len(printed) == 13
+    (table,) = (out for command, out in printed.items() if command.startswith("mmjax evaluate"))
+    assert float(re.search(r"photos +40 +0 +(\S+)", table)[1]) > 0.9
+    answers = [out.strip() for command, out in printed.items() if re.match("mmjax generate|python ask.py", command)]
+    assert len(answers) == 3
+    assert set(answers) < {"red", "green", "blue", "white"}
+    assert len(set(answers)) == 1
