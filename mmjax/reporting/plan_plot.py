@@ -94,12 +94,12 @@ def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
     """Draw a device's memory by what it is for, a bar for each kind of balancing, and its capacity."""
     colours = module_colours(forecast.chosen.work)
     limit = forecast.chosen.memory_plan.limit.device
-    largest = max(each.memory_plan.device for each in forecast.by_balance.values())
+    largest = max(option.memory_plan.device for option in forecast.by_balance.values())
     limit_visible = limit < 4 * largest  # else the bars would be too short to read
     axes = _bar_axes(figure, top, forecast, LABEL_ROOM * max(largest, limit if limit_visible else 0))
     write_text(figure, LEFT, top + 14, "Memory of a device", weight="bold")
-    for row, each in enumerate(forecast.by_balance.values()):
-        memory = each.memory_plan
+    for row, option in enumerate(forecast.by_balance.values()):
+        memory = option.memory_plan
         segments = [(kind, memory.fixed[kind], colour) for kind, colour in KINDS.items()]
         segments += [(module_name(name), memory.activations[name], colour) for name, colour in colours.items()]
         label = size(memory.device) + ("" if memory.fits else ": too large")
@@ -112,7 +112,7 @@ def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
     else:
         write_text(figure, WIDTH - RIGHT, top + 14, f"room {size(limit)}, beyond this picture", ha="right", color=PALE)
     bottom = top + HEADING + BAR * len(forecast.by_balance) + 8
-    maximum = {kind: max(each.memory_plan.fixed[kind] for each in forecast.by_balance.values()) for kind in KINDS}
+    maximum = {kind: max(option.memory_plan.fixed[kind] for option in forecast.by_balance.values()) for kind in KINDS}
     visible = {kind: colour for kind, colour in KINDS.items() if maximum[kind] > INVISIBLE * largest}
     draw_legend(figure, bottom, "always there", visible)
     draw_legend(figure, bottom + 19, "activations of", {module_name(name): colour for name, colour in colours.items()})
@@ -120,25 +120,25 @@ def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
 
 def _draw_time(figure: Figure, top: float, forecast: RunForecast) -> None:
     """Draw the time of a step by its parts, a bar for each kind of balancing."""
-    slowest = max(each.time.total for each in forecast.by_balance.values())
+    slowest = max(option.time.total for option in forecast.by_balance.values())
     axes = _bar_axes(figure, top, forecast, LABEL_ROOM * slowest)
     write_text(figure, LEFT, top + 14, "Time of a step", weight="bold")
-    times = [time_parts(each) for each in forecast.by_balance.values()]
-    for row, (each, seconds) in enumerate(zip(forecast.by_balance.values(), times, strict=True)):
+    times = [time_parts(option) for option in forecast.by_balance.values()]
+    for row, (option, seconds) in enumerate(zip(forecast.by_balance.values(), times, strict=True)):
         segments = [(part, seconds[part], colour) for part, colour in PARTS.items()]
-        _draw_bar(axes, row, segments, duration, f"{duration(each.time.total)}, MFU {forecast.mfu(each):.1%}")
+        _draw_bar(axes, row, segments, duration, f"{duration(option.time.total)}, MFU {forecast.mfu(option):.1%}")
     visible = [part for part in PARTS if max(seconds[part] for seconds in times) > INVISIBLE * slowest]
     names = {("shards, not hidden" if part == "shards" else part): PARTS[part] for part in visible}
     draw_legend(figure, top + HEADING + BAR * len(forecast.by_balance) + 8, "spent on", names)
 
 
-def time_parts(each: BalanceForecast) -> dict[str, float]:
+def time_parts(option: BalanceForecast) -> dict[str, float]:
     """Split the time of a step into parts that add up to it.
 
     Gathering shards counts as far as computing does not hide it. `recompute` may be negative, where a layer is faster
     with remat than without; it is then subtracted from computing.
     """
-    time = each.time
+    time = option.time
     parts = {part: getattr(time, part) for part in PARTS}
     parts |= {"compute": time.compute + min(time.recompute, 0.0), "recompute": max(time.recompute, 0.0)}
     return parts | {"shards": max(0.0, time.shards - time.compute - time.recompute)}
