@@ -255,6 +255,6 @@ def test_in_a_browser_curves_move_while_a_run_trains_and_a_question_is_answered(
     browser.call("Page.navigate", url=wrong)
     browser.wait("location.pathname.startsWith('/AAA') || location.protocol === 'chrome-error:'")
     assert not browser.value("document.querySelector('#curves')")
-    assert "403" in "".join(browser.complaints)
+    wait_until(lambda: browser.value("1") and " 403 " in "".join(browser.complaints))
     assert listening(int(url.split(":")[2].split("/")[0])) == {"0100007F"}
     browser.close()
