@@ -152,7 +152,7 @@ FAULTS = (
     ),
     Fault(
         "a stage without its connector",
-        "models/model.py",
+        "models/stage.py",
         'return {"encoders": {self.tower: part}} | ({"connectors": {self.tower: selected}} if selected else {})',
         'return {"encoders": {self.tower: part}}',
         ("models/test_model.py::test_stages_chained_over_disjoint_meshes_give_the_loss_and_gradients_of_the_whole",),
