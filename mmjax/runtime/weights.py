@@ -275,7 +275,7 @@ class Exporter:
         parts = [(*name, part) for name in names if self.is_quantized(name) for part in Quantized._fields]
         stored = self.saved.read([*names, *parts, *adapters])
         for name in {path[:-1] for path in parts}:
-            matrix = Quantized(*(stored.pop((*name, part)) for part in Quantized._fields))
+            matrix = Quantized(*(jnp.asarray(stored.pop((*name, part))) for part in Quantized._fields))
             stored[name] = np.asarray(dequantize(matrix, jnp.float32))
         self._loaded = stored
 
