@@ -352,10 +352,11 @@ def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
         lengths = sorted({shape.lengths[k] for shape in chosen.layout.shapes})
         policies = chosen.memory_plan.policies.get(name) or _policies_of_blocks(config.model.generators[name])
         recomputed = sum(policy != "none" for policy in policies)
+        how = getattr({"llm": config.model.llm, **config.model.encoders}.get(name), "quantize", "none")
         rows.append(
             (
                 name,
-                count(counts[name]),
+                count(counts[name]) + (f" {how}" if how != "none" else ""),
                 str(chosen.layout.rows[k]),
                 "/".join(map(str, lengths)),
                 f"{chosen.fill[name]:.2f}",

@@ -31,6 +31,7 @@ from mmjax.disk import verify_checksum, with_checksum
 from mmjax.hf.families import from_hf
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
+from mmjax.models.quantization import dequantize, quantize
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime import weights
 from mmjax.runtime.checkpoint import SavedParameters, checkpoint_step, restore_parameters
@@ -187,6 +188,37 @@ def test_adapters_are_merged_or_written_for_peft_and_both_compute_the_same(sourc
     for key, value in theirs_merged.state_dict().items():
         mine = HfFolder.open(tmp_path / "merged").read(key)
         np.testing.assert_allclose(mine, value.numpy(), atol=1e-6, err_msg=key)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["nf4", "int8"])
+def test_adapters_are_merged_into_the_quantised_weights_beside_which_they_were_trained(how, tmp_path):
+    source, merged = tmp_path / "source", tmp_path / "merged"
+    save_checkpoint(source, hidden_size=64, intermediate_size=128)
+    llm = replace(from_hf(source).llm, quantize=how)
+    run = moved(source, tmp_path / "run", lora={"all": LoraConfig(("llm.layers.*",), 4)}, llm=llm)
+    export.export(run, merged)
+    check_beside(source, merged)
+    np.testing.assert_allclose(theirs(loaded(merged)), ours(run), atol=1e-4)
+    export.export(run, tmp_path / "adapter", adapter=True)
+    base = loaded(source)
+    for layer in base.model.layers:
+        for linear in (module for module in layer.modules() if isinstance(module, torch.nn.Linear)):
+            stored = quantize(jnp.asarray(linear.weight.detach().numpy().T), how)
+            linear.weight.data = torch.tensor(np.asarray(dequantize(stored, jnp.float32)).T.copy())
+    beside = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    np.testing.assert_allclose(theirs(beside), ours(run), atol=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_quantised_weights_without_adapters_come_back_to_the_byte(tmp_path):
+    save_checkpoint(tmp_path / "source")
+    llm = replace(from_hf(tmp_path / "source").llm, quantize="int8")
+    run = moved(tmp_path / "source", tmp_path / "run", lora={"some": LoraConfig(("*.down",), 4)}, llm=llm)
+    export.export(run, tmp_path / "out")
+    before, after = (HfFolder.open(tmp_path / name) for name in ("source", "out"))
+    for key in before.tensors:
+        assert (before.read(key).tobytes() != after.read(key).tobytes()) == ("down_proj" in key), key
 
 
 def test_parameters_are_read_a_few_at_a_time(source, tuned, tmp_path, monkeypatch):

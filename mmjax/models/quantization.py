@@ -114,6 +114,18 @@ class QuantizedMatrix(nnx.Module):
         return Quantized(self.codes[index], self.scales[index])
 
 
+def parameter_shapes(params: Any) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Return the shapes of nested dicts of parameters by path, of a quantised matrix that of the whole."""
+    leaves = {tuple(key.key for key in path): x for path, x in jax.tree.leaves_with_path(params)}
+    shapes = {}
+    for path, x in leaves.items():
+        if not is_quantized(path):
+            shapes[path] = x.shape
+        elif path[-1] == "codes":
+            shapes[path[:-1]] = Quantized(x, leaves[(*path[:-1], "scales")]).shape
+    return shapes
+
+
 def is_quantized(path: tuple[str, ...]) -> bool:
     """Return whether this is the path of a part of a quantised matrix."""
     return path[-1] in PARTS

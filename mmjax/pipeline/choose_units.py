@@ -33,6 +33,7 @@ from mmjax.planning.memory import (
     layer_backward_bytes,
     loss_bytes,
     moment_bytes,
+    parameter_bytes,
     token_bytes,
 )
 from mmjax.planning.stage_time import StageRun, pass_seconds
@@ -346,7 +347,10 @@ def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.nd
     layers[-1] += ends - table
     trained, still, moved = np.zeros(of.layers), np.zeros(of.layers), np.zeros(of.layers)
     (still if tower in frozen else trained)[:] += layers
-    if tower not in frozen:
+    if tower in frozen:  # quantised, they take the bytes of fewer
+        activation = ACTIVATION[config.training.precision]
+        still -= (counts[tower] - parameter_bytes(model, frozen, activation)[tower] / activation) / of.layers
+    else:
         moved += moments[tower] * layers / layers.sum()
     for module, count in counts.items():
         if module == f"{tower}.connector":

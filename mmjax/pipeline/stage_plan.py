@@ -5,8 +5,10 @@ A stage's microbatches in flight must fit beside its parameters. The same plan h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model, modules_of, partition
+from mmjax.models.quantization import cast_frozen, parameter_shapes
 from mmjax.models.stage import Stage, cut_in_stages
 from mmjax.parallel.sharding import AXES, CONTEXT, TENSOR, ShardingRules, row_ranks, sharding
 from mmjax.pipeline.passes import trained_activations
@@ -67,7 +70,7 @@ class ShardedStage(NamedTuple):
     parameters: int  # on all its devices together
     trainable: float  # bytes on each device; with the last stage's copy of a tied embedding, which another updates
     scanned: float  # of these, bytes of scanned stacks
-    frozen: float  # bytes on each device in float32
+    frozen: float  # bytes on each device, as `cast_frozen` leaves them
     moments: float  # bytes on each device
     has_backward: bool
 
@@ -121,16 +124,16 @@ def _shard_stage(
     optimizer = replace(make_optimizer(config.optimizer, model.axes, model.dtype), offloads=False)
     moments = jax.eval_shape(optimizer.init, owned[0])
     moment_layouts = shardings_with_moments(optimizer, owned[0], *owned_layouts, mesh=mesh).optimizer
-    trainable_bytes, frozen_bytes = (_on_device(*pair) for pair in zip(parts, part_layouts, strict=True))
+    constant = jax.eval_shape(partial(cast_frozen, dtype=model.dtype), parts[1])
     return ShardedStage(
         name=name,
         stage=stage,
         mesh=mesh,
         devices=devices,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(owned)),
-        trainable=trainable_bytes,
+        parameters=sum(math.prod(shape) for part in owned for shape in parameter_shapes(part).values()),
+        trainable=_on_device(parts[0], part_layouts[0]),
         scanned=_on_device(*(split_scanned(tree)[0] for tree in (parts[0], part_layouts[0]))),
-        frozen=frozen_bytes,
+        frozen=_on_device(constant, part_layouts[1]),
         moments=_on_device(moments, moment_layouts),
         # A frozen encoder with a frozen connector has no backward pass; a frozen LLM behind something trained has one.
         has_backward=bool(trained & set(stage.inputs) or jax.tree.leaves(parts[0])),
@@ -318,7 +321,7 @@ def _fixed_bytes(
     width = _towers(config)[tower].width if not unet else config.model.llm.width
     messages = positions if not unet else row_work(config.model, batch.shape)[tower].tokens
     return {
-        "parameters": trainable + activation / MASTER * sharded.frozen,
+        "parameters": trainable + sharded.frozen,
         "gradients": trainable,
         "optimizer": 0.0 if config.optimizer.offload else sharded.moments,
         # Weights cast for the computation and reordered, and a microbatch's gradients.

@@ -31,15 +31,15 @@ from mmjax.planning.work import connector_mlps, row_work
 
 @dataclass(frozen=True)
 class StageRun:
-    """Some layers of a tower on the devices of a cluster. Bytes are those of one device, parameters in float32."""
+    """Some layers of a tower on the devices of a cluster. Bytes are those of one device."""
 
     tower: str
     layers: range
     policies: tuple[Remat, ...]  # of its layers
     devices: range
     machine: ClusterRun  # with the stage's own mesh
-    trainable: float
-    frozen: float
+    trainable: float  # parameters in float32
+    frozen: float  # parameters in the precision of the computation, or quantised
     moments: float
     has_backward: bool
     unsaved: float  # bytes that one position of a layer saves without remat, before tensor parallelism
@@ -92,9 +92,9 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
     backward += (cast + written + machine.activation + 2 * MASTER) * elements
     # Both passes gather the parameters; backward scatters gradients.
-    share = fsdp * machine.activation / MASTER
-    gathered = collective_seconds(share * (stage.trainable + stage.frozen), fsdp, parts, machine.cluster)
-    scattered = collective_seconds(share * stage.trainable, fsdp, parts, machine.cluster)
+    trained = fsdp * machine.activation / MASTER * stage.trainable
+    gathered = collective_seconds(trained + fsdp * stage.frozen, fsdp, parts, machine.cluster)
+    scattered = collective_seconds(trained, fsdp, parts, machine.cluster)
     reduce = 0.0 if unet else all_reduce_seconds(config, work.positions, parts, machine)
     exchange = 0.0
     if stage.tower == "llm":

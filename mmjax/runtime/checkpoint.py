@@ -324,9 +324,9 @@ class SavedParameters:
             self._parts = _parameter_tree(_state_handler(), self._path, self._target)
 
     @property
-    def structs(self) -> dict[tuple[str, ...], jax.ShapeDtypeStruct]:
-        """Return shape and dtype of every parameter by its name."""
-        return {key_names(path): x for path, x in jax.tree.leaves_with_path(self._target)}
+    def structs(self) -> Params:
+        """Return shape and dtype of every parameter, in nested dicts."""
+        return self._target
 
     def read(self, names: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], np.ndarray]:
         """Read these parameters as they were saved: frozen ones may be in the precision of the computation."""

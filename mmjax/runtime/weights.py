@@ -24,9 +24,9 @@ from mmjax.hf.folder import DTYPES, HfFolder, split_entry
 from mmjax.hf.layout import TRANSPOSED, TensorNames, TensorSlice
 from mmjax.hf.vae import open_vae, read_vae
 from mmjax.hf.writing import Changed, NewTensor, rewrite_tensors
-from mmjax.models.layer_stacks import Params, key_names, named_layers
+from mmjax.models.layer_stacks import Params, named_layers
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model, module_of, parameter_group
-from mmjax.models.quantization import Quantized, dequantize, is_quantized, quantize
+from mmjax.models.quantization import Quantized, dequantize, parameter_shapes, quantize
 from mmjax.runtime.checkpoint import SavedParameters
 
 Index = tuple[slice, ...]
@@ -101,8 +101,7 @@ def _sources(model: Model, folder: HfFolder, modules: Mapping[str, TensorNames])
     Raises UserError for one that is missing.
     """
     sources = {}
-    matrices = matrix_shapes({key_names(path): x for path, x in jax.tree.leaves_with_path(model.abstract)})
-    for names, whole in matrices.items():
+    for names, whole in parameter_shapes(model.abstract).items():
         if (module := parameter_group(names)) not in modules:
             continue  # from another folder, or an adapter
         inside = names[1:] if names[0] == "llm" else names[2:]
@@ -259,7 +258,7 @@ class Exporter:
     @cached_property
     def shapes(self) -> dict[Name, tuple[int, ...]]:
         """Return the shape of every parameter, of a quantised one that of the matrix."""
-        return matrix_shapes(self.saved.structs)
+        return parameter_shapes(self.saved.structs)
 
     def names_of(self, modules: Sequence[str]) -> list[Name]:
         """Return the parameters of these modules, without their adapters."""
@@ -276,13 +275,13 @@ class Exporter:
         parts = [(*name, part) for name in names if self.is_quantized(name) for part in Quantized._fields]
         stored = self.saved.read([*names, *parts, *adapters])
         for name in {path[:-1] for path in parts}:
-            matrix = Quantized(*(stored.pop((*name, part)) for part in Quantized._fields))
+            matrix = Quantized(*(jnp.asarray(stored.pop((*name, part))) for part in Quantized._fields))
             stored[name] = np.asarray(dequantize(matrix, jnp.float32))
         self._loaded = stored
 
     def is_quantized(self, name: Name) -> bool:
         """Return whether a parameter is a quantised matrix."""
-        return name not in self.saved.structs
+        return isinstance(_get(self.saved.structs, name), dict)
 
     def adapter(self, name: Name) -> tuple[np.ndarray, np.ndarray]:
         """Return the factors a `[in, rank]` and b `[rank, out]` of a loaded parameter's adapter, float32."""
@@ -398,17 +397,6 @@ class Exporter:
 
 EMBEDDING = ("llm", "embed", "weight")
 OUTPUT = ("llm", "head", "table", "weight")
-
-
-def matrix_shapes(leaves: Mapping[Name, Any]) -> dict[Name, tuple[int, ...]]:
-    """Return the shapes of parameters, of a quantised matrix that of the whole by the path of both of its parts."""
-    shapes = {}
-    for name, x in leaves.items():
-        if not is_quantized(name):
-            shapes[name] = x.shape
-        elif name[-1] == "codes":
-            shapes[name[:-1]] = Quantized(x, leaves[(*name[:-1], "scales")]).shape
-    return shapes
 
 
 def linear_name(name: Name) -> str:

@@ -15,11 +15,12 @@ import numpy as np
 from mmjax import __version__
 from mmjax.balance.parts import LLM
 from mmjax.config import Config, Generator
+from mmjax.config.model import quantized_layers
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.step_plan import RankLayout
-from mmjax.models.layer_stacks import key_names
 from mmjax.models.model import Model, parameter_group
+from mmjax.models.quantization import parameter_shapes
 from mmjax.planning.remat import MemoryPlan, StagePlan
 from mmjax.planning.schedules import ScheduleName
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
@@ -40,10 +41,12 @@ def print_run_summary(
     layout = loader.layout
     modules = ("llm", *config.model.item_modules)
     sizes: Counter[str] = Counter()  # parameters of each module, and of its adapters as `<module>.lora`
-    for path, leaf in jax.tree.leaves_with_path(model.abstract):
-        sizes[parameter_group(key_names(path))] += math.prod(leaf.shape)
+    for path, shape in parameter_shapes(model.abstract).items():
+        sizes[parameter_group(path)] += math.prod(shape)
     print_lines(f"mmjax {__version__}  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
-    print_lines(*table([(m, count(n), "frozen" if m in model.frozen else "") for m, n in sizes.items()]))
+    quantized = {layer.split(".")[0]: f"frozen, {how}" for layer, how in quantized_layers(config.model).items()}
+    remarks = dict.fromkeys(model.frozen, "frozen") | quantized
+    print_lines(*table([(m, count(n), remarks.get(m, "")) for m, n in sizes.items()]))
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"
     axes = "by units" if config.units else axes  # the mesh is of all devices, for what the whole step agrees on

@@ -259,6 +259,14 @@ def test_nothing_runs_backward_where_no_gradient_is_wanted(frozen, lora, backwar
     assert sorted(name for p in pipeline.programs for name in p.gradient_inputs) == sorted(edges.split())
 
 
+@pytest.mark.exhaustive
+def test_gradients_beside_quantised_weights_are_those_of_one_program(tmp_path):
+    config = config_of("by module")
+    llm = replace(config.model.llm, quantize="int8")
+    config = replace(config, model=replace(config.model, llm=llm, lora=LORA))
+    assert_same_gradients(config, tmp_path)
+
+
 @pytest.mark.parametrize(
     "optimizer", [pytest.param(AdamW(offload=True), marks=pytest.mark.exhaustive), Muon()], ids=["adamw", "muon"]
 )

@@ -16,6 +16,7 @@ from mmjax.config import (
     ExpertsConfig,
     LoraConfig,
     MeshConfig,
+    ModelConfig,
     Muon,
     OptimizerConfig,
 )
@@ -30,6 +31,7 @@ from mmjax.planning.memory import (
     fixed_bytes,
     parameter_bytes,
     saved_bytes,
+    saved_bytes_of_policy,
     update_bytes,
 )
 from mmjax.planning.work import layer_sizes
@@ -103,6 +105,20 @@ def test_quantised_weights_take_the_bytes_of_their_codes_and_scales(how):
     frozen = executor.abstract.frozen["llm"]
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(frozen))
     assert parameter_bytes(model, built.frozen, 2)["llm"] == stored
+
+
+def test_lora_of_a_7b_model_is_planned_below_16_gb_where_its_weights_are_quantised():
+    """One row of 4,096 tokens in the shape of Qwen2.5-7B, all layers computed again; docs/measurements/gpu.md."""
+    llm = DecoderConfig(28, 3584, 28, 4, 128, 18_944, 152_064, tied=False, attention="flash", remat="full")
+    batch = DeviceBatch({"llm": (1, 4096)}, {})
+    saved = llm.layers * 4096 * saved_bytes_of_policy(llm, "full", 2).device
+    planned = {}
+    for how in ("none", "int8", "nf4"):
+        model = ModelConfig(replace(llm, quantize=how), lora={"llm": LoraConfig(("llm.layers.*",), rank=64)})
+        fixed = fixed_bytes(model, batch, {"llm": 0.0}, {"llm"}, ALONE, 2, AdamW(), 8)
+        planned[how] = (saved + sum(fixed.values())) / 1e9
+    assert planned["nf4"] < planned["int8"] < 16 < planned["none"]
+    assert planned["nf4"] == pytest.approx(9.9, abs=0.5)
 
 
 def test_what_is_frozen_has_no_gradients_and_moments_and_lies_in_the_precision_of_the_computation():
