@@ -24,6 +24,7 @@ ELSEWHERE = {
     "launch/local.sh": "tests/test_launch.py",
     "mmjax doctor": "tests/test_doctor.py",
     "pip install": ".ci/run",
+    "python -m mmjax.bench coordination": "tests/test_bench.py",
     "python -m mmjax.bench papers": "tests/benchmarks/test_bench_papers.py",
     "python -m mmjax.doctor": "tests/test_doctor.py",
     "python -m mmjax.evaluate RUN": "tests/test_evaluate_data.py",
