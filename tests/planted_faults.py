@@ -316,7 +316,7 @@ FAULTS = (
         "pipeline/executor.py",
         "norm = jnp.sqrt(jnp.sum(norms * self._counts))",
         "norm = jnp.sqrt(jnp.sum(norms))",
-        ("pipeline/test_executor.py::test_updates_are_those_of_one_program",),
+        ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
         "a gradient that reaches a stage twice",
@@ -331,7 +331,7 @@ FAULTS = (
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)",
         'twice = (sums, sums.get("llm", {}).get("embed", {}))\n    '
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(twice)), jnp.float32(0)).reshape(1)",
-        ("pipeline/test_executor.py::test_updates_are_those_of_one_program",),
+        ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
         "pieces that arrive in each other's place",

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tiny_run import load_steps, make_executor, tiny_config, weight, weights, worst_leaf
 
@@ -126,11 +127,14 @@ def assert_same_gradients(config: Config, folder: Path, schedule: str = "auto") 
 
     staged = fill_adapters(pipeline.init(jax.random.key(0)))
     put = [pipeline.put(batch) for batch in batches]
-    total, weighed, _ = pipeline.weigh_batches(put, pipeline.put_report(ProcessReport()))
+    report = pipeline.put_report(ProcessReport())
+    total, weighed, unreadable = pipeline.weigh_batches(put, report)
     run = pipeline.gradients(staged, pipeline.zeros(), weighed, total, noise)
     gradients = reduce(merge, (unstack_layers(jax.device_get(sums)) for sums in run.sums))
     difference, leaf = worst_leaf(gradients, unstack_layers(expected.gradients))
     assert difference <= 1e-5, leaf
+    norm = pipeline._settle_gradients(run, report, unreadable)[0].gradient_norm
+    np.testing.assert_allclose(norm, optax.tree.norm(expected.gradients), rtol=1e-5)
     reports = {pipeline.stages[n].stage.tower: report for n, report in run.reports.items()}
     np.testing.assert_allclose(reports["llm"].loss, expected.loss, rtol=1e-5)
     assert np.array_equal(reports["llm"].worst_samples[:8], expected.worst_samples[:8])
