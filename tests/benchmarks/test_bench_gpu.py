@@ -24,7 +24,7 @@ def one_cpu(monkeypatch):
 def test_without_a_gpu_it_is_one_line(capsys, tmp_path):
     ended = run(capsys, bench.main, "gpu", f"--results={tmp_path / 'gpu.json'}")
     assert ended.code == 2
-    assert ended.err.startswith("error: bench gpu: JAX finds no GPU here, only cpu; install it with: pip install -e ")
+    assert ended.err.startswith("error: bench gpu: JAX finds no GPU here, only cpu; install it with: pip install ")
     assert ended.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 

@@ -12,7 +12,13 @@ from mmjax.config.loading import apply_overrides, describe, differences, from_js
 from mmjax.errors import UserError
 
 STEPS = load("tiny_omni").training.steps
-ASKING = {"llava_style", "llava_alignment", "llava_lora", "internvl"}  # for a checkpoint and its data, or an LLM
+ASKING = {
+    "llava_style",
+    "llava_alignment",
+    "llava_lora",
+    "llava_dpo",
+    "internvl",
+}  # for a checkpoint and its data, or an LLM
 SHIPPED = sorted({path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.py")} - ASKING)
 
 

@@ -30,6 +30,7 @@ ASKING = {
     "llava_style",
     "llava_alignment",
     "llava_lora",
+    "llava_dpo",
     "internvl",
     "mmscale",
 }  # a checkpoint and its data, an LLM, parts
@@ -108,6 +109,7 @@ def test_the_shipped_configs_are_what_their_names_say() -> None:
         "tiny_video": ["vision"],
         "tiny_audio": ["audio"],
         "tiny_draw": ["vision"],
+        "tiny_dpo": ["vision"],
         "tiny_text": [],
     }
     frozen = load("tiny_frozen").model
