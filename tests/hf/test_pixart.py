@@ -218,8 +218,8 @@ def test_a_model_starts_from_a_folder_and_is_written_over_it(seed, tmp_path):
     for path, value in wanted.items():
         np.testing.assert_array_equal(found[path], value, err_msg=".".join(path))
     trained = {("generators", "picture", *numbered(path)): np.asarray(x) + 1 for path, x in found.items()}
-    shapes = {name: value.shape for name, value in trained.items()}
-    checkpoint = SimpleNamespace(shapes=shapes, read=lambda names: {name: trained[name] for name in names})
+    structs = nnx.traversals.unflatten_mapping(trained)
+    checkpoint = SimpleNamespace(structs=structs, read=lambda names: {name: trained[name] for name in names})
     (tmp_path / "out").mkdir()
     count = Exporter(model, checkpoint).rewrite(HfFolder.open(config.weights), ["picture"], tmp_path / "out")
     before, after = (load_file(tmp_path / folder / DIFFUSERS_SINGLE) for folder in ("transformer", "out"))
