@@ -164,7 +164,7 @@ def test_no_device_ever_holds_float32_logits_of_its_whole_vocabulary(mesh):
         logits = {n: {tuple(sorted((*(r for r in of if r > 1), vocab // n))) for of in rows} for n in (1, 4)}
         assert bool(shapes(program) & logits[1]) == (chunks == 1)
         assert bool(shapes(program) & logits[4]) == (chunks == 4)
-        assert executor.loss_chunks == chunks
+        assert executor.objective.chunks == chunks
 
 
 def test_under_fsdp_only_a_part_of_the_output_table_is_gathered():
