@@ -342,7 +342,7 @@ def no_platform_said() -> Iterator[None]:
 def test_a_gpu_that_jax_cannot_use_stops_with_the_install_line(tmp_path):
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module")
-    with pytest.raises(UserError, match=r'pip install -e "\.\[cuda13\]".*device=cpu'):
+    with pytest.raises(UserError, match=r'pip install "mmjax\[cuda13\]".*device=cpu'):
         choose_devices("auto", driver)
     assert choose_devices("cpu", driver) == jax.devices("cpu")
     assert choose_devices("auto", tmp_path / "no driver") == jax.devices()
