@@ -95,7 +95,7 @@ def test_parquet_and_a_limit(checkpoint, data, capsys, tmp_path):
     [
         (["--data", "gone.json"], "--data: gone.json is missing"),
         ([], "is a checkpoint, which has no data of its own; name questions with --data"),
-        (["--data", "other.jsonl"], "its first record has none of conversations, messages, audio_filepath, question"),
+        (["--data", "other.jsonl"], "conversations, messages, audio_filepath, question; name what it is"),
         (["--data", "{data}", "--measures", "bleu"], "there is no 'bleu'; known are exact_match, anls"),
         (["--data", "{data}", "--swap", "vision"], "--swap goes with a run's embedded questions alone"),
         (["--data", "{data}", "--limit", "0"], "--max-tokens and --limit are 1 or more"),
