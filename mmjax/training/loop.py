@@ -176,9 +176,8 @@ class Trainer:
         self.metrics = StepMetrics(config, self.executor, self.loader, self.programs, peak)
         self.metrics_log: MetricsLog | None = None  # of process 0
         self.batches: Iterator[LoadedStep] = iter(())
-        # The step that was started last, until its report is read: step, batch, its arrays on devices, report, and
-        # seconds that the loop waited for the batch.
-        self.running: tuple[int, LoadedStep, list[Microbatch], StepReport, float] | None = None
+        # The step that was started last, until its report is read: step, batch, its arrays on devices, and report.
+        self.running: tuple[int, LoadedStep, list[Microbatch], StepReport] | None = None
         self.stop_requested = False  # by a signal to any process; all learn it from the same step's report
         self.began = time.monotonic()
 
@@ -336,7 +335,7 @@ class Trainer:
                 began = time.monotonic()
                 with activity("waiting for data"):
                     loaded = next(self.batches)
-                wait_seconds = time.monotonic() - began
+                self.metrics.add_wait(time.monotonic() - began)
                 self.watchdog.set_phase("running", step)
                 batches = [self.executor.put(batch) for batch in loaded.microbatches]
 
@@ -361,7 +360,7 @@ class Trainer:
 
                 # Check and log the step before: its report is there by now, while this one still computes.
                 self.finish_step(state, progress)
-                self.running = step, loaded, batches, report, wait_seconds
+                self.running = step, loaded, batches, report
                 self.profiler.before_step(step + 1, self.flags)
 
                 # A report is the same on all processes, so that all stop, evaluate and save after the same step.
@@ -397,7 +396,7 @@ class Trainer:
         """
         if self.running is None:
             return
-        step, loaded, batches, report, wait_seconds = self.running
+        step, loaded, batches, report = self.running
         self.running = None
         report = jax.device_get(report)
         self.unreadable.quarantine(step, report)
@@ -405,7 +404,7 @@ class Trainer:
         self.stop_requested = bool(report.stop)
 
         hyper = hyperparameters(self.config, self.executor.modules, step)
-        scalars = self.metrics.compute(loaded, report, hyper, wait_seconds)
+        scalars = self.metrics.compute(loaded, report, hyper)
         low, high = map(int, report.content)
         extra = {"batch": spelled(low + (high << 32)), "worst": self.nonfinite.worst_losses(report)}
         if self.metrics.steps == 1:

@@ -122,6 +122,7 @@ class StepMetrics:
         self.steps = 0
         self.total_seconds = 0.0
         self.wait_seconds = 0.0  # of these, for data
+        self._waited = 0.0  # the same since the last step ended, for whichever batch
         self._recent_seconds: deque[float] = deque(maxlen=100)  # of a step each, without waiting for data
         self.start()
 
@@ -139,19 +140,21 @@ class StepMetrics:
         """Return the number of programs that were compiled after the start."""
         return self._programs.requested - self._compiled_at_start
 
+    def add_wait(self, seconds: float) -> None:
+        """Count seconds of waiting for data. They are of the step that ends next, whose batch came earlier."""
+        self._waited += seconds
+
     def typical_seconds(self) -> float:
         """Return the median seconds of a step without waiting for data."""
         return float(np.median(self._recent_seconds))
 
-    def compute(
-        self, loaded: LoadedStep, report: StepReport, hyper: Hyperparameters, wait_seconds: float
-    ) -> dict[str, MetricValue]:
-        """Compute the numbers of the step that has just ended. report: on the host. wait_seconds: for its batch."""
+    def compute(self, loaded: LoadedStep, report: StepReport, hyper: Hyperparameters) -> dict[str, MetricValue]:
+        """Compute the numbers of the step that has just ended. report: on the host."""
         clock = time.monotonic()
         seconds = clock - self._previous_end
         self._previous_end = clock
-        # The wait for data may have begun before the previous step was logged, and so exceed this step's time.
-        wait_seconds = min(wait_seconds, seconds)
+        wait_seconds = self._waited
+        self._waited = 0.0
         self.steps += 1
         self.total_seconds += seconds
         self.wait_seconds += wait_seconds
