@@ -51,10 +51,10 @@ from mmjax.pipeline.choose_units import choose_units
 from mmjax.pipeline.compile_stages import compile_pipeline
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.pipeline.stage_plan import memory_plan_of
-from mmjax.planning.flops import active_parameters, parameters
 from mmjax.planning.hardware import USABLE, Cluster, parse_cluster
 from mmjax.planning.measured_file import layers_record, read_measured
 from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
+from mmjax.planning.parameters import active_parameters, parameters
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
 from mmjax.planning.step_time import LayerTimes, Speed

@@ -19,6 +19,14 @@ from mmjax.errors import run_command
 TINY = str(ROOT / "tests" / "tiny.py")
 TINY_MEDIA = str(ROOT / "tests" / "tiny_media.py")
 TINY_DRAWING = str(ROOT / "tests" / "tiny_drawing.py")
+ASKING = {
+    "llava_style",
+    "llava_alignment",
+    "llava_lora",
+    "llava_dpo",
+    "internvl",
+}  # for a checkpoint and its data, or an LLM
+SHIPPED = sorted({path.stem for path in (ROOT / "configs").glob("*.py")} - ASKING)
 MEDIA_WORDS = ("training.steps=6", "training.keep=3", "batch.microbatches=2")
 
 

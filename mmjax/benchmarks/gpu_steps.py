@@ -41,8 +41,8 @@ from mmjax.data.sample import Item, Sample, SampleLengths, Split, Text
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.flops import parameters
 from mmjax.planning.memory import GB
+from mmjax.planning.parameters import parameters
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport

@@ -20,7 +20,7 @@ from mmjax.errors import UserError
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.planning.allocate import Allocation, allocate
 from mmjax.planning.diffusion_work import diffusion_transformers
-from mmjax.planning.flops import executed, frozen_modules, needed_gradients, parameters, recompute_flops
+from mmjax.planning.flops import executed, frozen_modules, needed_gradients, recompute_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import (
     ACTIVATION,
@@ -36,6 +36,7 @@ from mmjax.planning.memory import (
     parameter_bytes,
     token_bytes,
 )
+from mmjax.planning.parameters import parameters
 from mmjax.planning.stage_time import StageRun, pass_seconds
 from mmjax.planning.step_time import BACKWARD_KERNELS, FORWARD_KERNELS, PASSES, ClusterRun, Speed
 from mmjax.planning.tower_options import TENSOR, Problem, TowerCosts

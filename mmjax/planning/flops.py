@@ -1,4 +1,4 @@
-"""Count parameters and FLOPs of a model: those that it needs, those that are executed, and those of adapters."""
+"""Count FLOPs of a model: those that it needs, those that are executed, and those of adapters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ import numpy as np
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import (
     AudioConfig,
-    ConnectorConfig,
     DecoderConfig,
     DiffusionTransformerConfig,
-    FractionalGrid,
-    Generator,
     LearnedGrid,
     ModelConfig,
     Remat,
-    StoredTable,
-    StretchedGrid,
     UnetConfig,
     VisionConfig,
 )
@@ -29,31 +24,27 @@ from mmjax.config.generators import Tower, image_size
 from mmjax.config.model import (
     Sizes,
     adapted_modules,
-    adapter_parameters,
     adapters_by_layer,
     frozen_modules,
     layer_count,
     linear_layers,
-    merged_width,
     module_of_layer,
     step_vaes,
     towers_of,
     with_changes,
 )
-from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import padded_width
 from mmjax.planning.diffusion_work import (
     attention_gradients,
     diffusion_adapters,
-    diffusion_parameters,
     diffusion_products,
     executed_cross,
     recomputed_products,
 )
-from mmjax.planning.unet import unet_executed, unet_flops, unet_parameters, unets
-from mmjax.planning.vae import vae_flops, vae_parameters
+from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
+from mmjax.planning.unet import unet_executed, unet_flops, unets
+from mmjax.planning.vae import vae_flops
 from mmjax.planning.work import (
-    CONV_TAPS,
     AdapterWork,
     Products,
     Work,
@@ -63,7 +54,6 @@ from mmjax.planning.work import (
     layer_positions,
     layer_sizes,
     layers_of_connector,
-    norm_parameters,
     row_work,
     stem_products,
     useful_work,
@@ -80,65 +70,6 @@ class Flops(NamedTuple):
     @property
     def total(self) -> int:
         return self.forward + self.backward
-
-
-def parameters(model: ModelConfig) -> dict[str, int]:
-    """Count the parameters of every module exactly; those of adapters are separate, as `<module>.lora`."""
-    llm = model.llm
-    # Layers, final norm, learned positions, and a table of embeddings that a tied output table shares.
-    layers = round(llm.layers * layer_sizes(llm).parameters)  # a mean where they are of several kinds
-    tables = llm.learned_positions + (2 - llm.tied) * llm.vocab
-    counts = {"llm": layers + norm_parameters(llm) + tables * llm.width}
-    for name, encoder in model.encoders.items():
-        width = encoder.width
-        vision = isinstance(encoder, VisionConfig)
-        # A norm after the last layer: a scale, and a bias unless it is an RMSNorm; audio towers always have one.
-        head = encoder.head_norm * (1 if encoder.head_norm_kind == "rms" else 2) * width if vision else 2 * width
-        counts[name] = _embedding_parameters(encoder) + encoder.layers * layer_sizes(encoder).parameters + head
-        counts[f"{name}.connector"] = _connector_parameters(model, name, encoder.connector, width, llm.width)
-    for name, generator in model.generators.items():
-        unet = isinstance(generator, UnetConfig)
-        counts[name] = unet_parameters(generator) if unet else diffusion_parameters(generator)
-        sizes = llm.width, generator.condition_width
-        # Beside its matrices a table of queries, and one of the tokens of an image whose condition is dropped.
-        tables = generator.queries * sum(sizes)
-        counts[f"{name}.connector"] = _connector_parameters(model, name, generator.connector, *sizes) + tables
-    counts |= {f"{name}.vae": vae_parameters(vae) for name, vae in step_vaes(model).items()}
-    return counts | adapter_parameters(model)
-
-
-def _connector_parameters(model: ModelConfig, name: str, c: ConnectorConfig, width: int, outputs: int) -> int:
-    """Count the parameters of a connector that reads features of this width."""
-    encoder = model.encoders.get(name)
-    merged = width if encoder is None else merged_width(encoder)
-    # A norm has a scale, and with "layer" a bias too; each further MLP of a deepstack norms what it merges.
-    norms = {"none": 0, "layer": 2 * width, "rms": width, "merged_layer": 2 * merged, "merged_rms": merged}
-    mlp = connector_weights(model, name) + ("up" in c.biases) * c.mlp_width + ("down" in c.biases) * outputs
-    mlp += c.merger_bias * c.merger_width + c.projection * 2 * (c.merger_width or merged)
-    # Each has a norm of the merged width, scale and bias, and an MLP like the connector's own.
-    deeper = 0 if encoder is None else (connector_mlps(encoder) - 1) * (2 * merged + mlp)
-    tables = (2 if isinstance(encoder, VisionConfig) else 1) * c.position_grid + c.newline
-    return norms[c.norm] + mlp + deeper + tables * outputs
-
-
-def active_parameters(model: ModelConfig) -> int:
-    """Count the parameters that a token uses: all but the experts that it is not sent to."""
-    return sum(parameters(model).values()) - round(model.llm.layers * layer_sizes(model.llm).idle)
-
-
-def _embedding_parameters(c: Encoder) -> int:
-    """Count an encoder's parameters before its first layer."""
-    if isinstance(c, AudioConfig):
-        if c.stem_width:
-            matrices = CONV_TAPS**2 * (1 + 2 * c.stem_width) + c.stem_bins[-1] * c.width
-            return (matrices + 3) * c.stem_width
-        # Two convolutions with a bias each, and the table of positions where it is stored.
-        table = c.positions.positions if isinstance(c.positions, StoredTable) else 0
-        return (CONV_TAPS * (c.mels + c.width) + 2 + table) * c.width
-    learned = c.positions.rows * c.positions.columns + c.class_token if isinstance(c.positions, LearnedGrid) else 0
-    learned += c.positions.side**2 if isinstance(c.positions, StretchedGrid | FractionalGrid) else 0
-    vectors = c.embed_bias + c.own_tokens + learned
-    return (c.frames * c.patch**2 * c.channels + vectors) * c.width + c.embed_norm * norm_parameters(c)
 
 
 # ------------------------------------------------------------------------------------------------------------ needed
@@ -496,115 +427,6 @@ def layer_policies(config: Tower) -> tuple[Remat, ...]:
     if isinstance(config.remat, tuple):
         return config.remat
     return ("none" if config.remat == "auto" else config.remat,) * config.layers
-
-
-class Elementwise(NamedTuple):
-    """Operations per element beside matrix products, (forward, backward).
-
-    As XLA's cost analysis counts them in a program compiled for CPU: one each for an addition, product, comparison or
-    selection, none for exp, rsqrt or tanh. Fusions recompute cheap values and count them each time, so backward has
-    more than the derivatives have; the numbers are least-squares fits over widths, lengths and heads, which leave less
-    than 0.3% of a layer unexplained. At width 128 all of this is 2-4% of a layer.
-    """
-
-    width: tuple[int, int]  # of activations: norms, residuals, biases
-    mlp: tuple[int, int]  # of the hidden activations of the MLP
-    scores: tuple[int, int] = (7, 8)  # of every head: scale, mask, maximum, difference, sum
-    pairs: tuple[int, int] = (14, 14)  # the mask itself, once for all heads
-
-
-DECODER = Elementwise(width=(10, 33), mlp=(5, 16), pairs=(20, 21))  # RMSNorm, SwiGLU; the mask evaluates kinds too
-ENCODER = Elementwise(width=(23, 83), mlp=(9, 19))  # LayerNorm, GELU by tanh, biases
-DIFFUSION = Elementwise(width=(42, 109), mlp=(9, 19))  # norms shifted and scaled, gates, three residuals; GELU by tanh
-CROSS_SCORES = (1, 4)  # of every head
-CROSS_TOKENS = (5, 11)  # per element of the keys of a condition
-ROTARY_QUERIES = (4, 13)  # per element of the rotated queries
-ROTARY_KEYS = (3, 6)
-LOGITS = (4, 4)  # per logit: log-sum-exp, its gradient, and the gradient of picking one
-
-
-def layer_elementwise(config: Tower, work: Work) -> tuple[int, int]:
-    """Count the elementwise operations of one layer, (forward, backward)."""
-    layer = layer_sizes(config)
-    if isinstance(config, DiffusionTransformerConfig):
-        return _sum(
-            (DIFFUSION.width, layer.width * work.positions),
-            (DIFFUSION.mlp, layer.mlp * work.positions),
-            (DIFFUSION.scores, layer.heads * work.pairs),
-            (DIFFUSION.pairs, work.pairs),
-            (CROSS_SCORES, layer.heads * 2 * config.condition_tokens * work.blocks * config.min_patches),
-            (CROSS_TOKENS, layer.cross * work.tokens),
-        )
-    rates = _rates(config)
-    if isinstance(config, DecoderConfig):
-        rotary = not config.learned_positions
-    else:
-        rotary = isinstance(config, VisionConfig) and not isinstance(config.positions, LearnedGrid | FractionalGrid)
-    return _sum(
-        (rates.width, layer.width * work.positions),
-        (rates.mlp, layer.mlp * work.positions),
-        (ROTARY_QUERIES, rotary * layer.attended * work.positions),
-        (ROTARY_KEYS, rotary * layer.keys * work.positions),
-        (rates.scores, layer.heads * work.pairs),
-        (rates.pairs, work.pairs),
-    )
-
-
-def _rates(config: Tower) -> Elementwise:
-    """Choose the operations per element by the kinds of a tower's norms and MLP."""
-    if isinstance(config, DiffusionTransformerConfig):
-        return DIFFUSION
-    norm = DECODER if not isinstance(config, AudioConfig) and config.norm == "rms" else ENCODER
-    mlp = DECODER if layer_sizes(config).gated else ENCODER
-    scores = DECODER if isinstance(config, DecoderConfig) else ENCODER
-    return scores._replace(width=norm.width, mlp=mlp.mlp)
-
-
-def tower_elementwise(config: Tower, work: Work) -> tuple[int, int]:
-    """Count the elementwise operations of a tower: its layers, final norm, and logits or convolutions."""
-    forward, backward = layer_elementwise(config, work)
-    pool = config.pool if isinstance(config, AudioConfig) else 1
-    outside = [(_one_norm(_rates(config)), config.width * work.positions // pool)]
-    if isinstance(config, DecoderConfig):
-        outside.append((LOGITS, config.vocab * work.positions))
-    elif isinstance(config, AudioConfig):
-        outside.append((ENCODER.mlp, _stem_activations(config, work)))
-    once = _sum(*outside)
-    # What is outside of the layers happens once.
-    return config.layers * forward + once[0], config.layers * backward + once[1]
-
-
-def _stem_activations(config: AudioConfig, work: Work) -> int:
-    """Count the values that the activation functions of an audio encoder's convolutions take."""
-    if not config.stem_width:
-        return config.width * (work.inputs + work.positions)
-    first, second, third = config.stem_bins
-    return config.stem_width * (4 * first + 2 * second + third) * work.positions
-
-
-def connector_elementwise(encoder: Encoder | Generator, llm_width: int, work: Work) -> tuple[int, int]:
-    """Count the elementwise operations of a connector: norm, GELU, and placing its tokens in the text."""
-    if isinstance(encoder, Generator):
-        return _sum(
-            (_one_norm(ENCODER), (llm_width + encoder.condition_width) * work.tokens),
-            (ENCODER.mlp, encoder.connector.mlp_width * work.tokens),
-        )
-    mlps = connector_mlps(encoder)
-    return _sum(
-        (_one_norm(ENCODER), mlps * encoder.width * work.positions),
-        (ENCODER.mlp, mlps * encoder.connector.mlp_width * work.tokens),
-        (_one_norm(ENCODER), mlps * llm_width * work.tokens),
-    )
-
-
-def _one_norm(rates: Elementwise) -> tuple[int, int]:
-    """Estimate one norm as half of a layer's two norms and residuals."""
-    return rates.width[0] // 2, rates.width[1] // 2
-
-
-def _sum(*terms: tuple[tuple[int, int], int]) -> tuple[int, int]:
-    """Add up the operations of terms ((forward, backward) per element, elements)."""
-    return sum(rate[0] * n for rate, n in terms), sum(rate[1] * n for rate, n in terms)
 
 
 def adapter_ranks(model: ModelConfig, tower: str) -> dict[str, int]:

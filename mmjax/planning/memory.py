@@ -33,7 +33,8 @@ from mmjax.config.model import (
     towers_of,
 )
 from mmjax.planning.diffusion_work import LOGSUMEXP, diffusion_saved_bytes
-from mmjax.planning.flops import frozen_modules, needed_gradients, parameters
+from mmjax.planning.flops import frozen_modules, needed_gradients
+from mmjax.planning.parameters import parameters
 from mmjax.planning.unet import unet_saved_bytes, unets
 from mmjax.planning.vae import vae_bytes
 from mmjax.planning.work import (

@@ -21,9 +21,10 @@ from mmjax.config import (
 )
 from mmjax.config.generators import Tower
 from mmjax.config.model import towers_of, with_changes
-from mmjax.planning.flops import executed, frozen_modules, layer_policies, parameters
+from mmjax.planning.flops import executed, frozen_modules, layer_policies
 from mmjax.planning.hardware import Cluster, Rates
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
+from mmjax.planning.parameters import parameters
 from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
 from mmjax.planning.work import Work, expert_parameters, layer_sizes, row_work
 

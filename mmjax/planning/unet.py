@@ -177,7 +177,7 @@ def unet_parameters(config: UnetConfig) -> int:
 
 
 # Operations per element beside products, (forward, backward), as XLA's cost analysis counts them: least-squares fits as
-# those of `planning.flops`. Backward normalises the operands of convolutions once more.
+# those of `planning.elementwise`. Backward normalises the operands of convolutions once more.
 NORMED = (16, 24)  # GroupNorm and SiLU before a convolution
 RESIDUAL = (0, 6)
 WIDE = (296, 146)  # of a channel of attention's residual stream: four norms, and GELU by erf of four hidden channels

@@ -11,9 +11,9 @@ from mmjax.config import Config
 from mmjax.config.training import unit_devices
 from mmjax.console import count, duration, size, table
 from mmjax.pipeline.forecast import PipelineForecast
-from mmjax.planning.flops import parameters
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.measured_file import layers_record
+from mmjax.planning.parameters import parameters
 from mmjax.planning.schedules import schedule_name
 from mmjax.training.announce import describe_stages
 

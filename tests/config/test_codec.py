@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
+from commands import SHIPPED
 
 from mmjax.config import Adafactor, AdamW, IsfGrouping, Muon, NoGrouping, PackGrouping, Rates, Samples, Tokens
 from mmjax.config.loading import apply_overrides, describe, differences, from_json, keys_of, load, to_json
 from mmjax.errors import UserError
 
 STEPS = load("tiny_omni").training.steps
-ASKING = {
-    "llava_style",
-    "llava_alignment",
-    "llava_lora",
-    "llava_dpo",
-    "internvl",
-}  # for a checkpoint and its data, or an LLM
-SHIPPED = sorted({path.stem for path in (Path(__file__).parents[2] / "configs").glob("*.py")} - ASKING)
 
 
 def message(*overrides: str) -> str:

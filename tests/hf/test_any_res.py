@@ -36,7 +36,7 @@ from mmjax.export import export
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.flops import parameters
+from mmjax.planning.parameters import parameters
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings

@@ -27,7 +27,7 @@ from mmjax.hf.families import encoder_from_hf, from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.flops import parameters
+from mmjax.planning.parameters import parameters
 from mmjax.runtime.state import parameter_shardings
 from mmjax.runtime.weights import load_pretrained
 

@@ -24,7 +24,8 @@ from mmjax.models.diffusion_transformer import DiffusionTransformer, ImageInputs
 from mmjax.models.layer_stacks import key_names, plan_stacks
 from mmjax.models.layers import Linear
 from mmjax.models.model import Model, parameter_group
-from mmjax.planning.flops import adapter_ranks, executed, frozen_modules, layer_policies, model_flops, parameters
+from mmjax.planning.flops import adapter_ranks, executed, frozen_modules, layer_policies, model_flops
+from mmjax.planning.parameters import parameters
 from mmjax.planning.work import length_work, useful_work
 
 TINY = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=2, text_tokens=1)

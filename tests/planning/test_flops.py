@@ -35,15 +35,8 @@ from mmjax.data.media.patches import to_patches
 from mmjax.models import blockwise_attention
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
-from mmjax.planning.flops import (
-    active_parameters,
-    executed,
-    frozen_modules,
-    model_flops,
-    parameters,
-    relative_cost,
-    step_needed,
-)
+from mmjax.planning.flops import executed, frozen_modules, model_flops, relative_cost, step_needed
+from mmjax.planning.parameters import active_parameters, parameters
 from mmjax.planning.work import useful_work
 from mmjax.runtime.losses import losses_in_chunks
 

@@ -8,7 +8,7 @@ import pytest
 
 from mmjax.config import AdamW, Muon
 from mmjax.config.loading import load
-from mmjax.planning.flops import executed, parameters
+from mmjax.planning.flops import executed
 from mmjax.planning.hardware import (
     ATTENTION_EFFICIENCY,
     BANDWIDTH_EFFICIENCY,
@@ -18,6 +18,7 @@ from mmjax.planning.hardware import (
     parse_cluster,
 )
 from mmjax.planning.memory import DeviceBatch, ModelSharding
+from mmjax.planning.parameters import parameters
 from mmjax.planning.step_time import KERNELS, ClusterRun, LayerTimes, Speed, StepTime, overlap_pays, step_time
 from mmjax.planning.work import layer_sizes
 

@@ -15,7 +15,8 @@ from mmjax.batch import ItemBatch
 from mmjax.config import ModelConfig, UnetConfig
 from mmjax.models.model import Model, module_of
 from mmjax.models.unet import Unet
-from mmjax.planning.flops import executed, frozen_modules, model_flops, parameters, relative_cost
+from mmjax.planning.flops import executed, frozen_modules, model_flops, relative_cost
+from mmjax.planning.parameters import parameters
 from mmjax.planning.unet import unet_executed, unet_flops, unet_parameters, unet_saved_bytes
 from mmjax.planning.work import Work, row_work
 

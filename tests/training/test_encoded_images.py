@@ -25,7 +25,8 @@ from mmjax.hf.vae import open_vae
 from mmjax.models.generation import draw
 from mmjax.models.model import Model, module_of
 from mmjax.models.vae import VaeModel
-from mmjax.planning.flops import executed, model_flops, parameters
+from mmjax.planning.flops import executed, model_flops
+from mmjax.planning.parameters import parameters
 from mmjax.planning.vae import vae_flops
 from mmjax.planning.work import row_work
 from mmjax.runtime.vae import load_parameters
