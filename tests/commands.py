@@ -7,14 +7,17 @@ import fcntl
 import io
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from started import ROOT, Ended
 
 from mmjax import train
 from mmjax.errors import run_command
+from mmjax.training import loop
 
 TINY = str(ROOT / "tests" / "tiny.py")
 TINY_MEDIA = str(ROOT / "tests" / "tiny_media.py")
@@ -37,6 +40,20 @@ def run(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], None
     return Ended(code, *capsys.readouterr())
 
 
+LATE = 0.3  # seconds by which each second batch of `media_run` comes late
+
+
+def late(steps: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """The same batches, of which each second one is late and the next is there at once."""
+
+    def delayed(*args: Any) -> Iterator[Any]:
+        for number, batch in enumerate(steps(*args)):
+            time.sleep(LATE * (number % 2))
+            yield batch
+
+    return delayed
+
+
 def media_run(runs: Path) -> tuple[Path, str]:
     """A whole run with eyes and ears on eight devices, and what it printed; made once per test session, copied here.
 
@@ -50,7 +67,8 @@ def media_run(runs: Path) -> tuple[Path, str]:
             sources.mkdir(exist_ok=True)
             for name in (TINY, TINY_MEDIA):
                 shutil.copy(name, sources)
-            with contextlib.redirect_stdout(io.StringIO()) as out:
+            with contextlib.redirect_stdout(io.StringIO()) as out, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(loop, "steps", late(loop.steps))
                 train.main([str(sources / Path(TINY_MEDIA).name), f"run={made}", "--overwrite", *MEDIA_WORDS])
             shutil.rmtree(sources)
             printed.write_text(out.getvalue())

@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from commands import MEDIA_WORDS, TINY, TINY_MEDIA, files, media_run, run
+from commands import LATE, MEDIA_WORDS, TINY, TINY_MEDIA, files, media_run, run
 from restarts import last
 from started import begin, environment, finish, start, wait_until, without_activities
 
@@ -182,6 +182,11 @@ def test_every_step_is_measured(trained):
         assert all(np.isfinite(record[name]) for name in names)
         assert record["seconds/data_wait"] <= record["seconds/step"]
     assert steps[0]["loss"] > steps[-1]["loss"]
+
+
+def test_waits_for_late_batches_are_counted_whole(trained):
+    waited = sum(r["seconds/data_wait"] for r in records(trained[0]) if "loss" in r)
+    assert waited >= LATE * (STEPS // 2)
 
 
 def test_nothing_is_compiled_after_the_start(trained):
