@@ -201,8 +201,8 @@ def compare_gradients(actual: Accumulated, expected: Accumulated) -> Differences
     floor = 1e-3 * max((float(np.abs(leaf).max(initial=0.0)) for _, leaf in leaves), default=0.0)
     pairs = zip(leaves, jax.tree.leaves(actual.gradients), strict=True)
     return {
-        Place(sys.maxsize, ".".join(key_names(path)), GRADIENTS): (relative_difference(other, leaf, floor), "")
-        for (path, leaf), other in pairs
+        Place(sys.maxsize, ".".join(key_names(path)), GRADIENTS): (relative_difference(one_device, leaf, floor), "")
+        for (path, leaf), one_device in pairs
     }
 
 
@@ -408,7 +408,7 @@ def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attenti
     print_note(
         f"{run.config.name}: {sum(len(samples_of(batch)) for batch in batches)} samples of {len(steps)} steps on "
         f"{run.mesh.size} x {run.mesh.devices.flat[0].device_kind}, in {run.config.training.precision}; a row holds up "
-        f"to {', '.join(f'{most} {name}' for name, most in fullest.items())}"
+        f"to {', '.join(f'{largest} {name}' for name, largest in fullest.items())}"
     )
     backends = backends or run.backends()
     apart = run.pack_alone(batches)

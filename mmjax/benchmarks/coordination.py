@@ -83,10 +83,10 @@ def _measure(count: int, rounds: int) -> dict[str, Any]:
 
     def cpu_seconds(work: Callable[[int], object], repeats: int = rounds) -> float:
         """Have every client do it as often; return the service's CPU seconds for each time of each."""
-        before, _ = taken()
+        idle, _ = taken()
         for _ in range(repeats):
             list(threads.map(work, range(count)))
-        return (taken()[0] - before) / (repeats * count)
+        return (taken()[0] - idle) / (repeats * count)
 
     taken()  # it is there
     began = time.monotonic()

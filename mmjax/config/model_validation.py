@@ -110,8 +110,8 @@ def check_videos(where: str, how: VideoPreparation) -> None:
         return
     at_least(1, where, how, ("min_frames",))
     ordered(where, how, "min_frames", "max_frames")
-    more = ("total_pixels", "tokens_per_second") if isinstance(how, Qwen2Video) else ("frame_pixels",)
-    at_least(0, where, how, more)
+    counts = ("total_pixels", "tokens_per_second") if isinstance(how, Qwen2Video) else ("frame_pixels",)
+    at_least(0, where, how, counts)
 
 
 def check_audio(where: str, how: AudioPreparation) -> None:

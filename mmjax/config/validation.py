@@ -202,8 +202,8 @@ def _check_units(config: Config) -> None:
         "latents by mmjax.index --latents, and use encode=once",
     )
     towers = {"llm": config.model.llm, **config.model.item_modules}
-    kept = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
-    mesh = replace(MeshConfig(), **kept)
+    machine = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
+    mesh = replace(MeshConfig(), **machine)
     changed = [f.name for f in fields(MeshConfig) if getattr(config.mesh, f.name) != getattr(mesh, f.name)]
     check(
         not changed,

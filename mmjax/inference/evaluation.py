@@ -323,10 +323,10 @@ class Evaluator:
     ) -> dict[str, dict[int, list[np.ndarray]]]:
         """Make the images of the first `limit` samples with any to be made of each source, by source and sample."""
         sampler = ImageSampler(self._model, self._mesh, self._rules, sampling, self._batch_limits)
-        made: dict[str, dict[int, list[np.ndarray]]] = {}
+        images_by_source: dict[str, dict[int, list[np.ndarray]]] = {}
         for name, source in self.sources.items():
-            wanted = islice((n for n in range(len(source)) if self._has_pictures(source, n)), limit)
-            if not (samples := list(wanted)):
+            numbers = islice((n for n in range(len(source)) if self._has_pictures(source, n)), limit)
+            if not (samples := list(numbers)):
                 continue
             images = defaultdict[int, list[np.ndarray]](list)
             spoiled = dict[int, str]()
@@ -336,8 +336,8 @@ class Evaluator:
                     under_way.done = len(images)
             self._note([(name, n) for n in samples], spoiled)
             if images:
-                made[name] = dict(sorted(images.items()))
-        return made
+                images_by_source[name] = dict(sorted(images.items()))
+        return images_by_source
 
     def image_prompts(self, name: str, sample: int) -> list[str]:
         """Return the text before each image to be made of a sample of a source, in the order of `pictures`."""

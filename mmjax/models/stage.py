@@ -83,8 +83,8 @@ class Stage:
     def inputs(self) -> tuple[str, ...]:
         if self.generates:
             return (self.tower,) if self.first else self.passed(self.start)
-        before = () if self.first else (f"{self.tower}.{self.start}",)
-        return (*before, *(name for encoder in self.encoders for name in self._tokens(encoder)))
+        incoming = () if self.first else (f"{self.tower}.{self.start}",)
+        return (*incoming, *(name for encoder in self.encoders for name in self._tokens(encoder)))
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -92,8 +92,8 @@ class Stage:
             return self.sends_states or (("logits",) if self.last else (self.layers_output,))
         if self.generates:
             return (f"{self.tower}.error",) if self.last else self.passed(self.stop)
-        after = () if self.last else (self.layers_output,)
-        return (*after, *self._tokens(self.tower))
+        outgoing = () if self.last else (self.layers_output,)
+        return (*outgoing, *self._tokens(self.tower))
 
     @property
     def encoders(self) -> tuple[str, ...]:

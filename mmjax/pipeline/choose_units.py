@@ -166,7 +166,7 @@ def _tower_costs(
 ) -> TowerCosts:
     model = config.model
     activation = ACTIVATION[config.training.precision]
-    of = towers_of(model)[tower]
+    tower_config = towers_of(model)[tower]
     shape = {name: (1, max(1, int(work.positions))) for name, work in works.items()}
     batch = DeviceBatch(shape, {}, pairs={name: work.pairs for name, work in works.items()})
     work = row_work(model, shape, batch.pairs)[tower]
@@ -174,7 +174,7 @@ def _tower_costs(
     machine = ClusterRun(
         cluster, {"data": 1, "fsdp": 1, "tensor": tensor}, sharding, speed, activation, config.training.loss_chunks or 1
     )
-    length = _whole_blocks(works[tower].long) if of.attention == "dense" else LINEAR
+    length = _whole_blocks(works[tower].long) if tower_config.attention == "dense" else LINEAR
     by_policy = tracer.saved_bytes(tower, 1, [length])[0]
     traced = row_work(model, {tower: (1, length)})[tower].positions
     per_position = {policy: saved.device / traced for policy, saved in by_policy.items() if policy != "offload"}
@@ -182,8 +182,8 @@ def _tower_costs(
     measured = speed.layer(tower, shape[tower])  # launches included
     launches = [0.0 if measured else n * speed.rates.launch for n in (FORWARD_KERNELS, BACKWARD_KERNELS)]
     passes = []
-    for layer in range(of.layers):
-        if 1 < layer < of.layers - 1:
+    for layer in range(tower_config.layers):
+        if 1 < layer < tower_config.layers - 1:
             passes.append(passes[1])
             continue
         run = StageRun(
@@ -205,9 +205,9 @@ def _tower_costs(
     saved, again = _policies(config, tower, tensor, per_position, work, speed, has_backward)
     if tower != "llm":
         # What the connector keeps of tokens is spread over the layers.
-        saved = saved + has_backward * token_bytes(model, tower, batch, activation) / of.layers
+        saved = saved + has_backward * token_bytes(model, tower, batch, activation) / tower_config.layers
     unsaved = float(saved.max())
-    whole = layer_backward_bytes(model, tower, unsaved, work.positions, sharding, activation) * has_backward
+    gathered = layer_backward_bytes(model, tower, unsaved, work.positions, sharding, activation) * has_backward
     loss = loss_bytes(model, work.positions, sharding, activation, machine.loss_chunks) if tower == "llm" else 0.0
     trained, frozen, moments = _elements(config, tower)
     trained, frozen, moments = trained / tensor, frozen / tensor, moments / tensor
@@ -218,7 +218,7 @@ def _tower_costs(
         update = update + 2 * moments / speed.rates.host
     return TowerCosts(
         tensor=tensor,
-        width=of.width,
+        width=tower_config.width,
         forward=forward,
         backward=backward * has_backward,
         smallest={count: n / shape[tower][1] for count, n in works[tower].longest.items()},
@@ -235,8 +235,8 @@ def _tower_costs(
         update=update,
         saved=saved,
         again=again,
-        peak=(whole, max(whole, loss)),
-        passed=float(work.positions * of.width * activation),
+        peak=(gathered, max(gathered, loss)),
+        passed=float(work.positions * tower_config.width * activation),
         tokens=0.0 if tower == "llm" else float(max(work.tokens, 1) * model.llm.width * activation),
     )
 
@@ -308,15 +308,19 @@ def _policies(
     """Return the bytes that a layer saves and its seconds of recomputation, by policy: those on the convex hull."""
     if not has_backward:
         return np.zeros(1), np.zeros(1)
-    of = towers_of(config.model)[tower]
+    tower_config = towers_of(config.model)[tower]
     activation = ACTIVATION[config.training.precision]
     measured = speed.layer(tower, (1, work.inputs or work.positions))
     points = sorted(
         (
-            (measured[policy] - measured["none"] if measured else recompute_flops(of, work, policy) / speed.rates.flops)
+            (
+                measured[policy] - measured["none"]
+                if measured
+                else recompute_flops(tower_config, work, policy) / speed.rates.flops
+            )
             / tensor,
             divide_by_tensor_parallelism(
-                SavedBytes(n * work.positions), of, policy, work.positions, activation, tensor
+                SavedBytes(n * work.positions), tower_config, policy, work.positions, activation, tensor
             ).device,
         )
         for policy, n in per_position.items()
@@ -340,27 +344,33 @@ def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.nd
     frozen = frozen_modules(model)
     counts = parameters(model)
     moments = moment_bytes(model, frozen, config.optimizer)
-    of = towers_of(model)[tower]
-    layers = np.full(of.layers, float(layer_sizes(of).parameters))
+    tower_config = towers_of(model)[tower]
+    layers = np.full(tower_config.layers, float(layer_sizes(tower_config).parameters))
     ends = counts[tower] - layers.sum()
     table = model.llm.vocab * model.llm.width if tower == "llm" else ends
     layers[0] += table
     layers[-1] += ends - table
-    trained, still, moved = np.zeros(of.layers), np.zeros(of.layers), np.zeros(of.layers)
-    (still if tower in frozen else trained)[:] += layers
+    trained, untrained, moved = (
+        np.zeros(tower_config.layers),
+        np.zeros(tower_config.layers),
+        np.zeros(tower_config.layers),
+    )
+    (untrained if tower in frozen else trained)[:] += layers
     if tower in frozen:  # quantised, they take the bytes of fewer
         activation = ACTIVATION[config.training.precision]
-        still -= (counts[tower] - parameter_bytes(model, frozen, activation)[tower] / activation) / of.layers
+        untrained -= (
+            counts[tower] - parameter_bytes(model, frozen, activation)[tower] / activation
+        ) / tower_config.layers
     else:
         moved += moments[tower] * layers / layers.sum()
     for module, count in counts.items():
         if module == f"{tower}.connector":
-            (still if module in frozen else trained)[-1] += count
+            (untrained if module in frozen else trained)[-1] += count
             moved[-1] += moments.get(module, 0.0)
         elif module.endswith(".lora") and module.split(".")[0] == tower:
-            trained += count / of.layers
-            moved += moments.get(module, 0.0) / of.layers
-    return trained, still, moved
+            trained += count / tower_config.layers
+            moved += moments.get(module, 0.0) / tower_config.layers
+    return trained, untrained, moved
 
 
 def with_units(config: Config, allocation: Allocation) -> Config:

@@ -77,15 +77,15 @@ def compile_stages(
     )
     hyper = hyperparameters(config, pipeline.modules, 0)
     compiled: dict[Any, tuple[dict[str, int], int]] = {}
-    found = {}
+    by_stage = {}
     for number, plan in enumerate(plans):
         shape = _longest_shape(config, layout, pipeline.stages[number].stage.tower)
         key = _program_texts(pipeline, number, shape, hyper)
         if key not in compiled:
             programs, residuals = compile_stage(pipeline, number, shape, hyper)
             compiled[key] = {name: _made_bytes(p) for name, p in programs.items()}, _on_device(residuals)
-        found[plan.name] = _stage_bytes(config, pipeline, number, shape, plan.in_flight, *compiled[key])
-    return found
+        by_stage[plan.name] = _stage_bytes(config, pipeline, number, shape, plan.in_flight, *compiled[key])
+    return by_stage
 
 
 def _longest_shape(config: Config, layout: RankLayout, tower: str) -> BatchShape:
@@ -115,17 +115,17 @@ def _stage_bytes(
     number: int,
     shape: BatchShape,
     in_flight: int,
-    made: Mapping[str, int],
+    program_bytes: Mapping[str, int],
     residuals: int,
 ) -> dict[str, int]:
-    """Add to what programs make what lies beside them. made: bytes of outputs and temporaries, by program."""
+    """Add to what programs make what lies beside them. program_bytes: bytes of outputs and temporaries, by program."""
     # Also what a program is not given because it does not use it: parameters and sums lie there all the same.
     moments = 0 if pipeline.optimizer.offloads else _on_device(pipeline.abstract_parts[number].optimizer)
     state = _on_device(stage_parameters(pipeline, number)) + _on_device(pipeline.programs[number].sums) + moments
     loaded = LOADED * config.batch.microbatches * _on_device(stage_batch(pipeline, number, shape))
     passing = _on_device(stage_inputs(pipeline, number, shape)) + in_flight * residuals
     total = {}
-    for name, bytes_ in made.items():
+    for name, bytes_ in program_bytes.items():
         total[name] = bytes_ + state + loaded
         if name in ("forward", "backward", "forward_backward"):
             total[name] += passing

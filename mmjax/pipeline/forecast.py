@@ -193,8 +193,8 @@ def _time_step(
 
         for n, run in enumerate(runs):
             # The LLM's devices exchange the tokens of encoders and generators among them.
-            here = ranks | dict.fromkeys(model.item_modules, run.shards) if run.tower == "llm" else ranks
-            seconds[:, n, i] = pass_seconds(model, run, replace(on_device(here), pairs=pairs))
+            row_counts = ranks | dict.fromkeys(model.item_modules, run.shards) if run.tower == "llm" else ranks
+            seconds[:, n, i] = pass_seconds(model, run, replace(on_device(row_counts), pairs=pairs))
         batch = on_device(ranks)
         transfers[:, i] = [edge_seconds(model, runs[a], runs[b], batch) for a, b in graph.edges]
     by_edge = dict(zip(graph.edges, transfers.mean(1).tolist(), strict=True))

@@ -45,9 +45,9 @@ def stage_graph(stages: Sequence[PlacedStage]) -> StageGraph:
     """Link every stage to those that take what it makes."""
     meshes = list(dict.fromkeys(placed.mesh for placed in stages))
     consumers = {name: number for number, placed in enumerate(stages) for name in placed.stage.inputs}
-    made = ((number, name) for number, placed in enumerate(stages) for name in placed.stage.outputs)
+    produced = ((number, name) for number, placed in enumerate(stages) for name in placed.stage.outputs)
     # Of a deepstack, several arrays may go from one stage to another.
-    edges = dict.fromkeys((number, consumers[name]) for number, name in made if name in consumers)
+    edges = dict.fromkeys((number, consumers[name]) for number, name in produced if name in consumers)
     return StageGraph(tuple(edges), tuple(meshes.index(placed.mesh) for placed in stages))
 
 

@@ -311,7 +311,7 @@ def _fixed_bytes(
         loss = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
         transient = max(transient, loss - copies)  # which backward makes when the loss is done with
     # Tables that say which tokens are sent lie where the exchange is, and not with encoders and generators.
-    alone, tables = replace(batch, widths={}), 0
+    plain, tables = replace(batch, widths={}), 0
     if exchanged := (*stage.encoders, *stage.sends_states):
         exchanging = replace(batch, widths={name: batch.widths[name] for name in exchanged})
         tables = 4 * sum(sent_slots(config.model, exchanging).values())
@@ -326,7 +326,7 @@ def _fixed_bytes(
         "optimizer": 0.0 if config.optimizer.offload else sharded.moments,
         # Weights cast for the computation and reordered, and a microbatch's gradients.
         "copies": copies,
-        "batch": LOADED * config.batch.microbatches * (batch_bytes(config.model, alone, tower) + tables),
+        "batch": LOADED * config.batch.microbatches * (batch_bytes(config.model, plain, tower) + tables),
         "messages": 2 * in_flight * messages * width * activation,
         "tokens": tokens,
         "transient": transient,
@@ -338,7 +338,7 @@ def _deepstack_bytes(
 ) -> float:
     """Count the bytes of deepstack tokens that wait on each device of an LLM's stage for their layers' outputs."""
     stage, mesh = stages[number].stage, stages[number].mesh
-    producers = {name: n for n, other in enumerate(stages) for name in other.stage.outputs}
+    producers = {name: n for n, placed in enumerate(stages) for name in placed.stage.outputs}
     rows = _rows_on_device(config, layout, stages)
     bytes_ = 0.0
     for name in stage.inputs:

@@ -252,9 +252,9 @@ class StageProgram:
             return trained, (untrained, report)
 
         # What a frozen encoder's layers pass on has no gradient, though its connector's tokens may have one.
-        outputs, vjp, (others, report) = jax.vjp(run, rest, differentiated, sums, has_aux=True)
+        outputs, vjp, (kept_outputs, report) = jax.vjp(run, rest, differentiated, sums, has_aux=True)
         # Outputs lie as transfers are planned; residuals lie as the layers leave them.
-        outputs = {name: x for name, x in (outputs | others).items() if name != LOSS}
+        outputs = {name: x for name, x in (outputs | kept_outputs).items() if name != LOSS}
         outputs = jax.lax.with_sharding_constraint(outputs, {name: self.layouts[name] for name in outputs})
         return outputs, Residuals.of(vjp, (trainable, frozen, batch, sums)), report
 
@@ -269,12 +269,12 @@ class StageProgram:
     ) -> tuple[Params, Activations]:
         trainable, frozen = self._operands(trainable, frozen)
         # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
-        scanned, others = split_scanned(sums)
+        scanned, unscanned = split_scanned(sums)
         vjp = residuals.vjp((trainable, frozen, batch, scanned))
         if self.stage.makes_loss:
             output_gradients = output_gradients | {LOSS: jnp.ones(())}
         gradients, differentiated, scanned = vjp(output_gradients)
-        return merge(_add(others, gradients), scanned), differentiated
+        return merge(_add(unscanned, gradients), scanned), differentiated
 
     def _forward_backward(
         self,
@@ -289,7 +289,7 @@ class StageProgram:
         trainable = self._copies(trainable)
         differentiated, constants = self._split(inputs)
         scanned, rest = split_scanned(trainable)
-        scanned_sums, others = split_scanned(sums)
+        scanned_sums, unscanned = split_scanned(sums)
 
         def loss(rest: Params, differentiated: Activations, sums: Params) -> tuple[jax.Array, Report]:
             params = merge(merge(rest, scanned), frozen)
@@ -300,7 +300,7 @@ class StageProgram:
         (gradients, differentiated, scanned_sums), report = jax.grad(loss, (0, 1, 2), has_aux=True)(
             rest, differentiated, scanned_sums
         )
-        return merge(_add(others, gradients), scanned_sums), differentiated, report
+        return merge(_add(unscanned, gradients), scanned_sums), differentiated, report
 
     def _split(self, activations: Activations) -> tuple[Activations, Activations]:
         """Split activations into those whose gradient is needed and the others."""

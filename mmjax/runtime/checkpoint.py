@@ -189,8 +189,8 @@ class CheckpointStore:
             # Every future is awaited, also after one has failed: none may write any more when the folder is removed.
             # In the thread that writes, so that training does not wait for the others.
             if len(parts) > 1:  # each process knows the sums of its own stages
-                for other in coordination.gather(f"sums/{save}", json.dumps(sums)):
-                    meta["sums"] = json.loads(other) | meta["sums"]
+                for gathered in coordination.gather(f"sums/{save}", json.dumps(sums)):
+                    meta["sums"] = json.loads(gathered) | meta["sums"]
             failed = [refused, *(run_and_describe_failure(future.result) for future in futures)]
             if error := next(filter(None, failed), ""):
                 raise OSError(error)
@@ -278,8 +278,8 @@ def read_metadata(folder: Path, step: int) -> CheckpointMetadata:
     with _reading(folder, step):
         meta = json.loads((folder / str(step) / META).read_text())
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-            other = meta.get("format") if isinstance(meta, dict) else None
-            raise UserError(f"its format is {other!r}; this version of mmjax reads {FORMAT!r}")
+            stored_format = meta.get("format") if isinstance(meta, dict) else None
+            raise UserError(f"its format is {stored_format!r}; this version of mmjax reads {FORMAT!r}")
         meta = verify_checksum(meta)
         return CheckpointMetadata(step, meta["config"], DataState(**meta["data"]), meta["sums"])
 

@@ -172,8 +172,8 @@ def hyperparameters(config: Config, modules: tuple[str, ...], step: int) -> Hype
         rates = {module: factor * rate}
         if isinstance(o, Muon):
             # A module's learning rate scales both of its groups alike.
-            other = factor * o.adam_learning_rate * rate / o.learning_rate
-            rates = {f"{module}/matrix": factor * rate, f"{module}/other": other}
+            adam_rate = factor * o.adam_learning_rate * rate / o.learning_rate
+            rates = {f"{module}/matrix": factor * rate, f"{module}/other": adam_rate}
         for group, scheduled in rates.items():
             hyper[f"learning_rate/{group}"] = np.float32(scheduled)
             hyper[f"weight_decay/{group}"] = np.float32(decay)

@@ -333,7 +333,7 @@ class Executor:
             # A matrix's gradient is a product in the precision of the computation: float32 would hold no more of it.
             accumulated = jax.lax.with_sharding_constraint(self.zero_sums(self.model.dtype), self.sums_shardings)
         # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
-        sums, others = split_scanned(accumulated.gradients)
+        sums, unscanned = split_scanned(accumulated.gradients)
         scanned, rest = split_scanned(trainable)
 
         def loss(rest: Params, sums: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -355,7 +355,7 @@ class Executor:
             jnp.concatenate([accumulated.worst_samples, samples]), jnp.concatenate([accumulated.worst_losses, losses])
         )
         return Accumulated(
-            gradients=merge(jax.tree.map(jnp.add, others, gradients), sums),
+            gradients=merge(jax.tree.map(jnp.add, unscanned, gradients), sums),
             loss=accumulated.loss + by_source,
             weight=accumulated.weight + weight,
             worst_samples=worst[0],
@@ -509,7 +509,9 @@ class Executor:
             program = self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight, noise)
             program.compile()
         sums = jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), program.out_info, self.sums_shardings
+            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+            program.out_info,
+            self.sums_shardings,
         )
         self.update.lower(state, sums, hyper, weight, reports, unreadable).compile()
         self.parts(state)  # moments in host memory are loaded by programs of their own

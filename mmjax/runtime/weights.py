@@ -101,17 +101,17 @@ def _sources(model: Model, folder: HfFolder, modules: Mapping[str, TensorNames])
     Raises UserError for one that is missing.
     """
     sources = {}
-    for names, whole in parameter_shapes(model.abstract).items():
+    for names, full_shape in parameter_shapes(model.abstract).items():
         if (module := parameter_group(names)) not in modules:
             continue  # from another folder, or an adapter
         inside = names[1:] if names[0] == "llm" else names[2:]
         paths = [inside]
-        shape = whole
+        shape = full_shape
         # ("layers", "runs", "4:8", ..) is a stack of layers 4 to 7; ("layers", "runs", "4", ..) is layer 4 alone.
         if inside[:2] == ("layers", "runs"):
             numbers = named_layers(inside[2])
             paths = [("layers", str(i), *inside[3:]) for i in numbers]
-            shape = whole[1:] if len(numbers) > 1 else whole
+            shape = full_shape[1:] if len(numbers) > 1 else full_shape
         layers = []
         for path in paths:
             if (part := modules[module].find(path)) is None:

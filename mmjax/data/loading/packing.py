@@ -96,13 +96,13 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
     # Devices of one number exchange with each other: those of number 0 come first, by rank, then those of number 1.
     first_of_number = device * ranks_in_all
     encoded = first_of_number + rank[items]
-    home = first_of_number + rank[plan.part_start[:-1]][plan.sample_of()][items]
+    target = first_of_number + rank[plan.part_start[:-1]][plan.sample_of()][items]
     # With 2 peers of width 3 and rows of 8 positions at 4 a token: slots 0 to 5 arrive, 6 and 7 are the rank's first
     # row, 8 is its newline (if the connector has one), and the next row begins behind it.
     newline = peers * width + length // group
     row_tokens = length // group + arrays.newline(encoder)
     first = row * np.int64(row_tokens) + plan.offset[items] // group
-    arrived = pack_places(tokens, home, ranks_in_all * context)
+    arrived = pack_places(tokens, target, ranks_in_all * context)
     moved = Rearrangement(tokens, Places(encoded, first), arrived, ranks_in_all * context)
     capacity = int((arrived.offset + tokens).max(initial=1))
     slot = np.full(len(plan.module), PADDING, np.int64)
@@ -112,8 +112,8 @@ def _sent(plan: MicrobatchPlan, module: int, arrays: Arrays, encoder: str, ranks
         among = range(first_rank + node * peers, first_rank + (node + 1) * peers)
         mine = range(max(first_rank + ranks.start, among.start), min(first_rank + ranks.stop, among.stop))
         exchange = tables(moved, width, capacity, mine, among)
-        local = (home >= mine.start) & (home < mine.stop)
-        slots = exchange.gather[home[local] - mine.start, arrived.offset[local]]
+        local = (target >= mine.start) & (target < mine.stop)
+        slots = exchange.gather[target[local] - mine.start, arrived.offset[local]]
         slot[items[local]] = number * (peers * width + rows * row_tokens) + slots
         begin = mine.start - first_rank - ranks.start
         send[begin : begin + len(mine), number] = exchange.send
@@ -144,8 +144,8 @@ def _conditions(
     column = (row % plan.rows[module] * images + number) * count
     # The tables number conditions one image after the other; here is where each of them is among its rank's positions.
     along = np.arange(-text, count - text)
-    first, before = queries[items].T[..., None]
-    place = np.where(along >= -before, first + along, PADDING).reshape(-1)
+    first, text_tokens = queries[items].T[..., None]
+    place = np.where(along >= -text_tokens, first + along, PADDING).reshape(-1)
     numbered = Places(home_rank, np.arange(len(items)) * count)
     moved = Rearrangement(tokens, numbered, Places(rank[items], column), in_all)
     capacity = plan.rows[module] * images * count
@@ -158,9 +158,9 @@ def _conditions(
         local = slice(mine.start - ranks.start, mine.stop - ranks.start)
         send[local] = _at(place, exchange.send)
         # Behind what arrives of peers come the rank's own.
-        own = _at(place, exchange.gather - peers * width)
-        own = np.where(own >= 0, own + peers * width, PADDING)
-        condition[local] = np.where(exchange.gather < peers * width, exchange.gather, own)
+        local_place = _at(place, exchange.gather - peers * width)
+        local_place = np.where(local_place >= 0, local_place + peers * width, PADDING)
+        condition[local] = np.where(exchange.gather < peers * width, exchange.gather, local_place)
     return send, condition.reshape(len(ranks) * plan.rows[module], images * count)
 
 

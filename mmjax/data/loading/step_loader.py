@@ -46,8 +46,8 @@ def content_of(batch: Microbatch, number: int, ranks: range, encoder_ranks: Enco
     """
     total = _rows_content(_arrays(batch.text), ("text", number), ranks, counted[0])
     for encoder, items in batch.items.items():
-        local, own = _of_encoder(encoder_ranks, encoder), _of_encoder(counted[1], encoder)
-        total = plus(total, _rows_content(_arrays(items), (encoder, number), local, own))
+        local, counted_ranks = _of_encoder(encoder_ranks, encoder), _of_encoder(counted[1], encoder)
+        total = plus(total, _rows_content(_arrays(items), (encoder, number), local, counted_ranks))
     return total
 
 
@@ -271,8 +271,8 @@ class StepLoader:
         if isinstance(self.encoder_ranks, Mapping):  # a unit's rows lie on each of its stages, and count on the first
             counted = self.own or (self.ranks, self.encoder_ranks)
             local = {"llm": self.ranks, **self.encoder_ranks}
-            own = {"llm": counted[0], **{e: _of_encoder(counted[1], e) for e in self.encoder_ranks}}
-            part = {tower: sum(r in own[tower] for r in ranks) / max(1, len(ranks)) for tower, ranks in local.items()}
+            owned = {"llm": counted[0], **{e: _of_encoder(counted[1], e) for e in self.encoder_ranks}}
+            part = {tower: sum(r in owned[tower] for r in ranks) / max(1, len(ranks)) for tower, ranks in local.items()}
             flops = needed_by_tower(model, batch.text, batch.items, frozen, reference)
             return sum(flops[tower] * part[tower] for tower in flops)
         own_encoder_ranks = len(self.ranks) * self.layout.topology.encoders_per_rank

@@ -147,8 +147,8 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
     for segment, n in zip(sample.segments, lengths, strict=True):
         branch = segment.branch if isinstance(segment, Text) else 0
         grid = places[segment.number].grid if isinstance(segment, Item) and segment.part is None else None
-        together = isinstance(segment, Item) and bool(segment.patch and arrays.axes)
-        if not together:  # else it begins where the piece of the video before it did
+        continues = isinstance(segment, Item) and bool(segment.patch and arrays.axes)
+        if not continues:  # else it begins where the piece of the video before it did
             begin = position.get(branch, position[0]) if segment.start is None else segment.start
         span = slice(offset, offset + n)
         along = np.arange(n)  # positions within the segment; `[n, 3]` for an image's grid where positions have axes
@@ -159,7 +159,7 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
             _write_tokens(row, span, segment, places, arrays, first_span + segment.number + 1)
             if grid is not None:
                 along = np.stack(np.unravel_index(along, grid), axis=-1)
-            elif together and segment.part:
+            elif continues and segment.part:
                 along = along + segment.part[0]
         reached = along.max(initial=-1)
         if grid is not None:

@@ -81,8 +81,8 @@ class DatasetInfo:
         path = folder / name
         pattern = str(path / "*") if path.is_dir() else str(path)
         files = list_files(pattern, what)
-        if other := [file for file in files if not file.endswith((".json", ".jsonl"))]:
-            raise UserError(f"{what}: {other[0]} is no JSON; name Parquet files in a source of the kind parquet")
+        if not_json := [file for file in files if not file.endswith((".json", ".jsonl"))]:
+            raise UserError(f"{what}: {not_json[0]} is no JSON; name Parquet files in a source of the kind parquet")
         return cls(
             files=files,
             folder=str(folder),
