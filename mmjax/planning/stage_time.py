@@ -17,6 +17,7 @@ from mmjax.planning.step_time import (
     FORWARD_KERNELS,
     PASSES,
     ClusterRun,
+    adapter_seconds,
     all_reduce_seconds,
     all_reduces,
     collective_seconds,
@@ -82,14 +83,16 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
         backward += sum(measured[policy] - measured["forward"] for policy in stage.policies) / parts
     # Written in forward; read in backward, with gradients of the same size.
     activations = len(counted) * work.positions * stage.unsaved / parts / rates.memory
+    of_tower = 1 if unet else config.layers
+    adapters = [len(counted) / of_tower / parts * s for s in adapter_seconds(model, stage.tower, work, machine)]
     kernels = len(unet_blocks(config)) if unet else len(counted)
     # Weights are cast for both passes; in backward, gradients of the computation's precision are added to float32 sums.
     # Measured layers were timed with their casts and with writing their gradients.
     elements = stage.trainable / MASTER / rates.memory
     cast = 0 if machine.activation == MASTER or measured else MASTER + machine.activation
     written = 0 if measured else machine.activation
-    forward += kernels * FORWARD_KERNELS * rates.launch + activations + cast * elements
-    backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
+    forward += kernels * FORWARD_KERNELS * rates.launch + activations + adapters[0] + cast * elements
+    backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations + adapters[1]
     backward += (cast + written + machine.activation + 2 * MASTER) * elements
     # Both passes gather the parameters; backward scatters gradients.
     trained = fsdp * machine.activation / MASTER * stage.trainable

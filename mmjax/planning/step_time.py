@@ -20,7 +20,15 @@ from mmjax.config import (
     context_form,
 )
 from mmjax.config.generators import Tower
-from mmjax.config.model import towers_of, with_changes
+from mmjax.config.model import (
+    adapted_modules,
+    adapters_by_layer,
+    layer_count,
+    linear_layers,
+    module_of_layer,
+    towers_of,
+    with_changes,
+)
 from mmjax.planning.flops import executed, frozen_modules, layer_policies
 from mmjax.planning.hardware import Cluster, Rates
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
@@ -31,11 +39,15 @@ from mmjax.planning.work import Work, expert_parameters, layer_sizes, row_work
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
 # That a layer launches, as compiled for H100 without remat: 56 to 60 and 62 to 74.
 FORWARD_KERNELS, BACKWARD_KERNELS = 58, 72
-KERNELS = FORWARD_KERNELS + BACKWARD_KERNELS
 # That a chunk of tokens launches beside those, around a ring of tensor-parallel devices, for each of a layer's four
 # exchanges; as compiled for four.
 FORWARD_CHUNK_KERNELS, BACKWARD_CHUNK_KERNELS = 2, 4
 MUON_ITERATIONS = 5  # of Newton-Schulz
+# Over an adapter's input and output, in forward and backward; its products are too narrow to hide that. Forward reads
+# the input for `a`, writes what `b` returns, and adds it to the layer's output. Backward scales the output's gradient,
+# reads it for the gradients of `b` and of `a`'s output, reads the input for the gradient of `a`, and adds the input's
+# gradient to the layer's.
+ADAPTER_PASSES = ((1, 4), (5, 4))
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,9 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         compute += len(policies) * times["none"] / parts
         recompute += sum(times[policy] - times["none"] for policy in policies) / parts
     work = row_work(model, batch.shape)
+    for module in adapted_modules(rest):
+        tower = module.removesuffix(".connector")
+        compute += sum(adapter_seconds(rest, module, work[tower], machine)) / machine.sharding.parts(tower)
     activations = sum(
         c.layers * work[name].positions * unsaved[name] / machine.sharding.parts(name)
         for name, c in towers.items()
@@ -153,6 +168,17 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         context=_context(model.llm, batch, machine),
         update=0.0,
     )
+
+
+def adapter_seconds(model: ModelConfig, module: str, work: Work, machine: ClusterRun) -> tuple[float, float]:
+    """Estimate the seconds in which a module's adapters move activations through memory, (forward, backward)."""
+    sizes = linear_layers(model)
+    names = [name for name in adapters_by_layer(model) if module_of_layer(name) == module]
+    inputs, outputs = (sum(layer_count(model, name) * sizes[name][side] for name in names) for side in (0, 1))
+    positions = work.tokens if module.endswith(".connector") else work.positions
+    value = positions * machine.activation / machine.speed.rates.memory
+    forward, backward = (value * (read * inputs + written * outputs) for read, written in ADAPTER_PASSES)
+    return forward, backward
 
 
 def _context(llm: DecoderConfig, batch: DeviceBatch, machine: ClusterRun) -> float:

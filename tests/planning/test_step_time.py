@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmjax.config import AdamW, Muon
+from mmjax.config import AdamW, LoraConfig, Muon
 from mmjax.config.loading import load
 from mmjax.planning.flops import executed
 from mmjax.planning.hardware import (
@@ -19,7 +19,16 @@ from mmjax.planning.hardware import (
 )
 from mmjax.planning.memory import DeviceBatch, ModelSharding
 from mmjax.planning.parameters import parameters
-from mmjax.planning.step_time import KERNELS, ClusterRun, LayerTimes, Speed, StepTime, overlap_pays, step_time
+from mmjax.planning.step_time import (
+    BACKWARD_KERNELS,
+    FORWARD_KERNELS,
+    ClusterRun,
+    LayerTimes,
+    Speed,
+    StepTime,
+    overlap_pays,
+    step_time,
+)
 from mmjax.planning.work import layer_sizes
 
 MODEL = replace(load("omni_10b").model, encoders={})
@@ -51,7 +60,7 @@ def test_one_device_computes_and_updates_and_waits_for_nobody():
     attention = flops.attention / (ATTENTION_EFFICIENCY * 989.4e12)
     # Float32 weights cast twice (4 + 2 bytes), bfloat16 gradients (2 written, 2 read) added to the sum (4 + 4).
     weights = (2 * 6 + 4 + 8) * whole / (BANDWIDTH_EFFICIENCY * 3.35e12)
-    launches = KERNELS * MODEL.llm.layers * LAUNCH_SECONDS
+    launches = (FORWARD_KERNELS + BACKWARD_KERNELS) * MODEL.llm.layers * LAUNCH_SECONDS
     assert found.compute == pytest.approx(products + attention + weights + launches)
     assert found.shards == found.tensor == found.exchange == found.recompute == 0
     assert found.update == pytest.approx(36 * whole / (BANDWIDTH_EFFICIENCY * 3.35e12))
@@ -128,6 +137,21 @@ def test_activations_that_are_kept_move_through_memory():
     assert moved.compute - seconds(machine("h100")).compute == pytest.approx(extra)
 
 
+def test_adapters_read_and_write_what_goes_into_and_comes_out_of_their_layers():
+    llm = MODEL.llm
+    adapted = replace(MODEL, lora={"llm": LoraConfig(("llm.layers.*.mlp.*",), rank=16)})
+    inputs, outputs = 2 * llm.width + llm.mlp_width, 2 * llm.mlp_width + llm.width
+    found = seconds(machine("h100"), adapted).compute
+    (flops,) = executed(adapted, BATCH.shape, frozenset({"llm"})).values()
+    products = (flops.total - flops.attention) / (COMPUTE_EFFICIENCY * 989.4e12)
+    attention = flops.attention / (ATTENTION_EFFICIENCY * 989.4e12)
+    launches = (FORWARD_KERNELS + BACKWARD_KERNELS) * llm.layers * LAUNCH_SECONDS
+    weights = (2 * 6 + 4 + 8) * llm.layers * 16 * (inputs + outputs)  # of the adapters, which alone are trained
+    moved = 2 * 4096 * llm.layers * (6 * inputs + 8 * outputs)
+    memory = (weights + moved) / (BANDWIDTH_EFFICIENCY * 3.35e12)
+    assert found == pytest.approx(products + attention + launches + memory)
+
+
 def test_gathering_between_nodes_is_slower_than_inside_one_and_hidden_behind_computing():
     inside, between = seconds(machine("h100x8", fsdp=8)), seconds(machine("h100x8x1", fsdp=8))
     assert between.shards > 5 * inside.shards > 0
@@ -145,7 +169,7 @@ def test_all_devices_of_a_node_share_its_adapters():
 
 def test_tensor_parallelism_halves_the_operations_and_costs_all_reduces():
     whole, halved = seconds(machine("h100")), seconds(machine("h100x2", tensor=2))
-    launches = KERNELS * MODEL.llm.layers * LAUNCH_SECONDS  # as many kernels, each smaller
+    launches = (FORWARD_KERNELS + BACKWARD_KERNELS) * MODEL.llm.layers * LAUNCH_SECONDS  # as many kernels, each smaller
     assert halved.compute - launches == pytest.approx((whole.compute - launches) / 2)
     layers, width = MODEL.llm.layers, MODEL.llm.width
     assert halved.tensor == pytest.approx(4 * layers * 4096 * width * 2 / (BANDWIDTH_EFFICIENCY * 450e9))
