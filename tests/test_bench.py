@@ -33,7 +33,7 @@ def test_recompute_predicts_every_mix_from_layers_timed_alone(capsys):
 
 @pytest.mark.exhaustive
 def test_pool_trains_on_late_images_from_workers_and_from_a_ray_cluster(capsys):
-    found = {r["loader"]: r for r in rows(capsys, "pool", "--seconds=0.002", "--steps=9")}
+    found = {r["loader"]: r for r in rows(capsys, "pool", "--seconds=0.05", "--tokens=64", "--steps=9")}
     assert list(found) == ["no delay", "2 workers", "pool of 8"]
     assert len({r["images/step"] for r in found.values()}) == 1
     assert all(0 <= r["data_wait_share"] <= 1 for r in found.values())

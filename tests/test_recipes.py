@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import audio_folder
 import jax
 import pytest
+from commands import run
 from llava_folder import save_checkpoint, save_parts, save_questions
 from started import ROOT
 
-from mmjax import train
+from mmjax import generate, train
 from mmjax.config.loading import find_config, load
 from mmjax.evaluate import evaluate
+from mmjax.evaluate import main as evaluate_command
 from mmjax.models.model import module_of
 
 SMALL = (
@@ -70,19 +73,27 @@ def sounds(tmp_path_factory):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["speech.py", "llava_style", "llava_lora"])
-def test_an_audio_checkpoint_is_trained_by_the_documented_config_and_the_recipes(recipe, sounds, tmp_path):
+def test_an_audio_checkpoint_is_trained_by_the_documented_config_and_the_recipes(recipe, sounds, tmp_path, capsys):
     if recipe == "speech.py":
         documented = (ROOT / "docs" / "data.md").read_text()
         (tmp_path / recipe).write_text(re.search(r"<!-- file: speech.py -->\n```python\n(.*?)```", documented, re.S)[1])
     named = str(tmp_path / recipe) if recipe == "speech.py" else recipe
     data = sounds / "data" / ("manifest.jsonl" if recipe == "speech.py" else "llava.json")
     words = [f"checkpoint={sounds / 'qwen'}", f"data={data}", f"audio={sounds / 'data' / 'clips'}", *SMALL]
+    words += [f"test={data}"] if recipe == "speech.py" else []
     words += ["batch.rows.audio=2", *(["model.lora.llm.rank=4"] if recipe == "llava_lora" else [])]
     config = load(named, [*words, f"run={tmp_path / 'run'}", f"data.cache={sounds / 'cache'}"])
     train.train(config, find_config(named), devices=jax.devices()[:1])
     losses = [line for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
     assert len(losses) == 3
     assert (config.model.encoders["audio"].frozen, config.model.encoders["audio"].connector.frozen) == (True, False)
+    clip = str(next((sounds / "data" / "clips").iterdir()))
+    ended = run(capsys, generate.main, str(tmp_path / "run"), "--audio", clip, "What?", "--max-tokens=4")
+    assert ended.code == 0, ended.err
+    if recipe == "speech.py":
+        ended = run(capsys, evaluate_command, str(tmp_path / "run"), "--json")
+        assert ended.code == 0, ended.err
+        assert json.loads(ended.out)["speech"]["wer"] > 0
 
 
 @pytest.mark.exhaustive
