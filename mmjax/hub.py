@@ -6,8 +6,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from pathlib import Path, PurePath, PurePosixPath
+from types import ModuleType
+from typing import Any, Literal, TypeVar
 
 from mmjax.disk import user_cache
 from mmjax.errors import UserError
@@ -30,6 +31,7 @@ SPLIT_WORDS = {  # by which the Hub knows the split of a file, in its name or el
 SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.\w+")
 
 Repository = Literal["models", "datasets"]
+T = TypeVar("T")
 
 
 def checkpoint_folder(named: str | Path) -> Path:
@@ -64,28 +66,33 @@ def is_dataset(path: str) -> bool:
     return _is_id(path) and not path.endswith(PARQUET + JSON)
 
 
-def dataset_files(name: str, split: str, endings: Sequence[str], key: str) -> list[str]:
+def dataset_files(name: str, split: str, endings: Sequence[str], key: str, stream: bool = False) -> list[str]:
     """List the files of a split of a data set on the Hub, all in one folder; those in the local cache as they are.
 
     endings: `PARQUET` or `JSON`. A file is of the split that its name or its folder's says; where none says any, all
-    are of "train". The repository is downloaded where the cache has no such files, or not every shard of them. Raises
-    UserError, naming the config's `key`, where that cannot be, and where the files lie in several folders.
+    are of "train". Where the cache has no such files, or not every shard of them, the repository is downloaded; with
+    `stream` the URLs of its newest commit are listed instead. Raises UserError, naming the config's `key`, where that
+    cannot be, and where the files lie in several folders.
     """
-    folder = _cached("datasets", name)
+    folder = str(_cached("datasets", name) or "")
     files = _split_files(folder, split, endings) if folder else []
-    if folder is None or not files or _missing_shards(files):
-        filters = {"allow_patterns": ["*.parquet"]} if endings == PARQUET else {"ignore_patterns": ["*.parquet"]}
-        folder = _download("datasets", name, f"{key}={name}", **filters)
-        files = _split_files(folder, split, endings)
+    if not files or _missing_shards(files):
+        if stream:
+            folder, there = _files_on_hub(name, f"{key}={name}")
+            files = _files_of_split(there, split, endings)
+        else:
+            filters = {"allow_patterns": ["*.parquet"]} if endings == PARQUET else {"ignore_patterns": ["*.parquet"]}
+            folder = str(_download("datasets", name, f"{key}={name}", **filters))
+            files = _split_files(folder, split, endings)
     if not files:
         raise UserError(f"{key}={name}: the data set has no {split} files that end with {' or '.join(endings)}")
-    folders = sorted({file.parent.relative_to(folder).as_posix() for file in files})
+    folders = sorted({file.parent.as_posix() for file in files})
     if len(folders) > 1:
         raise UserError(
             f"{key}={name}: the data set has {split} files in {len(folders)} folders ({', '.join(folders[:5])}); name "
             f"those that are meant: hf://datasets/{name}/{folders[0]}/*{endings[0]}"
         )
-    return [str(file) for file in files]
+    return [f"{folder}/{file}" for file in files]
 
 
 def cached_path(path: str) -> str:
@@ -136,17 +143,20 @@ def _is_id(named: str | Path) -> bool:
     return bool(HUB_ID.fullmatch(str(named))) and not path.exists() and not path.parent.is_dir()
 
 
-def _split_files(folder: Path, split: str, endings: Sequence[str]) -> list[Path]:
-    """List the files of a snapshot that are of a split, sorted."""
-    files = sorted(
-        path for path in folder.rglob("*") if path.name.endswith(tuple(endings)) and path.name not in DESCRIPTIONS
-    )
-    splits = {path: _split_of(path.relative_to(folder)) for path in files}
+def _split_files(folder: str, split: str, endings: Sequence[str]) -> list[PurePosixPath]:
+    """List the files of a snapshot that are of a split, relative to it and sorted."""
+    found = (path.relative_to(folder) for path in Path(folder).rglob("*"))
+    return _files_of_split([PurePosixPath(path) for path in found], split, endings)
+
+
+def _files_of_split(files: Sequence[PurePosixPath], split: str, endings: Sequence[str]) -> list[PurePosixPath]:
+    data = sorted(path for path in files if path.name.endswith(tuple(endings)) and path.name not in DESCRIPTIONS)
+    splits = {path: _split_of(path) for path in data}
     named = any(splits.values())
-    return [path for path in files if (splits[path] or ("" if named else "train")) == split]
+    return [path for path in data if (splits[path] or ("" if named else "train")) == split]
 
 
-def _split_of(path: Path) -> str:
+def _split_of(path: PurePosixPath) -> str:
     """Read the split from the words of a file's name, else of its folders' names; empty where they say none."""
     for text in (path.name, str(path.parent)):
         words = set(re.split(r"[^a-z]+", text.lower()))
@@ -155,7 +165,7 @@ def _split_of(path: Path) -> str:
     return ""
 
 
-def _missing_shards(files: Sequence[Path]) -> bool:
+def _missing_shards(files: Sequence[PurePath]) -> bool:
     """Return whether some of `train-00000-of-00005.parquet` and its like are not there."""
     shards = [match for file in files if (match := SHARD.fullmatch(str(file)))]
     counts = {(match[1], int(match[2])): 0 for match in shards}
@@ -177,6 +187,27 @@ def _cached(kind: Repository, name: str) -> Path | None:
 
 def _download(kind: Repository, name: str, where: str, **patterns: Any) -> Path:
     """Download a repository into the cache. where: what an error begins with. patterns: huggingface_hub's own."""
+
+    def download(hub: ModuleType) -> Path:
+        repo_type = kind.removesuffix("s")
+        return Path(hub.snapshot_download(name, repo_type=repo_type, cache_dir=cache_folder(), **patterns))
+
+    return _ask_hub(kind, name, where, download)
+
+
+def _files_on_hub(name: str, where: str) -> tuple[str, list[PurePosixPath]]:
+    """Return the URL of a data set's newest commit, and the files there."""
+
+    def ask(hub: ModuleType) -> tuple[str, list[PurePosixPath]]:
+        commit = hub.HfApi().dataset_info(name).sha
+        files = hub.HfApi().list_repo_files(name, repo_type="dataset", revision=commit)
+        return f"hf://datasets/{name}@{commit}", [PurePosixPath(file) for file in files]
+
+    return _ask_hub("datasets", name, where, ask)
+
+
+def _ask_hub(kind: Repository, name: str, where: str, ask: Callable[[ModuleType], T]) -> T:
+    """Call `ask` with huggingface_hub. Raises UserError, which begins with `where`, for whatever goes wrong."""
     what, cache = {"models": "folder", "datasets": "file"}[kind], cache_folder()
     missing = f"{where} is no {what} here, and the Hugging Face cache {cache} does not hold it whole"
     command = f"hf download {'' if kind == 'models' else '--repo-type dataset '}{name}"
@@ -184,11 +215,11 @@ def _download(kind: Repository, name: str, where: str, **patterns: Any) -> Path:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise UserError(f"{missing}; HF_HUB_OFFLINE forbids to download it: {remedy}")
     try:
-        from huggingface_hub import snapshot_download
+        import huggingface_hub
     except ImportError:
         raise UserError(f'{missing}; pip install "mmjax[hub]" to have it downloaded, or {remedy}') from None
     try:
-        return Path(snapshot_download(name, repo_type=kind.removesuffix("s"), cache_dir=cache, **patterns))
+        return ask(huggingface_hub)
     except Exception as error:  # of the network, of the disk, of the Hub itself: there are many
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{missing}; it cannot be downloaded ({reason}): {remedy}") from None

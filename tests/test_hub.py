@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import re
 import shutil
+import sys
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import huggingface_hub
 import numpy as np
@@ -15,6 +21,7 @@ import pytest
 from commands import run
 from llava_folder import save_checkpoint
 from PIL import Image
+from started import begin, environment, finish
 from vae_folder import save_vae
 
 from mmjax import generate, index
@@ -260,6 +267,57 @@ def test_where_there_is_a_network_a_data_set_is_downloaded_once(tables, tmp_path
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert len(opened(NAME, tmp_path)) == len(opened(NAME, tmp_path)) == 6
     assert asked == [(NAME, "dataset", cache_folder(), ["*.parquet"])]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the Hugging Face Hub answers about one data set, to huggingface_hub's own requests."""
+
+    def do_GET(self) -> None:
+        folder, path = self.server.folder, urllib.parse.urlsplit(self.path).path
+        files = {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        entries = [
+            {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            for name, content in files.items()
+        ]
+        named = path.removeprefix(f"/datasets/{NAME}/resolve/{COMMIT}/")
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if named in files and asked:
+            self.server.fetched.append(self.path)
+            self.answer(206, files[named][int(asked[1]) : int(asked[2]) + 1])
+        elif path == f"/api/datasets/{NAME}" or path == f"/api/datasets/{NAME}/revision/{COMMIT}":
+            self.answer(200, json.dumps({"id": NAME, "sha": COMMIT}).encode())
+        elif path.startswith(f"/api/datasets/{NAME}/tree/{COMMIT}"):
+            self.answer(200, json.dumps(entries).encode())
+        else:
+            self.answer(404, b"{}")
+
+    def answer(self, code: int, content: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_window_streams_the_newest_commit_of_a_data_set_and_downloads_no_file(tables, tmp_path, monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.folder, server.fetched = tables, []
+        Thread(target=server.serve_forever, daemon=True).start()
+        variables = environment(1) | {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+        }  # fmt: skip
+        columns = [f"data.sources.numbers.{name}={column}" for name, column in QUESTIONS.items()]
+        words = ["tiny_vlm", "data.sources.numbers=parquet", f"data.sources.numbers.path={NAME}", *columns]
+        words += ["data.sources.numbers.window=2", f"data.cache={tmp_path / 'learned'}"]
+        ended = finish(begin([sys.executable, "-m", "mmjax.index", *words], variables, cwd=tmp_path))
+        assert ended.code == 0, ended.err
+        assert "record 6/6  numbers train" in ended.out
+        shards = {url.partition("/data/")[2] for url in server.fetched}
+        assert shards == {f"train-{shard:05d}-of-00002.parquet" for shard in range(2)}
+        server.shutdown()
+    assert not list(cache_folder().rglob("*.parquet"))
 
 
 def test_which_of_several_folders_is_meant_has_to_be_said(tables, tmp_path):

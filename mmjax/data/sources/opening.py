@@ -181,7 +181,9 @@ def _open_conversations(
     if isinstance(source, WebDatasetSource):
         return WebDatasetRecords(path, source, split, cache, where, spool)
     if is_dataset(path):
-        paths = dataset_files(path, split, PARQUET if isinstance(source, ParquetSource) else JSON, where)
+        parquet = isinstance(source, ParquetSource)
+        streamed = parquet and source.window > 0
+        paths = dataset_files(path, split, PARQUET if parquet else JSON, where, streamed)
         path = paths[0]
     else:
         paths = list_files(path, where)

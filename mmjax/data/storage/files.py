@@ -27,8 +27,18 @@ from mmjax.errors import UserError
 HEAD = 4096  # bytes of the first read of a remote file; most headers are shorter
 MAX_BYTES = 1 << 30  # of one encoded file: a larger one is no image or clip
 _ATTEMPTS = 4
-# What file systems call their tag or time of change: HTTP and S3, GCS, Azure, SFTP, ...
-_STAMPS = ("ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime", "last_modified")
+# What file systems call their tag or time of change: HTTP and S3, GCS, Azure, SFTP, the Hugging Face Hub, ...
+_STAMPS = (
+    "ETag",
+    "etag",
+    "Content-MD5",
+    "md5Hash",
+    "Last-Modified",
+    "LastModified",
+    "mtime",
+    "last_modified",
+    "blob_id",
+)
 
 T = TypeVar("T")
 
