@@ -116,7 +116,7 @@ def test_the_commands_of_the_readme_run_from_the_wheel(wheel: Path, tmp_path: Pa
     """In an environment with nothing else in it, from an empty folder."""
     programs = tmp_path / "venv" / "bin"
     subprocess.run([python_of(version), "-m", "venv", programs.parent], check=True)
-    pins = [] if jax == "newest" else [f"jax=={jax}.0", f"jaxlib=={jax}.0"]
+    pins = [] if jax == "newest" else [f"jax=={jax}", f"jaxlib=={jax}"]
     subprocess.run([programs / "pip", "install", "-q", wheel, *pins], check=True, env=os.environ | {"PIP_COMPILE": "0"})
     work = tmp_path / "work"
     work.mkdir()
