@@ -207,7 +207,7 @@ def shortened(command: str, place: Path) -> tuple[str, list[str]]:
     words = [word.replace("/data/fast", str(place / "fast")).replace("120", "2") for word in words]
     if name == "train" and "--show" not in words:
         words += SHORT + (SMALL if any(word.startswith(("checkpoint=", "tower=")) for word in words) else [])
-    few = {"verify": ["--backend=dense"]}
+    few = {"verify": ["batch.size.count=16", "--backend=dense"]}
     return name, [*words, *few.get(name, [])]
 
 
