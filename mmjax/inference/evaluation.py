@@ -25,7 +25,8 @@ from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.data.loading.replay import spoken
 from mmjax.data.sample import BadSample, Question, Sample, Source, Text
-from mmjax.data.sources.opening import open_sources
+from mmjax.data.sources.opening import look_again, open_sources
+from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.inference.generator import Answer, Generator
 from mmjax.inference.image_sampler import ImageSampler, ImageSampling
@@ -464,13 +465,18 @@ def _by_split(samples: Sequence[tuple[str, int]]) -> list[list[int]]:
 
 
 def evaluation_sources(config: Config, splits: Sequence[str], folder: Path) -> dict[str, Source]:
-    """Open the sources of these splits that have samples, by `<split>/<source>`."""
-    return {
+    """Open the sources of these splits that have samples, by `<split>/<source>`, with their files as they are now.
+
+    Called by all processes together.
+    """
+    sources = {
         f"{split}/{name}": source
         for split in splits
         for name, source in open_sources(config, split, folder).items()
         if len(source)
     }
+    coordination.run_on_leader(lambda: look_again(sources))
+    return sources
 
 
 def readable(prompt: Sample, source: QuestionSource) -> str:

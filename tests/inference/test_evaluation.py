@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import TINY_MEDIA, run
+from llava_folder import save_checkpoint, save_questions
 
 from mmjax import evaluate, train
 from mmjax.config import EmbeddedSource, MeshConfig, TrainingConfig
@@ -17,8 +19,8 @@ from mmjax.config.loading import default_config, load
 from mmjax.data.sample import BadSample
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.errors import BadMedia, UserError
-from mmjax.inference.evaluation import Evaluator
-from mmjax.inference.prompts import BatchLimits
+from mmjax.inference.evaluation import Evaluator, evaluation_sources
+from mmjax.inference.prompts import BatchLimits, select_usable
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps
@@ -153,3 +155,24 @@ def test_a_metric_that_no_evaluation_gives_is_refused_with_those_there_are(tmp_p
     ended = run(capsys, train.main, TINY_MEDIA, *words)
     assert ended.code == 2
     assert "training.keep_best=loss: evaluations of this run give validation/exact_match_" in ended.err
+
+
+def test_media_are_looked_up_again_and_in_the_folder_of_their_own_run(tmp_path, monkeypatch):
+    """The records of both folders are the same bytes, and name their images relative to where the run starts."""
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        save_questions(folder, 4)
+    words = [f"checkpoint={checkpoint}", "data=data.json", "images=images", f"data.cache={tmp_path / 'cache'}"]
+    config = load("llava_style", [*words, "data.sources.chat.test=data.json"])
+
+    def unreadable(folder: Path) -> list[int]:
+        monkeypatch.chdir(folder)
+        (source,) = evaluation_sources(config, ("test",), folder).values()
+        return list(select_usable(range(4), source.facts, 4)[1])
+
+    photo = folders[0] / "images" / "2.jpg"
+    photo.rename(tmp_path / "away.jpg")
+    assert [unreadable(folder) for folder in folders] == [[2], []]
+    (tmp_path / "away.jpg").rename(photo)
+    assert [unreadable(folder) for folder in folders] == [[], []]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, Rollout, split_markers
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.storage.archives import MediaFolder, unbase64
-from mmjax.data.storage.files import AudioSegment, FileRef, FrameFiles, InlineBytes, hash_strings
+from mmjax.data.storage.files import AudioSegment, FileRef, FrameFiles, InlineBytes, hash_strings, is_url
 
 KEYS: Mapping[Medium, tuple[str, ...]] = {
     "image": ("images", "image"),
@@ -441,6 +442,11 @@ class ChatFiles:
         folders = {medium: folder for medium, folder in self._folders.items() if medium != "video"}
         places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in folders.items()]
         return hash_strings(self._records.fingerprint(), self._reading, *places)
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Return where media are looked for: the same records may be in several folders, each with media of its own."""
+        return tuple(f if is_url(f) else os.path.abspath(f) for f in (folder.root for folder in self._folders.values()))
 
     def files(self) -> list[tuple[str, int]]:
         return self._records.files()

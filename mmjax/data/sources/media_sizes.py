@@ -194,7 +194,8 @@ def read_facts(
 
 
 def _folder(conversations: Conversations, cache: Path, limits: MediaLimits) -> Path:
-    return cache / f"facts-{hash_strings(conversations.fingerprint(), repr(limits), _VERSION)}"
+    roots = getattr(conversations, "roots", ())  # of records that name their media by paths
+    return cache / f"facts-{hash_strings(conversations.fingerprint(), repr(limits), _VERSION, *roots)}"
 
 
 def _apply_limits(facts: MediaFacts, limits: MediaLimits) -> MediaFacts:

@@ -25,6 +25,11 @@ class WithSound:
     def fingerprint(self) -> str:
         return hash_strings(self.conversations.fingerprint(), SOUND)
 
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Return where media are looked for, if records are read without them."""
+        return getattr(self.conversations, "roots", ())
+
     def files(self) -> list[tuple[str, int]]:
         return self.conversations.files()
 
