@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from mmjax.config import Config
+from mmjax.config.codec import did_you_mean
 from mmjax.config.loading import (
     apply_overrides,
     default_config,
@@ -58,6 +59,9 @@ def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder 
         folder = RunFolder(Path(places[-1]).resolve()) if places and resume else None
         return folder if folder and folder.config.is_file() else None
     path = Path(named).expanduser()
+    if resume and not path.exists() and path.suffix != ".py" and path.parent not in (Path("."), Path("configs")):
+        runs = [str(folder) for folder in sorted(path.parent.glob("*")) if RunFolder(folder).config.is_file()]
+        raise UserError(f"there is no run {named}{did_you_mean(str(path), runs)}")
     if not path.is_dir() or named in shipped_configs() or not (resume or RunFolder(path).config.is_file()):
         return None
     if not resume:

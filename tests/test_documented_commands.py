@@ -6,12 +6,13 @@ import importlib
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 from commands import TINY, TINY_MEDIA, run
 from llava_folder import save_checkpoint, save_parts, save_questions
-from started import ROOT
+from started import ROOT, begin, environment, finish
 from test_docs import write_examples
 
 PROGRAMS = ("python", "mmjax", "pip", "launch/", "sbatch", "ray", "transformers", "mkdocs", "pytest", "JAX_NUM_CPU")
@@ -237,5 +238,10 @@ def test_the_commands_of_a_document_run(document, tmp_path, monkeypatch, capsys)
             assert run(capsys, importlib.import_module("mmjax.train").main, *words).code == 0
     for command in HERE[document]:
         name, words = shortened(command, tmp_path)
-        ended = run(capsys, importlib.import_module(f"mmjax.{name}").main, *words)
+        # A unit's devices are its own, and every device is one of a unit: as many as the command asks for.
+        if devices := sum(int(word.partition("=")[2]) for word in words if word.startswith("units.")):
+            process = begin([sys.executable, "-m", f"mmjax.{name}", *words], environment(devices), cwd=tmp_path)
+            ended = finish(process)
+        else:
+            ended = run(capsys, importlib.import_module(f"mmjax.{name}").main, *words)
         assert ended.code == 0, (command, ended.err)

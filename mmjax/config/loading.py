@@ -131,8 +131,8 @@ def find_config(path_or_name: str | Path) -> Path:
     shipped = _shipped_folder() / path.with_suffix(".py").name
     if path.parent in (Path("."), Path("configs")) and path.suffix in ("", ".py") and shipped.is_file():
         return shipped
-    folder = path.parent if path.parent != Path(".") or path.suffix else _shipped_folder()
-    raise UserError(f"no config {path_or_name}{did_you_mean(path.stem, _config_names(folder))}")
+    known = [*shipped_configs(), *(str(config) for config in sorted(path.parent.glob("*.py")))]
+    raise UserError(f"no config {path_or_name}{did_you_mean(str(path), known)}")
 
 
 def sibling(file: str, name: str) -> types.ModuleType:

@@ -166,7 +166,8 @@ class Answered:
 
     def __str__(self) -> str:
         right = self.prediction == self.answer
-        return f"{self.question}  ->  {self.prediction!r}" + ("" if right else f"  (it is {self.answer!r})")
+        question = self.question.replace("\n", "\\n")
+        return f"{question}  ->  {self.prediction!r}" + ("" if right else f"  (it is {self.answer!r})")
 
 
 @dataclass(frozen=True)

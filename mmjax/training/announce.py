@@ -177,6 +177,9 @@ def replication_warning(memory_plan: MemoryPlan) -> str:
     )
 
 
+WAITING = 0.1  # share of the time that a run may wait for data before it is told so at its start
+
+
 def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> str:
     """Say in one line whether the workers can keep up.
 
@@ -187,14 +190,15 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
         f"data   loading a step takes {load_seconds * 1e3:.0f} ms of one core, {workers} workers; "
         f"a step takes {step_seconds * 1e3:.0f} ms"
     )
-    if per_step <= step_seconds:
+    if (1 - WAITING) * per_step <= step_seconds:
         return line
     # Rounded up and one to spare, since `load_seconds` is a mean.
-    needed = math.ceil(load_seconds / step_seconds) + 1
+    needed, cores = math.ceil(load_seconds / step_seconds) + 1, len(os.sched_getaffinity(0))
+    remedy = f"use data.workers={needed}"
+    if needed > cores:
+        remedy = f"{needed} workers would keep up, and this machine has {cores} cores: data.pool takes those of others"
     waiting = 1 - step_seconds / per_step
-    return (
-        f"{line}: THE LOADER CANNOT KEEP UP, about {waiting:.0%} of the time will be waiting; use data.workers={needed}"
-    )
+    return f"{line}: THE LOADER CANNOT KEEP UP, about {waiting:.0%} of the time will be waiting; {remedy}"
 
 
 ACCURACY = "rewards/accuracies"  # of pairs of answers
@@ -240,7 +244,7 @@ def next_commands(run: Path, encoders: Sequence[str]) -> list[str]:
             [
                 (f"python -m mmjax.evaluate {path}", f"score it again{blind}"),
                 (f"tensorboard --logdir {path}", "every metric of every step (pip install tensorboard)"),
-                ("python -m mmjax.train tiny_vlm training.steps=300", "another config, and a change to it"),
+                (f"python -m mmjax.report {path}", "its curves, rows and worst samples on one page"),
                 ("python -m mmjax.train --show", "everything that can be changed"),
             ]
         ),

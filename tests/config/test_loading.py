@@ -77,10 +77,13 @@ def test_a_file_that_exists_goes_before_a_shipped_name(tmp_path: Path, monkeypat
     assert load("configs/tiny_vlm.py").seed == 7
 
 
-def test_a_missing_file_names_what_was_meant(tmp_path: Path) -> None:
+def test_a_missing_file_names_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert message("tiny_vml") == "no config tiny_vml: did you mean 'tiny_vlm'?"
     write_variant(tmp_path, "experiment")
-    assert "did you mean 'experiment'?" in message(tmp_path / "experimnet.py")
+    assert f"did you mean '{tmp_path / 'experiment.py'}'?" in message(tmp_path / "experimnet.py")
+    monkeypatch.chdir(tmp_path)
+    for name in ("experimnet.py", "experiment"):
+        assert "did you mean 'experiment.py'?" in message(name)
     assert "tiny_omni" in message("zzz")
 
 
