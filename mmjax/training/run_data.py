@@ -25,7 +25,7 @@ from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.data.sample import Files, Source
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
-from mmjax.data.sources.opening import files_of, look_again, notes_of, open_sources
+from mmjax.data.sources.opening import check_records, files_of, look_again, notes_of, open_sources, records_of
 from mmjax.disk import append_json_lines, read_json_lines, verify_checksum, with_checksum
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
@@ -169,6 +169,8 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     sources = open_sources(config, "train", folder.path)
     # Process 0 builds the index once; the call below only opens it, on every process.
     coordination.run_on_leader(lambda: _index_sources(sources, config, folder))
+    records = coordination.run_on_leader(lambda: records_of(sources))
+    check_records(sources, records)
     index, index_folder = cached_index(sources, config.model.item_modules, folder.index)
     weights = mixture_weights(config.data, index)
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
@@ -195,6 +197,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         leads=coordination.is_leader(),
         segment=segment,
         latents=latent_folders(config, sources, index),
+        records=records,
         **_ranks_of_process(config, mesh),
     )
     loader.check_latents()

@@ -26,7 +26,7 @@ from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import PLANNER, RankLayout, StepPlan, StepPlanner, make_step_planner
 from mmjax.data.sample import Sample, SampleLengths, Source
-from mmjax.data.sources.opening import open_sources
+from mmjax.data.sources.opening import check_records, open_sources
 from mmjax.data.storage.latent_store import StoredLatents
 from mmjax.disk import read_sealed, write_sealed
 from mmjax.planning.flops import frozen_modules, needed_by_tower, step_needed
@@ -130,6 +130,7 @@ class StepLoader:
     segment: Segment = WHOLE_RUN
     # Of images to be made, stored for sources and generators by their names.
     latents: Mapping[tuple[str, str], Path] = field(default_factory=dict)
+    records: Mapping[str, str] = field(default_factory=dict)  # hashes of the sources' records; empty: not checked
 
     def __call__(self, step: int) -> LoadedStep:
         begin = time.perf_counter()
@@ -166,7 +167,10 @@ class StepLoader:
 
     @cached_property
     def sources(self) -> dict[str, Source]:
-        return open_sources(self.config, "train", self.config_folder)
+        sources = open_sources(self.config, "train", self.config_folder)
+        if self.records:  # a worker that starts late opens the files late
+            check_records(sources, self.records)
+        return sources
 
     @cached_property
     def index(self) -> LengthIndex:

@@ -247,6 +247,21 @@ def look_again(sources: Mapping[str, Source]) -> None:
             source.count_tokens()
 
 
+def records_of(sources: Mapping[str, Source]) -> dict[str, str]:
+    """Hash the records of each source, without what the headers of their media say."""
+    return {n: (s.conversations if isinstance(s, ChatSource) else s).fingerprint() for n, s in sources.items()}
+
+
+def check_records(sources: Mapping[str, Source], expected: Mapping[str, str]) -> None:
+    """Raise UserError where sources have other records than those expected, by `records_of`."""
+    for name, found in records_of(sources).items():
+        if found != expected[name]:
+            raise UserError(
+                f"data.sources.{name}: its files have changed since the run opened them, or processes see other ones; "
+                "restore them and go on with --resume, or train on what they have now with --resume --new-data"
+            )
+
+
 def files_of(source: Source) -> Files:
     """List the files that a source's samples are in, where it can tell by `files()`; else one without a name."""
     return source.files() if hasattr(source, "files") else [("", len(source))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import tarfile
 from dataclasses import replace
@@ -38,7 +39,7 @@ from mmjax.data.plan.length_index import build_index, cached_index
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import BadSample, Item, Text
-from mmjax.data.sources.opening import look_again, open_sources
+from mmjax.data.sources.opening import look_again, open_sources, records_of
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 
@@ -255,6 +256,16 @@ def loaders_of(checkpoint, path: str, folder, topology: Topology) -> list[StepLo
     budget = planner.grouper.budget
     ranks = range(topology.ranks)
     return [StepLoader(config, budget, layout, index_folder, folder, range(rank, rank + 1)) for rank in ranks]
+
+
+def test_a_worker_that_starts_when_the_files_have_changed_says_so(checkpoint, shards, tmp_path):
+    shutil.copytree(shards, tmp_path / "shards")
+    (loader,) = loaders_of(checkpoint, f"{tmp_path}/shards/d-{{00..11}}.tar", tmp_path / "run", ONE_RANK)
+    sent = pickle.dumps(replace(loader, records=records_of(loader.sources)))
+    assert list(pickle.loads(sent).sources) == ["shards"]
+    shutil.copy(shards / "d-01.tar", tmp_path / "shards" / "d-00.tar")
+    with pytest.raises(UserError, match=r"^data.sources.shards: its files have changed since .* --resume --new-data$"):
+        list(pickle.loads(sent).sources)
 
 
 def test_a_stream_gives_the_batches_of_local_shards_each_sample_once_an_epoch_from_any_step_on_any_number_of_processes(
