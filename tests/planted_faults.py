@@ -377,6 +377,34 @@ FAULTS = (
         "frequencies = jnp.asarray(frequencies_of(scaling, 10_001.0, config.rotary_pairs))",
         ("hf/test_decoders.py::test_a_decoder_is_what_transformers_makes_of_it",),
     ),
+    Fault(
+        "workers that read other files than the run began with",
+        "data/sources/opening.py",
+        "if found != expected[name]:",
+        "if not expected[name]:",
+        ("data/sources/test_chat_source.py::test_a_worker_that_starts_when_the_files_have_changed_says_so",),
+    ),
+    Fault(
+        "media of one folder taken for those of another",
+        "data/sources/media_sizes.py",
+        "repr(limits), _VERSION, *roots)",
+        "repr(limits), _VERSION)",
+        ("inference/test_evaluation.py::test_media_are_looked_up_again_and_in_the_folder_of_their_own_run",),
+    ),
+    Fault(
+        "media of held-out splits not looked up again",
+        "inference/evaluation.py",
+        "    coordination.run_on_leader(lambda: look_again(sources))\n",
+        "",
+        ("inference/test_evaluation.py::test_media_are_looked_up_again_and_in_the_folder_of_their_own_run",),
+    ),
+    Fault(
+        "files of the Hugging Face Hub that have no stamp",
+        "data/storage/files.py",
+        '    "blob_id",\n',
+        "",
+        ("test_hub.py::test_a_window_streams_the_newest_commit_of_a_data_set_and_downloads_no_file",),
+    ),
 )
 
 

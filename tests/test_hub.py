@@ -316,6 +316,11 @@ def test_a_window_streams_the_newest_commit_of_a_data_set_and_downloads_no_file(
         assert "record 6/6  numbers train" in ended.out
         shards = {url.partition("/data/")[2] for url in server.fetched}
         assert shards == {f"train-{shard:05d}-of-00002.parquet" for shard in range(2)}
+        # What would tell that a file was replaced by another of its size.
+        url = f"hf://datasets/{NAME}@{COMMIT}/data/train-00000-of-00002.parquet"
+        code = f"from mmjax.data.storage.files import file_at; print(file_at({url!r}).stamp())"
+        stamp = finish(begin([sys.executable, "-c", code], variables, cwd=tmp_path)).out
+        assert hashlib.sha1((tables / "data/train-00000-of-00002.parquet").read_bytes()).hexdigest() in stamp
         server.shutdown()
     assert not list(cache_folder().rglob("*.parquet"))
 
