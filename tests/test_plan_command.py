@@ -143,6 +143,7 @@ def test_a_step_is_compiled_only_for_gpus_that_are_described(capsys):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_plan_in_which_xla_would_compute_again_by_itself_says_what_to_change(capsys):
     words = (*SMALL, "compiler.xla_gpu_memory_limit_slop_factor=0")
     assert "limits XLA would compute products again by itself" in told(capsys, *words)

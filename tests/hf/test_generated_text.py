@@ -172,7 +172,7 @@ def glm4v():
     return random_whole(test_glm4v.config_of("glm4v", 4), test_glm4v.WHOLE["glm4v"])
 
 
-@pytest.mark.default_cases("qwen3", "qwen3_5")
+@pytest.mark.default_cases("qwen3_5")
 @pytest.mark.parametrize("make", [qwen2_5, qwen3, qwen3_5, glm4v])
 def test_qwen_vl_and_glm_write_what_they_write_there_after_images_of_several_sizes(make, tmp_path):
     model = make()

@@ -151,7 +151,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.default_cases("muon-int8", "adafactor")
+@pytest.mark.default_cases("muon-int8")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizers_state_comes_back_on_another_mesh_and_in_other_stacks(name, tmp_path):
     on = executor(optimizer=OPTIMIZERS[name])

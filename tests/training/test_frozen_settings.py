@@ -102,7 +102,7 @@ def shape_of(batch):
     return {"llm": batch.text.token.shape, **{name: items.item.shape for name, items in batch.items.items()}}
 
 
-@pytest.mark.default_cases("projectors", "generator")
+@pytest.mark.default_cases("projectors")
 @pytest.mark.parametrize("trained", ["all", *SETTINGS])
 def test_the_products_of_a_step_are_those_that_its_gradients_need(trained, microbatches):
     """Within 2 %: a block of a diffusion transformer attends the conditions of two images, where one is needed."""

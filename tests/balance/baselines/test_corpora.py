@@ -1,9 +1,11 @@
 import numpy as np
+import pytest
 
 from mmjax.balance.baselines.grouping import group_corpora, steps_of_corpora
 from mmjax.balance.pack import choose_row_maximum, pack_rows
 
 
+@pytest.mark.exhaustive
 def test_corpora_are_grouped_apart_with_their_own_budgets_and_steps():
     rng = np.random.default_rng(0)
     corpus = rng.choice([3, 7], 2000, p=[0.8, 0.2])
