@@ -41,7 +41,7 @@ def place(tmp_path_factory):
     return place
 
 
-@pytest.mark.default_cases("llava_lora")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["llava_style", "llava_lora", "llava_alignment"])
 def test_a_recipe_trains_what_it_says(place, recipe, tmp_path):
     given = {"checkpoint": place / "llava"}

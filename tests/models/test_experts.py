@@ -133,7 +133,7 @@ def test_a_packed_sample_gets_what_it_gets_alone_and_padding_is_not_routed():
             start += n
 
 
-@pytest.mark.default_cases("layers0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layers", [(1, 2), (0, 1, 2)])
 def test_losses_and_gradients_are_the_same_under_any_remat_policy(layers):
     batch = rows_of()

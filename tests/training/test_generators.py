@@ -106,6 +106,7 @@ def test_a_condition_is_the_text_before_an_image_as_far_as_its_sample_goes_and_i
     assert lacking > 0  # a prompt that is shorter
 
 
+@pytest.mark.exhaustive
 def test_balancing_changes_where_images_are_made_and_nothing_else(loaded, parameters, one_device):
     executor = make_executor(drawing_config(), MESHES["data=8"])
     batches = loaded(Topology(8, 8, 8), NoBalance())
