@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from llava_folder import save_checkpoint, save_questions
 from mmjax import evaluate, train
 from mmjax.config import EmbeddedSource, MeshConfig, TrainingConfig
 from mmjax.config.loading import default_config, load
-from mmjax.data.sample import BadSample
+from mmjax.data.sample import BadSample, Source
+from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.errors import BadMedia, UserError
 from mmjax.inference.evaluation import Evaluator, evaluation_sources
@@ -166,13 +168,14 @@ def test_media_are_looked_up_again_and_in_the_folder_of_their_own_run(tmp_path, 
     words = [f"checkpoint={checkpoint}", "data=data.json", "images=images", f"data.cache={tmp_path / 'cache'}"]
     config = load("llava_style", [*words, "data.sources.chat.test=data.json"])
 
-    def unreadable(folder: Path) -> list[int]:
+    def unreadable(folder: Path, opened: Callable[..., dict[str, Source]] = evaluation_sources) -> list[int]:
         monkeypatch.chdir(folder)
-        (source,) = evaluation_sources(config, ("test",), folder).values()
+        (source,) = opened(config, "test" if opened is open_sources else ("test",), folder).values()
         return list(select_usable(range(4), source.facts, 4)[1])
 
     photo = folders[0] / "images" / "2.jpg"
     photo.rename(tmp_path / "away.jpg")
     assert [unreadable(folder) for folder in folders] == [[2], []]
+    assert unreadable(folders[0], open_sources) == [2]  # as it was looked up there, though the other came later
     (tmp_path / "away.jpg").rename(photo)
     assert [unreadable(folder) for folder in folders] == [[], []]
