@@ -118,3 +118,16 @@ class Theirs:
     def _inputs(self, image: str, turns: Sequence[Any], **options: Any) -> dict[str, torch.Tensor]:
         text = self.processor.apply_chat_template(list(turns), **options)
         return dict(self.processor(images=Image.open(image), text=text, return_tensors="pt"))
+
+
+def save_log_probs(place: Path, asked: Sequence[Asked], name: str) -> list[dict[str, Any]]:
+    """Write the pairs with the checkpoint's own log-probabilities of both answers; return what was written."""
+    theirs = Theirs(place / "checkpoint")
+    lines = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        for line, one in zip(lines, asked, strict=True):
+            for answer in ("chosen", "rejected"):
+                said = theirs.log_probs(one.image, one.question, getattr(one, answer))
+                line[f"ref_{answer}_logps"] = said.sum().item()
+    write_lines(place / name, lines)
+    return lines

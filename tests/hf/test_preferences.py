@@ -16,7 +16,7 @@ import torch
 from commands import run
 from llava_folder import PATCH, SIDE
 from parity import compare_gradients
-from preferences import Asked, Theirs, run_config, save_pairs, write_lines
+from preferences import Asked, Theirs, run_config, save_log_probs, save_pairs, write_lines
 from tiny_run import MESHES, gradients, load_steps, make_executor, paths, worst_leaf
 
 from mmjax import evaluate
@@ -52,15 +52,7 @@ def place(tmp_path_factory) -> tuple[Path, list[Asked]]:
     """The checkpoint and its pairs, and the same with the checkpoint's own log-probabilities of every answer."""
     folder = tmp_path_factory.mktemp("preferences")
     asked = save_pairs(folder)
-    theirs = Theirs(folder / "checkpoint")
-    lines = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    with torch.no_grad():
-        for line, one in zip(lines, asked, strict=True):
-            for answer in ("chosen", "rejected"):
-                said = theirs.log_probs(one.image, one.question, getattr(one, answer))
-                # Off the policy's own, so that the first loss is not that of equal models.
-                line[f"ref_{answer}_logps"] = said.sum().item()
-    write_lines(folder / "exact.jsonl", lines)
+    lines = save_log_probs(folder, asked, "exact.jsonl")
     for line in lines:  # off the policy's own, so that the first loss is not that of equal models
         line |= {key: line[key] + shift for key, shift in zip(REFERENCE, (0.5, -0.7), strict=True)}
     write_lines(folder / "stored.jsonl", lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from preferences import Theirs, run_config, save_pairs, write_lines
+from preferences import Theirs, run_config, save_log_probs, save_pairs
 from test_preferences import our_steps, samples_of, started
 from tiny_run import load_steps
 
@@ -37,13 +36,7 @@ def test_ten_steps_of_dpo_are_those_of_trl(tmp_path: Path, loss: Dpo) -> None:
     trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
     asked = save_pairs(tmp_path)
     theirs = Theirs(tmp_path / "checkpoint")
-    lines = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
-    with torch.no_grad():
-        for line, one in zip(lines, asked, strict=True):
-            for answer in ("chosen", "rejected"):
-                said = theirs.log_probs(one.image, one.question, getattr(one, answer))
-                line[f"ref_{answer}_logps"] = said.sum().item()
-    write_lines(tmp_path / "stored.jsonl", lines)
+    save_log_probs(tmp_path, asked, "stored.jsonl")
     config = run_config(tmp_path, loss, "stored.jsonl")
     steps = load_steps(config, tmp_path, STEPS)
     executor, state = started(config)
