@@ -165,8 +165,8 @@ class Sample:
 class Question:
     """One question of a sample, for evaluation."""
 
-    family: str
-    task: str  # family.name
+    family: str  # with the others of which it is scored; "" = its source
+    task: str  # family.name, or "" where a family has but one
     prompt: Sample  # its last text ends right before the answer
     answer: str
     needs: tuple[str, ...]  # encoders of the items that the answer depends on; empty for text

@@ -237,8 +237,8 @@ class Evaluator:
             limit = (limits or {}).get(name.split("/")[0])
             candidates = range(len(source)) if samples is None else samples[name]
             if hasattr(source, "question"):
-                groups = self._groups[name.partition("/")[0]]
-                check = partial(_check_question, source, lengths if max_tokens is None else None, groups)
+                groups, counted = self._groups[name.partition("/")[0]], lengths if max_tokens is None else None
+                check = partial(_check_question, source, name, counted, groups)
                 questions += [(name, index) for index in self._usable(name, candidates, check, limit)]
                 ends.add(ends_of(source))
             if loss_chunks is not None:
@@ -433,10 +433,11 @@ class Evaluator:
     def _answered(self, name: str, sample: int, answer: Answer) -> Answered:
         source: Any = self.sources[name]
         question: Question = source.question(sample)
+        family, task = _family_and_task(question, name)
         return Answered(
             sample=sample,
-            family=question.family,
-            task=question.task,
+            family=family,
+            task=task,
             question=readable(question.prompt, source),
             answer=question.answer,
             prediction=decode_answer(source, answer.tokens),
@@ -446,15 +447,20 @@ class Evaluator:
         )
 
 
-def _check_question(source: QuestionSource, lengths: list[int] | None, groups: set[str], index: int) -> None:
+def _check_question(source: QuestionSource, name: str, lengths: list[int] | None, groups: set[str], index: int) -> None:
     """Raise BadSample where a question cannot be asked; take in the length of its answer, its family and its task."""
     source.facts(index)
     question = source.question(index)
     if not isinstance(question.prompt.segments[-1], Text):
         raise UserError(f"the prompt of sample {index} ends with an item; it must end with the question's text")
-    groups |= {question.family, question.task}
+    groups |= set(_family_and_task(question, name))
     if lengths is not None:
         lengths.append(answer_tokens(source, index))
+
+
+def _family_and_task(question: Question, name: str) -> tuple[str, str]:
+    family = question.family or name.partition("/")[2]
+    return family, question.task or family
 
 
 def _by_split(samples: Sequence[tuple[str, int]]) -> list[list[int]]:
@@ -491,8 +497,8 @@ def exact_match_by_group(answered: Sequence[Answered]) -> Scores:
     """Return `exact_match_<family>`, then `exact_match_<family>.<task>`, and `samples`; nothing without answers."""
     groups = defaultdict[str, list[Scored]](list)
     for a in answered:
-        groups[a.family].append(a.scored)
-        groups[a.task].append(a.scored)
+        for group in {a.family, a.task}:
+            groups[group].append(a.scored)
     names = sorted(groups, key=lambda name: ("." in name, name))
     scores = {f"exact_match_{name}": MEASURES["exact_match"](groups[name]) for name in names}
     return scores | {"samples": len(answered)} if scores else {}

@@ -17,11 +17,11 @@ from llava_folder import save_checkpoint, save_questions
 from mmjax import evaluate, train
 from mmjax.config import EmbeddedSource, MeshConfig, TrainingConfig
 from mmjax.config.loading import default_config, load
-from mmjax.data.sample import BadSample, Source
+from mmjax.data.sample import BadSample, Question, Source
 from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.errors import BadMedia, UserError
-from mmjax.inference.evaluation import Evaluator, evaluation_sources
+from mmjax.inference.evaluation import Evaluator, evaluation_sources, exact_match_by_group
 from mmjax.inference.prompts import BatchLimits, select_usable
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
@@ -45,6 +45,11 @@ class Torn(EmbeddedDataset):
         if index == 4:
             raise BadSample("its file is missing")
         return super().facts(index)
+
+    def question(self, index: int) -> Question:
+        """The last ten have no family, as those of conversations."""
+        question = super().question(index)
+        return replace(question, family="", task="") if index >= 10 else question
 
     def item(self, index: int, number: int) -> np.ndarray:
         if index == self.torn:
@@ -79,6 +84,11 @@ def test_samples_that_cannot_be_read_are_left_out_of_scores_and_loss_and_named(m
     assert [a.sample for a in replies.answered] == [i for i in range(20) if i not in (4, source.torn)]
     assert evaluation.left_out[torn].endswith("image file is truncated")
     assert set(replies.left_out) == {4, source.torn}
+    scores = exact_match_by_group(replies.answered)
+    assert {f"validation/{name}" for name in scores if name.startswith("exact")} <= set(
+        evaluation.metrics("validation")
+    )
+    assert "exact_match_torn" in scores  # of all questions without a family, which are those of a source
     clean = [i for i in range(20) if i not in (4, source.torn)]
     alone = evaluator(model, source, samples={"validation/torn": clean})
     assert evaluation.loss(params)["loss"] == pytest.approx(alone.loss(params)["loss"], rel=1e-5)

@@ -306,8 +306,8 @@ class ChatSource:
         if last.role != ASSISTANT or any(isinstance(part, MediaPlace) for part in last.parts):
             raise BadSample("it does not end with an answer of the assistant, so there is nothing to ask")
         return Question(
-            family="chat",
-            task="chat.answer",
+            family="",
+            task="",
             prompt=self._media.place(index, partial(self.chat.prompt, Conversation(tuple(history)))),
             answer="".join(last.parts).strip(),
             needs=tuple(dict.fromkeys(medium.encoder for medium in self._media.items(index))),
