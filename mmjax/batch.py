@@ -81,6 +81,21 @@ def chunk_numbers(item: Array, time: Array, column: Array, chunk: int) -> Array:
     return (column - time % chunk + 1) * (item >= 0) - 1
 
 
+def branch_delay(sample: Array, kind: Array) -> Array:
+    """Count the tokens of other branches between a token and the end of branch 0 in its sample, int32 `[R, T]`.
+
+    Of rows in order. The kinds 1 1 A A B B, of two tokens and the branches A and B, give 0 0 0 0 2 2.
+    """
+    xp = kind.__array_namespace__()
+    branch = kind >> FIRST_BRANCH_BIT  # 0 in branch 0
+    sample_before, before = (xp.pad(x[:, :-1], ((0, 0), (1, 0)), constant_values=-2) for x in (sample, branch))
+    column = xp.broadcast_to(xp.arange(kind.shape[1], dtype=xp.int32), kind.shape)
+    begins = (branch != before) | (sample != sample_before)
+    forks = begins & ((before <= 0) | (sample != sample_before))
+    begin, fork = (xp.maximum.accumulate(xp.where(where, column, 0), axis=1) for where in (begins, forks))
+    return xp.where(branch > 0, begin - fork, 0)
+
+
 class ItemBatch(NamedTuple):
     """Inputs of an encoder, or what a generator learns to make: patches in merge order, or frames in time order."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MistralConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     SiglipVisionConfig,
@@ -53,11 +55,14 @@ def save_tokenizer(folder: Path) -> TokenizersBackend:
     return tokenizer
 
 
-def save_checkpoint(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """A LLaVA of a few thousand parameters, as `transformers` saves it, with all that serves it."""
+def save_checkpoint(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, window: int = 0) -> Path:
+    """A LLaVA of a few thousand parameters, as `transformers` saves it, with all that serves it.
+
+    window: of its LLM, a Mistral, in tokens; 0 = a Llama, which has none.
+    """
     tokenizer = save_tokenizer(folder)
     torch.manual_seed(seed)
-    text = LlamaConfig(
+    text = (partial(MistralConfig, sliding_window=window) if window else LlamaConfig)(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,

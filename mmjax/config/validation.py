@@ -161,7 +161,6 @@ def check_loss(config: Config) -> None:
         "units": bool(config.units),
         "model.generators": bool(model.generators),
         f"{dropping}.dropout": bool(dropping),
-        "model.llm.windowed": bool(model.llm.windowed),
         "model.llm.delta_net": model.llm.delta_net is not None,
         "model.llm.items=prefix": model.llm.items == "prefix",
     }

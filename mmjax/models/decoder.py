@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.batch import TextBatch
+from mmjax.batch import TextBatch, branch_delay
 from mmjax.config import DecoderConfig, PlainRope
 from mmjax.config.towers import UNLIMITED
 from mmjax.kernels.masks import MaskSpec
@@ -23,7 +23,7 @@ from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, LayerNorm, PositionTable, RMSNorm, TransformerLayer
 from mmjax.models.rope import text_rotation
-from mmjax.parallel.sharding import constrain
+from mmjax.parallel.sharding import constrain, in_row_order
 
 
 class TokenTable(nnx.Module):
@@ -148,7 +148,12 @@ class Decoder(nnx.Module):
 
     def context(self, text: TextBatch) -> Context:
         """Build the masks and the rotary angles of a batch."""
-        return self.context_of(MaskSpec(text.sample, text.pos, text.span, text.kind, text.sees), text.position)
+        pos = text.pos
+        if self.config.windowed:
+            # A window counts the tokens of its own branch and of branch 0, as if each branch followed that at once.
+            # All branches but the first move towards branch 0, so none comes to see what is behind it in the row.
+            pos = pos - in_row_order(branch_delay, text.pos, text.sample, text.kind)
+        return self.context_of(MaskSpec(text.sample, pos, text.span, text.kind, text.sees), text.position)
 
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:
         """Build the masks and the rotary angles of tokens with this mask, at these RoPE positions."""

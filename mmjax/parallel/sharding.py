@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -278,6 +278,19 @@ def active() -> Active | None:
     """Return what `activations_on` set; None for one device, or a bare call."""
     current = _active.get()
     return None if current is None or current.mesh.size == 1 else current
+
+
+def in_row_order(compute: Callable[..., jax.Array], pos: jax.Array, *arrays: jax.Array) -> jax.Array:
+    """Compute of arrays `[..., R, T]`, whose tokens stand at `pos` `[R, T]` of their rows, as of the rows in order.
+
+    Devices that share rows permute them; elsewhere nothing is moved.
+    """
+    on = active()
+    if on is None or on.mesh.shape[CONTEXT] == 1:
+        return compute(*arrays)
+    order = jnp.argsort(pos, axis=1)
+    result = compute(*(jnp.take_along_axis(x, jnp.broadcast_to(order, x.shape), axis=-1) for x in arrays))
+    return jnp.take_along_axis(result, jnp.broadcast_to(pos, result.shape), axis=-1)
 
 
 def platform() -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.balance.mask_work import Mask, block_work
-from mmjax.batch import ROW, TIME, ItemBatch, TextBatch, chunk_numbers
+from mmjax.batch import FIRST_BRANCH_BIT, ROW, TIME, ItemBatch, TextBatch, branch_delay, chunk_numbers
 from mmjax.config import (
     AudioConfig,
     DecoderConfig,
@@ -519,9 +519,14 @@ def pairs_beyond_window(text: TextBatch, window: int) -> np.ndarray:
     starts = np.diff(text.sample, axis=1, prepend=-2) != 0
     first = np.maximum.accumulate(np.where(starts, np.arange(length), 0), axis=1)
     # Keys in columns first to far (exclusive) are beyond the window: with window 2, token 2 of a sample misses key 0.
-    far = np.maximum(np.arange(length) - window + 1, first)
+    # Branches between a token and branch 0 do not count.
+    column = np.arange(length)
+    in_branch, in_branch_0 = (
+        np.maximum(x - window + 1, first) for x in (column, column - branch_delay(text.sample, text.kind))
+    )
     count = np.zeros(len(text.sample), np.int64)
     for bit in np.unique(text.kind):
+        far = in_branch_0 if bit >> FIRST_BRANCH_BIT == 0 else in_branch
         # before_column[:, t] counts the row's tokens of this kind in columns 0 to t (exclusive).
         before_column = np.pad(np.cumsum(text.kind == bit, axis=1), ((0, 0), (1, 0)))
         beyond = np.take_along_axis(before_column, far, 1) - np.take_along_axis(before_column, first, 1)

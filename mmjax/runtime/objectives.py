@@ -21,7 +21,7 @@ from mmjax.config.training import repeats_forward
 from mmjax.models.layer_stacks import Params
 from mmjax.models.layers import Noise
 from mmjax.models.model import Model, Outputs, restrict
-from mmjax.parallel.sharding import CONTEXT, active
+from mmjax.parallel.sharding import in_row_order
 from mmjax.runtime.losses import losses_in_chunks
 
 CHOSEN, REJECTED = (1 << FIRST_BRANCH_BIT + k for k in range(2))  # `TextBatch.kind` of a pair's answers
@@ -146,16 +146,13 @@ def policy_losses(
 
 def sample_totals(values: Sequence[jax.Array], text: TextBatch) -> jax.Array:
     """Add up each of these arrays `[R, T]` over the tokens of every sample: `[n, R, T]`, at all of its tokens."""
-    on = active()
-    ordered = on is None or on.mesh.shape[CONTEXT] == 1
-    sums, sample = jnp.stack(values), text.sample
-    if not ordered:  # devices share rows, whose tokens are permuted
-        order = jnp.argsort(text.pos, axis=1)
-        sums, sample = (jnp.take_along_axis(x, jnp.broadcast_to(order, x.shape), axis=-1) for x in (sums, sample))
-    is_last = jnp.concatenate([sample[:, 1:] != sample[:, :-1], jnp.ones_like(sample[:, :1], bool)], axis=1)
-    last = jnp.where(is_last, _running_sums(sums, sample), 0.0)
-    totals = _running_sums(last[..., ::-1], sample[:, ::-1])[..., ::-1]
-    return totals if ordered else jnp.take_along_axis(totals, jnp.broadcast_to(text.pos, totals.shape), axis=-1)
+
+    def totals(sums: jax.Array, sample: jax.Array) -> jax.Array:
+        is_last = jnp.concatenate([sample[:, 1:] != sample[:, :-1], jnp.ones_like(sample[:, :1], bool)], axis=1)
+        last = jnp.where(is_last, _running_sums(sums, sample), 0.0)
+        return _running_sums(last[..., ::-1], sample[:, ::-1])[..., ::-1]
+
+    return in_row_order(totals, text.pos, jnp.stack(values), text.sample)
 
 
 def _running_sums(values: jax.Array, sample: jax.Array) -> jax.Array:

@@ -120,7 +120,6 @@ def test_the_embedded_data_needs_the_encoders_of_its_modalities() -> None:
         ("tiny_dpo", ["loss.reference=adapters_off"], "but llm is trained itself; freeze it and give it or another"),
         ("tiny_dpo", ["loss.beta=0"], r"loss\.beta=0\.0: must be more than 0"),
         ("tiny_dpo", ["model.llm.dropout=0.1"], r"loss=dpo does not work with model\.llm\.dropout"),
-        ("tiny_dpo", ["model.llm.windowed=0", "model.llm.window=8"], r"does not work with model\.llm\.windowed"),
         ("tiny_dpo", ["units.llm.data=1", "units.vision.data=1"], "does not work with units"),
     ],
 )

@@ -42,9 +42,9 @@ class Asked:
     rejected: str
 
 
-def save_pairs(place: Path, count: int = 12) -> list[Asked]:
+def save_pairs(place: Path, count: int = 12, window: int = 0) -> list[Asked]:
     """A checkpoint, images, and `pairs.jsonl` in TRL's format: half of them conversational, half plain."""
-    save_checkpoint(place / "checkpoint")
+    save_checkpoint(place / "checkpoint", window=window)
     records = json.loads(save_questions(place / "data", count).read_text())
     rng = np.random.default_rng(1)
     asked, lines = [], []

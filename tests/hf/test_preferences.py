@@ -49,9 +49,18 @@ Loss = Callable[[torch.nn.Module], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> tuple[Path, list[Asked]]:
+    return save_place(tmp_path_factory.mktemp("preferences"))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory) -> tuple[Path, list[Asked]]:
+    """The same with an LLM whose tokens see 23 before them: fewer than are between a rejected answer and the prompt's begin."""
+    return save_place(tmp_path_factory.mktemp("windowed"), window=24)
+
+
+def save_place(folder: Path, window: int = 0) -> tuple[Path, list[Asked]]:
     """The checkpoint and its pairs, and the same with the checkpoint's own log-probabilities of every answer."""
-    folder = tmp_path_factory.mktemp("preferences")
-    asked = save_pairs(folder)
+    asked = save_pairs(folder, window=window)
     lines = save_log_probs(folder, asked, "exact.jsonl")
     for line in lines:  # off the policy's own, so that the first loss is not that of equal models
         line |= {key: line[key] + shift for key, shift in zip(REFERENCE, (0.5, -0.7), strict=True)}
@@ -124,15 +133,16 @@ def loss_there(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "loss",
+    ("where", "loss"),
     [
-        Dpo(BETA, reference="stored"),
-        Dpo(BETA, reference="none"),
-        Dpo(2.0, "sigmoid_norm", "stored"),
+        ("place", Dpo(BETA, reference="stored")),
+        ("place", Dpo(BETA, reference="none")),
+        ("place", Dpo(2.0, "sigmoid_norm", "stored")),
+        ("windowed", Dpo(BETA, reference="stored")),
     ],
-    ids=lambda loss: f"{loss.loss_type}, reference {loss.reference}",
 )
-def test_ten_steps_on_packed_pairs_are_those_of_answers_apart(place, tmp_path, loss):
+def test_ten_steps_on_packed_pairs_are_those_of_answers_apart(where, request, tmp_path, loss):
+    place = request.getfixturevalue(where)
     config = run_config(place[0], loss, "stored.jsonl")
     steps = load_steps(config, tmp_path, 10)
     assert all(len(batches) == 2 for batches in steps)
@@ -247,8 +257,16 @@ def test_without_adapters_the_model_is_the_reference_whose_log_probabilities_are
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", ["data=2 x fsdp=2 x tensor=2", "fsdp=4 x context=2, heads"])
-def test_losses_and_gradients_of_pairs_are_the_same_on_every_mesh(place, tmp_path, mesh):
+@pytest.mark.parametrize(
+    ("where", "mesh"),
+    [
+        ("place", "data=2 x fsdp=2 x tensor=2"),
+        ("place", "fsdp=4 x context=2, heads"),
+        ("windowed", "fsdp=4 x context=2, heads"),
+    ],
+)
+def test_losses_and_gradients_of_pairs_are_the_same_on_every_mesh(where, request, tmp_path, mesh):
+    place = request.getfixturevalue(where)
     config = run_config(place[0], Dpo(BETA, reference="stored"), "stored.jsonl")
     found = {}
     for name in ("one device", mesh):

@@ -10,6 +10,7 @@ from mmjax.planning.work import allowed_pairs, item_pairs, pairs_beyond_window
 
 TEXT, IMAGE, CLIP = 1, 2, 4
 EVERYTHING = TEXT | IMAGE | CLIP
+BRANCH = 1 << 12  # the bit of the first branch
 
 
 def random_text(rng: np.random.Generator, rows: int, length: int, items: str, branches: int = 0) -> TextBatch:
@@ -29,9 +30,9 @@ def random_text(rng: np.random.Generator, rows: int, length: int, items: str, br
                 if items != "causal" and kind != TEXT:
                     fields["span"][row, t] = span + kind  # text in between does not end the span
             for branch in range(branches):
-                own = 1 << (12 + branch)
-                where = slice(end - (branch + 1), end - branch)
-                if end - at > branches:
+                own = BRANCH << branch
+                where = slice(end - 2 * (branch + 1), end - 2 * branch)
+                if end - at > 2 * branches:
                     fields["kind"][row, where], fields["span"][row, where] = own, 0
                     fields["sees"][row, where] = EVERYTHING | own
             at, sample, span = end, sample + 1, span + 8
@@ -45,7 +46,11 @@ def brute_force_pairs(text: TextBatch, window: int = 10**6) -> list[int]:
         for q in range(len(sample)):
             for k in range(len(sample)):
                 together = span[q] == span[k] != 0
-                causally = 0 <= pos[q] - pos[k] < window and (sees[q] & kind[k]) != 0
+                apart = pos[q] - pos[k]
+                if kind[k] < BRANCH <= kind[q]:  # what other branches have between them does not count
+                    between = (sample == sample[q]) & (pos > pos[k]) & (pos < pos[q])
+                    apart -= int((between & (kind >= BRANCH) & (kind != kind[q])).sum())
+                causally = pos[k] <= pos[q] and apart < window and (sees[q] & kind[k]) != 0
                 count += bool(sample[q] == sample[k] >= 0 and (together or causally))
         counts.append(count)
     return counts

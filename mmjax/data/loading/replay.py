@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.parts import LLM
-from mmjax.batch import TOKEN_FIELDS, TextBatch
+from mmjax.batch import TOKEN_FIELDS, TextBatch, branch_delay
 from mmjax.config import DecoderConfig
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
 from mmjax.data.plan.placement import MicrobatchPlan
@@ -169,7 +169,9 @@ def seen(text: TextBatch, window: int = 0) -> np.ndarray:
     mutual = (text.span[:, None] == text.span) & (text.span != 0)
     causal = (text.pos <= text.pos[:, None]) & ((text.sees[:, None] & text.kind) != 0)
     if window:
-        causal &= text.pos > text.pos[:, None] - window
+        order = np.argsort(text.pos)  # devices that share rows permute them
+        pos = text.pos - branch_delay(text.sample[None, order], text.kind[None, order])[0, text.pos]
+        causal &= pos > pos[:, None] - window
     return same & (mutual | causal)
 
 
