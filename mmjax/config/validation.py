@@ -158,7 +158,6 @@ def check_loss(config: Config) -> None:
     towers = {"model.llm": model.llm, **{f"model.encoders.{name}": e for name, e in model.encoders.items()}}
     dropping = next((name for name, tower in towers.items() if tower.dropout), "")
     unsupported = {
-        "units": bool(config.units),
         "model.generators": bool(model.generators),
         f"{dropping}.dropout": bool(dropping),
         "model.llm.delta_net": model.llm.delta_net is not None,
@@ -167,6 +166,11 @@ def check_loss(config: Config) -> None:
     for setting, in_config in unsupported.items():
         check(not in_config, f"loss={loss.kind} does not work with {setting}; leave it out, or use loss=cross_entropy")
     if repeats_forward(loss):
+        check(
+            not config.units,
+            "loss.reference=adapters_off does not work with units; write the reference's log-probabilities "
+            "(python -m mmjax.evaluate --log-probs) and use loss.reference=stored",
+        )
         trained = [module for module in module_names(model) if module not in frozen_modules(model)]
         check(
             bool(adapted_modules(model)) and not trained,

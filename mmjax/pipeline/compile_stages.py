@@ -18,6 +18,7 @@ from mmjax.autotune.layer_profile import tower_batch
 from mmjax.autotune.memory_plan import apply_memory_plan
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Callbacks, Config
+from mmjax.config.training import loss_inputs
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, merge
 from mmjax.models.quantization import cast_frozen
@@ -72,6 +73,7 @@ def compile_stages(
         sources=1,
         schedule=schedule_name(config),
         exchange=config.mesh.exchange,
+        loss=config.loss,
         loss_chunks=config.training.loss_chunks or 1,
         compiler_options=compiler_options(config.compiler, devices[0], layout.topology.context),
     )
@@ -164,7 +166,8 @@ def stage_batch(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> T
         devices = row_ranks(mesh, pipeline.rules.token_rows)
         rows = {name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in modules}
         tables = table_structs(modules, batch.token, mesh, pipeline.rules, rows, shape.widths, row_ranks(mesh))
-        batch = select_tables(batch._replace(**tables), stage)
+        inputs = dict.fromkeys(loss_inputs(pipeline.loss), batch.weight)
+        batch = select_tables(batch._replace(**tables, loss_inputs=inputs), stage)
     return put_shapes(batch, batch_shardings(batch, mesh, pipeline.rules))
 
 

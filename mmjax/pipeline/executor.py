@@ -7,7 +7,7 @@ on all devices, so that either every stage updates or none does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial, reduce
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import Exchange
+from mmjax.config import CrossEntropy, Exchange, LossConfig
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.config.training import Carrier
 from mmjax.distributed import coordination
@@ -34,6 +34,7 @@ from mmjax.pipeline.units import TowerRows, put_batch
 from mmjax.planning.schedules import ScheduleName
 from mmjax.runtime.device_batch import ProcessReport, isolate_rows, merge_unreadable, put_report, weigh, weigh_images
 from mmjax.runtime.losses import MAX_WORST
+from mmjax.runtime.objectives import measures_of
 from mmjax.runtime.state import (
     Hyperparameters,
     Optimizer,
@@ -66,6 +67,7 @@ class PipelineExecutor:
         schedule: ScheduleName = "1f1b",
         carrier: Carrier = "auto",
         exchange: Exchange = "padded",
+        loss: LossConfig = CrossEntropy(),
         loss_chunks: int = 1,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
         rows: Mapping[str, TowerRows] | None = None,
@@ -78,6 +80,7 @@ class PipelineExecutor:
         self.rules = rules
         self.sources = sources
         self.schedule = schedule
+        self.loss = loss
         self.loss_chunks = loss_chunks
         self.passes = Passes(
             stages,
@@ -85,6 +88,7 @@ class PipelineExecutor:
             rules,
             sources=sources,
             exchange=exchange,
+            loss=loss,
             loss_chunks=loss_chunks,
             compiler_options=compiler_options,
         )
@@ -450,7 +454,9 @@ class PipelineExecutor:
         losses = {}
         for tower, number in self._losses.items():
             parts = (gradients.reports[number],) if number in gradients.reports else ()
-            structs = loss_structs(self.sources) if tower == "llm" else jax.ShapeDtypeStruct((2,), jnp.float32)
+            structs = jax.ShapeDtypeStruct((2,), jnp.float32)
+            if tower == "llm":
+                structs = loss_structs(self.sources, measures_of(self.loss))
             losses[tower] = jax.tree.map(
                 lambda s, *x: self._on_all_devices([y.reshape(-1) for y in x], s), structs, *parts
             )
@@ -477,7 +483,9 @@ class PipelineExecutor:
         by_device = jax.tree.map(lambda x: x.reshape(self.mesh.size, -1), losses)
         losses = {tower: jax.tree.map(itemgetter(self._loss_devices[tower]), loss) for tower, loss in by_device.items()}
         loss = losses.pop("llm")
-        sums = Accumulated(gradients={}, **loss._replace(not_finite=loss.not_finite[0])._asdict(), images=losses)
+        measures = {name: x[0] for name, x in loss.measures.items()}
+        loss = loss._replace(not_finite=loss.not_finite[0], measures=measures)
+        sums = Accumulated(gradients={}, **loss._asdict(), images=losses)
         report = report_step(sums, norm, reports, unreadable)
         patches = sum(count for _, count in losses.values())
         return report, is_valid(report, loss.weight.sum() + patches)
@@ -554,11 +562,12 @@ def _without_shards(part: TrainState) -> TrainState:
     return jax.tree.map(lambda x: without_shards(x.shape, x.dtype, x.sharding), part)
 
 
-def loss_structs(sources: int) -> LossSums:
-    """Return shapes and dtypes of a step's losses, each of one dimension."""
+def loss_structs(sources: int, measures: Iterable[str]) -> LossSums:
+    """Return shapes and dtypes of a step's losses and of what is measured beside them, each of one dimension."""
     f32, i32 = jnp.float32, jnp.int32
     shapes = ((sources, f32), (sources, f32), (MAX_WORST, i32), (MAX_WORST, f32), (1, i32))
-    return LossSums._make(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in shapes)
+    measured = {name: jax.ShapeDtypeStruct((1,), f32) for name in measures}
+    return LossSums(*(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in shapes), measured)
 
 
 def _square_norm(sums: Params) -> jax.Array:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import Exchange
+from mmjax.config import Exchange, LossConfig
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import merge, modules_of, partition
 from mmjax.models.stage import Activations, Stage
@@ -101,6 +101,7 @@ class Passes:
         *,
         sources: int,
         exchange: Exchange,
+        loss: LossConfig,
         loss_chunks: int,
         compiler_options: Mapping[str, bool | int | float | str] | None,
     ) -> None:
@@ -121,6 +122,7 @@ class Passes:
                 trained=trained,
                 sources=sources,
                 exchange=exchange,
+                loss=loss,
                 loss_chunks=loss_chunks,
                 compiler_options=compiler_options,
             )
@@ -332,4 +334,5 @@ def _merge_reports(total: LossSums | jax.Array, loss: LossSums | jax.Array) -> L
         worst_samples=worst[0],
         worst_losses=worst[1],
         not_finite=total.not_finite + loss.not_finite,
+        measures=jax.tree.map(jnp.add, total.measures, loss.measures),
     )

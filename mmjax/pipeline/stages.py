@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import Exchange
+from mmjax.config import CrossEntropy, Exchange, LossConfig
 from mmjax.models.layer_stacks import Params, key_names, split_scanned
-from mmjax.models.model import merge, modules_of, partition
+from mmjax.models.model import Outputs, merge, modules_of, partition
 from mmjax.models.stage import Activations, Stage
 from mmjax.parallel.sharding import (
     ShardingRules,
@@ -28,7 +28,8 @@ from mmjax.parallel.sharding import (
     sharding,
     tokens_sharding,
 )
-from mmjax.runtime.losses import image_loss, losses_in_chunks, step_loss, worst_samples
+from mmjax.runtime.losses import image_loss, step_loss, worst_samples
+from mmjax.runtime.objectives import TextObjective, measures_of
 
 LOSS = "llm.loss"  # of the LLM's last stage, beside what it sends on to a generator
 
@@ -41,6 +42,7 @@ class LossSums(NamedTuple):
     worst_samples: jax.Array  # int32 [MAX_WORST]
     worst_losses: jax.Array  # float32 [MAX_WORST]
     not_finite: jax.Array  # int32 []
+    measures: dict[str, jax.Array]  # float32 [] by name
 
 
 # Of a stage's loss: of the LLM's, or a generator's as `image_sums` makes it; None where a stage makes no loss.
@@ -92,6 +94,7 @@ class StageProgram:
         trained: frozenset[str],
         sources: int,
         exchange: Exchange = "padded",
+        loss: LossConfig = CrossEntropy(),
         loss_chunks: int = 1,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
@@ -104,7 +107,7 @@ class StageProgram:
         self.gradient_inputs = trained & set(stage.inputs)
         self.sources = sources
         self.exchange = exchange
-        self.loss_chunks = loss_chunks
+        self.text_objective = TextObjective(model, loss, loss_chunks)
         self.is_sink = stage.makes_loss and not stage.sends_states
         abstract = stage.select(model.abstract)
         axes = stage.select(model.axes)
@@ -141,7 +144,10 @@ class StageProgram:
         names = (*stage.inputs, *stage.outputs)
         self.layouts = {name: of_text if name.startswith("llm.") else encoded for name in names}
         on_all = replicated(mesh)
-        report = None if not stage.makes_loss else on_all if stage.generates else LossSums(*[on_all] * 5)
+        report = None
+        if stage.makes_loss:
+            measures = dict.fromkeys(measures_of(loss), on_all)
+            report = on_all if stage.generates else LossSums(*[on_all] * 5, measures)
         outputs = {} if self.is_sink else {name: self.layouts[name] for name in stage.outputs}
         sums = jax.tree.map(lambda x: x.sharding, self.sums)
         self.zeros = jax.jit(lambda: zeros_like(self.sums), out_shardings=sums)
@@ -187,9 +193,10 @@ class StageProgram:
     def _text_loss(
         self, hidden: jax.Array, table: jax.Array, batch: TextBatch, weight: jax.Array
     ) -> tuple[jax.Array, LossSums]:
-        losses = losses_in_chunks(hidden, table, batch, self.loss_chunks, self.stage.model.config.llm.logit_cap)
+        losses, measures = self.text_objective.token_losses(Outputs(hidden, table, None, {}), batch)
         total, by_source, weights = step_loss(losses, batch, weight, self.sources)
-        return total, LossSums(by_source, weights, *worst_samples(jax.lax.stop_gradient(losses), batch))
+        worst = worst_samples(jax.lax.stop_gradient(losses), batch)
+        return total, LossSums(by_source, weights, *worst, {name: x.sum() for name, x in measures.items()})
 
     def _forward_only(
         self, params: Params, inputs: Activations, batch: Any, noise: jax.Array | None, weight: jax.Array | None

@@ -199,6 +199,7 @@ class Trainer:
                 sources=self.data.sources,
                 schedule=schedule_name(config),
                 carrier=config.pipeline.carrier,
+                loss=config.loss,
                 loss_chunks=loss_chunks,
                 compiler_options=self.compiler_options,
                 rows=tower_rows(config, self.loader.layout, unit_ranks(config, list(self.mesh.devices.flat))),

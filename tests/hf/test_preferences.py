@@ -54,7 +54,7 @@ def place(tmp_path_factory) -> tuple[Path, list[Asked]]:
 
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory) -> tuple[Path, list[Asked]]:
-    """The same with an LLM whose tokens see 23 before them: fewer than are between a rejected answer and the prompt's begin."""
+    """The same with an LLM whose tokens see 23 before them, so that no answer's last token sees all of its prompt."""
     return save_place(tmp_path_factory.mktemp("windowed"), window=24)
 
 
