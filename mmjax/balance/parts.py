@@ -71,10 +71,6 @@ class Parts:
         count = np.diff(self.sample_start)[samples]
         return Parts(np.concatenate([[0], np.cumsum(count)]).astype(np.int64), self.module[part], self.length[part])
 
-    def by_size(self) -> np.ndarray:
-        """Sort the parts of each sample by module, longest first (so placed, they fit most often), int64 `[p]`."""
-        return np.lexsort((-self.length, self.module, self.sample()))
-
 
 def parts_of(samples: Sequence[Sequence[tuple[int, int]]]) -> Parts:
     """Build Parts from each sample's (module, length) pairs, the LLM's first."""

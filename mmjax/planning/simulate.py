@@ -41,16 +41,6 @@ class Timeline:
         workers = len(set(self.schedule.graph.workers))
         return 1 - float((self.end - self.start).sum()) / (workers * self.makespan)
 
-    def peak_bytes(self, residuals: np.ndarray) -> np.ndarray:
-        """Return the most bytes of residuals that each stage holds, from those of each microbatch `[stages, m]`."""
-        current = np.zeros(len(self.in_flight))
-        peak = np.zeros(len(self.in_flight))
-        for action in self.actions:
-            size = residuals[action.stage, action.microbatch]
-            current[action.stage] += size if action.kind == "forward" else -size
-            peak[action.stage] = max(peak[action.stage], current[action.stage])
-        return peak
-
 
 def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
     """Start every action as soon as its worker is free and its inputs have arrived.

@@ -23,10 +23,6 @@ def test_take_reorders_samples_and_keeps_their_parts():
     assert len(PARTS.take(np.array([], np.int64))) == 0
 
 
-def test_parts_by_size_stay_in_their_sample_and_module():
-    assert PARTS.length[PARTS.by_size()].tolist() == [5, 9, 4, 6, 3, 2, 8]
-
-
 @pytest.mark.parametrize(
     ("samples", "message"),
     [

@@ -61,13 +61,6 @@ def test_transfers_cost_1f1b_their_time_twice_over_and_eager_little():
         assert run("1f1b", MODALITIES, 16, transfer=delay, blocking=True).makespan > plain
 
 
-def test_held_bytes_follow_the_microbatches_in_flight():
-    timeline = run("1f1b", chain(3), 6)
-    sizes = np.ones((3, 6))
-    sizes[0, 2] = 10.0  # microbatch 2 is big in the first stage
-    assert timeline.peak_bytes(sizes).tolist() == [12, 2, 1]
-
-
 def random_graph(rng: np.random.Generator) -> StageGraph:
     """Up to six stages; each but the last leads to at least one later stage."""
     stages = int(rng.integers(1, 7))
