@@ -55,7 +55,9 @@ def save_tokenizer(folder: Path) -> TokenizersBackend:
     return tokenizer
 
 
-def save_checkpoint(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, window: int = 0) -> Path:
+def save_checkpoint(
+    folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, window: int = 0, heads: int = 4
+) -> Path:
     """A LLaVA of a few thousand parameters, as `transformers` saves it, with all that serves it.
 
     window: of its LLM, a Mistral, in tokens; 0 = a Llama, which has none.
@@ -67,8 +69,8 @@ def save_checkpoint(folder: Path, dtype: torch.dtype = torch.float32, seed: int 
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

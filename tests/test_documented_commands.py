@@ -47,6 +47,12 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
             "python -m mmjax.train llava_dpo",
         ],
     },
+    "tests/hf/test_vllm.py": {
+        "test_rollouts_that_vllm_draws_have_the_probabilities_of_the_first_step": [
+            "python draw.py",
+            "python -m mmjax.train llava_style checkpoint=policy-0",
+        ],
+    },
     "tests/pipeline/test_runs.py": {
         "test_an_llm_with_context_over_processes_gives_the_losses_of_one_mesh_and_goes_on_with_any_context": [
             "python -m mmjax.train my.py units.vision",

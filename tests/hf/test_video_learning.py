@@ -24,18 +24,19 @@ QUESTION = "where?"
 CLIPS = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "tiny_video.py"))["Clips"]
 
 
-def write_checkpoint(folder: Path) -> None:
+def write_checkpoint(folder: Path, heads: int = 4) -> None:
     """Write a random Qwen2.5-VL with a real tokenizer, for clips of 32 x 32 pixels."""
     backend = byte_level(QWEN_VL)
     token = backend.token_to_id
     ids = {f"{name}_token_id": token(f"<|{name}_pad|>") for name in ("image", "video")}
     ids |= {f"vision_{name}_token_id": token(f"<|vision_{name}|>") for name in ("start", "end")}
     sizes = {"hidden_size": 64, "intermediate_size": 160}
+    sections = [pairs * 4 // heads for pairs in (2, 3, 3)]
     text = sizes | {
-        "vocab_size": backend.get_vocab_size(), "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
-        "eos_token_id": token("<|im_end|>"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "mrope_section": [2, 3, 3]},
+        "vocab_size": backend.get_vocab_size(), "num_hidden_layers": 2, "num_attention_heads": heads,
+        "head_dim": 64 // heads, "num_key_value_heads": heads // 2, "max_position_embeddings": 512,
+        "bos_token_id": None, "eos_token_id": token("<|im_end|>"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "mrope_section": sections},
     }  # fmt: skip
     vision = sizes | {
         "depth": 3, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2,
