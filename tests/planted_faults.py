@@ -48,6 +48,13 @@ FAULTS = (
         ("models/test_attention.py::test_mask_spec_allows_what_a_loop_over_its_definition_allows",),
     ),
     Fault(
+        "a window that counts the tokens of other answers",
+        "models/decoder.py",
+        "if self.config.windowed:\n            # A window counts",
+        "if False:\n            # A window counts",
+        ("test_report.py::test_masks_are_drawn_as_attention_computes_them_and_show_which_layers_have_a_window",),
+    ),
+    Fault(
         "blocks taken as a whole though queries stand before their keys",
         "kernels/masks.py",
         "all_causal = k.pos.high[:, None, :] <= q.pos.low[:, :, None]",
