@@ -248,7 +248,9 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
     split: Split = "train" if args.data else args.split
     sources = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
     if not sources:
-        raise UserError(f"{args.model}: no source of its has a {args.split} split to ask; name questions with --data")
+        raise UserError(
+            f"{args.model}: none of its sources has a {args.split} split to ask; name questions with --data"
+        )
     # Process 0 fills the caches of headers and lengths, which the others then read.
     for source in sources.values():
         coordination.run_on_leader(lambda source=source: len(source.read_headers()))
