@@ -282,7 +282,8 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthI
                 facts = source.facts(i)
                 rows = [(numbers.get(e), *_measured(encoders, e, size, sizes)) for e, size in facts.items]
             except (BadSample, BadMedia) as error:
-                bad[len(text)] = str(error)
+                place = source.place(i) if hasattr(source, "place") else ""
+                bad[len(text)] = f"{place}: {error}" if place else str(error)
                 facts = SampleLengths(0, ())
                 rows = []
             except ValueError as error:
