@@ -208,6 +208,8 @@ def list_shards(path: str, where: str) -> list[str]:
     if (span := _RANGE.search(path)) is None:
         return [path] if path.startswith(PIPE) else list_files(path, where)
     first, last = span.groups()
+    if int(first) > int(last):
+        raise UserError(f"{where}={path}: {span[0]} counts down; write {{{last}..{first}}}")
     numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return [s for n in numbers for s in list_shards(f"{path[: span.start()]}{n}{path[span.end() :]}", where)]
 

@@ -159,6 +159,8 @@ def test_what_cannot_be_trained_on_is_said(tmp_path: Path) -> None:
             archive.addfile(tarfile.TarInfo("0.jpg"), io.BytesIO())
     with pytest.raises(UserError, match=r"has 0\.jpg twice in one sample"):
         opened(tmp_path / "d.tar", tmp_path)
+    with pytest.raises(UserError, match=r"\{003\.\.000\} counts down; write \{000\.\.003\}"):
+        opened(tmp_path / "d-{003..000}.tar", tmp_path)
 
 
 def test_a_shard_that_changes_or_goes_in_mid_run_ends_the_run(tmp_path: Path) -> None:
