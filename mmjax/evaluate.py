@@ -307,6 +307,8 @@ def write_log_probs(args: argparse.Namespace) -> None:
     print_lines(f"{len(log_probs):,} pairs, the chosen answer likelier in {preferred:.1%} of them: {args.log_probs}")
     for sample, reason in list(evaluator.left_out.items())[:3]:
         print_lines(f"left out {sample}: {reason}")
+    if (more := len(evaluator.left_out) - 3) > 0:
+        print_lines(f"left out {more:,} more; {args.log_probs} has them without log-probabilities")
 
 
 def _parse_measures(text: str) -> tuple[str, ...]:

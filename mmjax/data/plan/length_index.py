@@ -19,7 +19,7 @@ import numpy as np
 from mmjax.balance.parts import LLM, Parts
 from mmjax.config import AudioConfig, Generator, UnetConfig
 from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
-from mmjax.data.sample import BadSample, SampleLengths, Source
+from mmjax.data.sample import BadSample, SampleLengths, Source, with_place
 from mmjax.data.storage.array_store import Damaged, open_arrays, print_recomputation, save_arrays
 from mmjax.errors import BadMedia, UserError
 from mmjax.startup import activity
@@ -282,8 +282,7 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthI
                 facts = source.facts(i)
                 rows = [(numbers.get(e), *_measured(encoders, e, size, sizes)) for e, size in facts.items]
             except (BadSample, BadMedia) as error:
-                place = source.place(i) if hasattr(source, "place") else ""
-                bad[len(text)] = f"{place}: {error}" if place else str(error)
+                bad[len(text)] = with_place(source, i, error)
                 facts = SampleLengths(0, ())
                 rows = []
             except ValueError as error:
