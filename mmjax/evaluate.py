@@ -284,7 +284,10 @@ def write_log_probs(args: argparse.Namespace) -> None:
     of_data, of_model = _split_overrides(args.overrides)
     served = CheckpointModel.open(args.model, of_model, args.step)
     folders = {"images": args.images, "audio": args.audio, "videos": args.videos}
-    config = replace(_with_questions(served, args.data, folders, of_data), loss=Dpo(reference="none"))
+    config = _with_questions(served, args.data, folders, of_data)
+    if args.data and not isinstance(config.loss, Dpo):
+        raise UserError(f"--data {args.data}: its first record has no chosen and rejected, which --log-probs compares")
+    config = replace(config, loss=Dpo(reference="none"))
     check_loss(config)
     sources = open_sources(config, "train" if args.data else args.split, args.model)
     pairs = {n: s for n, s in sources.items() if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)}
