@@ -233,10 +233,11 @@ class LengthIndex:
         return start, np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items), is_item
 
     def fingerprint(self) -> str:
-        """Hash everything that planning depends on."""
+        """Hash everything that planning depends on: not why samples are bad, which names files by their paths."""
         digest = hashlib.sha256()
         for f in fields(self):  # arrays that are empty change nothing
-            digest.update(np.ascontiguousarray(getattr(self, f.name)).tobytes())
+            if f.name != "reason":
+                digest.update(np.ascontiguousarray(getattr(self, f.name)).tobytes())
         return digest.hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
