@@ -232,7 +232,7 @@ def _config_arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[st
     parameters = inspect.signature(make).parameters if isinstance(make, types.FunctionType) else {}
     given = {name: text for name, _, text in (line.partition("=") for line in lines)}
     for name in given.keys() - parameters.keys() - {field.name for field in dataclasses.fields(Config)}:
-        if difflib.get_close_matches(name, parameters, 1):
+        if "." not in name and difflib.get_close_matches(name, parameters, 1):
             raise UserError(f"unknown key {name!r}{did_you_mean(name, parameters)}")
     return {name: text for name, text in given.items() if name in parameters}
 
