@@ -248,7 +248,9 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
     split: Split = "train" if args.data else args.split
     sources = {n: s for n, s in open_sources(config, split, args.model).items() if isinstance(s, ChatSource)}
     if not sources:
-        raise UserError(f"{args.model}: no source of its has a {args.split} split to ask; name questions with --data")
+        raise UserError(
+            f"{args.model}: none of its sources has a {args.split} split to ask; name questions with --data"
+        )
     # Process 0 fills the caches of headers and lengths, which the others then read.
     for source in sources.values():
         coordination.run_on_leader(lambda source=source: len(source.read_headers()))
@@ -282,7 +284,10 @@ def write_log_probs(args: argparse.Namespace) -> None:
     of_data, of_model = _split_overrides(args.overrides)
     served = CheckpointModel.open(args.model, of_model, args.step)
     folders = {"images": args.images, "audio": args.audio, "videos": args.videos}
-    config = replace(_with_questions(served, args.data, folders, of_data), loss=Dpo(reference="none"))
+    config = _with_questions(served, args.data, folders, of_data)
+    if args.data and not isinstance(config.loss, Dpo):
+        raise UserError(f"--data {args.data}: its first record has no chosen and rejected, which --log-probs compares")
+    config = replace(config, loss=Dpo(reference="none"))
     check_loss(config)
     sources = open_sources(config, "train" if args.data else args.split, args.model)
     pairs = {n: s for n, s in sources.items() if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)}
@@ -305,6 +310,8 @@ def write_log_probs(args: argparse.Namespace) -> None:
     print_lines(f"{len(log_probs):,} pairs, the chosen answer likelier in {preferred:.1%} of them: {args.log_probs}")
     for sample, reason in list(evaluator.left_out.items())[:3]:
         print_lines(f"left out {sample}: {reason}")
+    if (more := len(evaluator.left_out) - 3) > 0:
+        print_lines(f"left out {more:,} more; {args.log_probs} has them without log-probabilities")
 
 
 def _parse_measures(text: str) -> tuple[str, ...]:

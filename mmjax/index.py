@@ -55,8 +55,10 @@ class Part:
     @property
     def bad(self) -> dict[int, str]:
         """Reasons of the records that cannot be used, by their index."""
-        scan = self.facts if self.lengths is None else self.lengths
-        return dict(zip(scan.bad.tolist(), scan.reason.tolist(), strict=True))
+        if self.lengths is not None:
+            return dict(zip(self.lengths.bad.tolist(), self.lengths.reason.tolist(), strict=True))
+        bad = zip(self.facts.bad.tolist(), self.facts.reason.tolist(), strict=True)
+        return {index: f"{self.conversations.place(index)}: {reason}" for index, reason in bad}
 
     @property
     def name(self) -> str:
@@ -105,8 +107,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         if len(part.bad) == len(part.conversations):
             raise UserError(f"{part.name}: none of its {len(part.bad):,} records can be used; see {out / BAD}")
     draw(config, parts, out / PICTURE)
+    print_lines(*_describe_training(config, [part for part in parts if part.split == "train"]))
     if args.to:
         _convert(parts, _make_folder("--to", Path(args.to[1])))
+
+
+def _describe_training(config: Config, parts: Sequence[Part]) -> list[str]:
+    """Say what training does about the bad records of its split, if there are any."""
+    bad, total = (sum(map(len, counted)) for counted in ([p.bad for p in parts], [p.conversations for p in parts]))
+    if not bad:
+        return []
+    found = f"train  {bad:,} of {total:,} records are bad"
+    if config.data.on_bad_sample == "raise":
+        return [f"{found}, and data.on_bad_sample=raise: training refuses to start; mend them, or say skip"]
+    if bad > (share := config.data.max_bad_share) * total:
+        return [
+            f"{found}, more than data.max_bad_share={share:g} allows: training refuses to start; mend them, or raise it"
+        ]
+    return [f"{found}: training leaves them out"]
 
 
 def _make_folder(option: str, path: Path) -> Path:

@@ -103,6 +103,14 @@ def test_a_fault_in_the_config_is_named_with_its_remedy_and_leaves_no_folder(fau
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.exhaustive
+def test_a_pool_that_is_not_there_is_named_with_its_remedy_and_leaves_no_folder(capsys, tmp_path):
+    error = refused(capsys, train.main, TINY, "data.pool=127.0.0.1:1", f"run={tmp_path / 'run'}")
+    assert "data.pool=127.0.0.1:1: no Ray cluster can be used there" in error
+    assert "set data.pool=local" in error
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("fault", ["a mesh that cuts heads", "a run to start from that is not there", "a wrong type"])
 @pytest.mark.parametrize("mode", ["--resume", "--overwrite", "--resume=auto"])

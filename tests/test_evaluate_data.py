@@ -98,6 +98,10 @@ def test_parquet_and_a_limit(checkpoint, data, capsys, tmp_path):
         (["--data", "other.jsonl"], "conversations, messages, audio_filepath, question; name what it is"),
         (["--data", "{data}", "--measures", "bleu"], "there is no 'bleu'; known are exact_match, anls"),
         (["--data", "{data}", "--swap", "vision"], "--swap goes with a run's embedded questions alone"),
+        (
+            ["--data", "{data}", "--log-probs", "out.jsonl"],
+            "first record has no chosen and rejected, which --log-probs",
+        ),
         (["--data", "{data}", "--limit", "0"], "--max-tokens and --limit are 1 or more"),
     ],
 )

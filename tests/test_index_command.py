@@ -79,6 +79,19 @@ def test_every_modality_is_counted_and_what_is_bad_is_named(words, tmp_path, cap
         assert text in drawn
 
 
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ("max_bad_share=0.01", "more than data.max_bad_share=0.01 allows: training refuses to start; mend them, or .*"),
+        ("max_bad_share=0.1", "training leaves them out"),
+        ("on_bad_sample=raise", "data.on_bad_sample=raise: training refuses to start; mend them, or say skip"),
+    ],
+)
+def test_the_last_line_says_what_training_does_about_bad_records(edit, said, words, capsys) -> None:
+    *_, last = told(capsys, *words, f"data.{edit}").splitlines()
+    assert re.fullmatch(f"train  2 of 25 records are bad(:|,| and)+ {said}", last)
+
+
 def test_with_a_checkpoints_template_lengths_are_in_tokens_and_training_counts_nothing_again(tmp_path, capsys) -> None:
     checkpoint = save_checkpoint(tmp_path / "checkpoint")
     save_questions(tmp_path / "data", 12)

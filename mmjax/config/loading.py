@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import hashlib
 import importlib
@@ -223,10 +224,17 @@ def _errors_with_line(path: Path, modules: Loaded) -> Iterator[None]:
 
 
 def _config_arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[str, str]:
-    """Select the overrides `name=text` that name a parameter of the module's config()."""
+    """Select the overrides `name=text` that name a parameter of the module's config().
+
+    Raises UserError for a name that is no section of a config, and much like a parameter.
+    """
     make = getattr(module, "config", None)
-    known = inspect.signature(make).parameters if isinstance(make, types.FunctionType) else {}
-    return {name: text for name, _, text in (line.partition("=") for line in lines) if name in known}
+    parameters = inspect.signature(make).parameters if isinstance(make, types.FunctionType) else {}
+    given = {name: text for name, _, text in (line.partition("=") for line in lines)}
+    for name in given.keys() - parameters.keys() - {field.name for field in dataclasses.fields(Config)}:
+        if "." not in name and difflib.get_close_matches(name, parameters, 1):
+            raise UserError(f"unknown key {name!r}{did_you_mean(name, parameters)}")
+    return {name: text for name, text in given.items() if name in parameters}
 
 
 def _config_tree(

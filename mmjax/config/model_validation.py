@@ -223,7 +223,7 @@ def _check_lora(model: ModelConfig) -> None:
             check(first == name, f"{where}.layers: {layer} has model.lora.{first} already; keep one")
             limit = min(names[layer])
             check(
-                lora.rank <= limit, f"{where}.rank={lora.rank}: {layer} has but {limit} channels; choose at most that"
+                lora.rank <= limit, f"{where}.rank={lora.rank}: {layer} has only {limit} channels; choose at most that"
             )
 
 

@@ -203,3 +203,8 @@ class Source(Protocol):
 
         Of a video a temporal patch, uint8 `[frames, height, width, channels]`.
         """
+
+
+def with_place(source: Source, index: int, reason: object) -> str:
+    """Put before the reason why a sample cannot be used its file and line, where its source knows them."""
+    return f"{source.place(index)}: {reason}" if hasattr(source, "place") else str(reason)

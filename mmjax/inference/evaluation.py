@@ -24,7 +24,7 @@ from rapidfuzz.distance import Levenshtein
 from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.data.loading.replay import spoken
-from mmjax.data.sample import BadSample, Question, Sample, Source, Text
+from mmjax.data.sample import BadSample, Question, Sample, Source, Text, with_place
 from mmjax.data.sources.opening import look_again, open_sources
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
@@ -239,10 +239,10 @@ class Evaluator:
             if hasattr(source, "question"):
                 groups, counted = self._groups[name.partition("/")[0]], lengths if max_tokens is None else None
                 check = partial(_check_question, source, name, counted, groups)
-                questions += [(name, index) for index in self._usable(name, candidates, check, limit)]
+                questions += [(name, index) for index in self._usable(name, source, candidates, check, limit)]
                 ends.add(ends_of(source))
             if loss_chunks is not None:
-                measured += [(name, index) for index in self._usable(name, candidates, source.facts, limit)]
+                measured += [(name, index) for index in self._usable(name, source, candidates, source.facts, limit)]
         self._asked = questions
         self._measured = measured
         decode: Callable[[Sequence[int]], str] = lambda tokens: ""  # noqa: E731 - each source decodes its own answers
@@ -406,12 +406,12 @@ class Evaluator:
         self._note(self._measured, spoiled)
 
     def _usable(
-        self, name: str, candidates: Sequence[int], check: Callable[[int], object], limit: int | None
+        self, name: str, source: Source, candidates: Sequence[int], check: Callable[[int], object], limit: int | None
     ) -> list[int]:
         """Return the samples of a source that pass the check, and note the others."""
         usable, unusable = select_usable(candidates, check, limit)
         for sample, reason in unusable.items():
-            self._leave_out(name, sample, reason)
+            self._leave_out(name, sample, with_place(source, sample, reason))
         return usable
 
     def _note(self, samples: Sequence[tuple[str, int]], spoiled: Mapping[int, str]) -> None:

@@ -56,11 +56,11 @@ def print_run_summary(
     if options:
         print_lines(f"xla    {describe_compiler_options(options)}")
     grouper = loader.planner.grouper
-    per_step = loader.budget.samples_per_step
+    per_step = grouper.samples_per_step
     tokens = per_step * float(np.mean(loader.index.llm_tokens))
     epoch_steps = math.ceil(grouper.epoch_samples / per_step)
     print_lines(
-        f"data   {len(loader.index):,} samples; a step has about {per_step:.4g} samples with {count(tokens)} LLM "
+        f"data   {grouper.epoch_samples:,} samples; a step has about {per_step:.4g} samples with {count(tokens)} LLM "
         f"tokens, an epoch {epoch_steps:,} steps; the run has {config.training.steps:,} steps"
     )
     if oversize := len(grouper.oversize):

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,15 +94,19 @@ def train(
     watchdog = watchdog or Watchdog(config.training.watch, folder.stacks)
     flags = flags or StopFlags()
     with raise_ctrl_c_once(), coordination.enter_on_leader(lock_run(folder.path)):
-        # Until the state is restored or made, a failure leaves the folder as it was before.
+        # Until data workers run, which a pool may refuse, a failure leaves the folder as it was before.
         with coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed:
             make_trainer = partial(
                 Trainer, config, folder, devices, watchdog, flags, permitted=permitted, profile=profile
             )
             trainer, state = restore_or_init(make_trainer, folder, resumed)
-        with closing(trainer):
-            if not trainer.is_complete():
-                trainer.train(state)
+            with ExitStack() as stack:
+                stack.enter_context(closing(trainer))
+                example = None if trainer.is_complete() else trainer.start()
+                closer = stack.pop_all()
+        with closer:
+            if example is not None:
+                trainer.train(state, example)
     return trainer
 
 
@@ -288,6 +292,12 @@ class Trainer:
             self.config, self.stages, self.executor.schedule, timeline.bubble, self.profiled
         )
 
+    def start(self) -> Microbatch:
+        """Describe the run and start its data workers, which load while XLA compiles; return the first microbatch."""
+        example = self.print_summary()
+        self.start_workers()
+        return example
+
     def start_workers(self) -> None:
         """Start the data workers, which begin to load at once, and add this start to the run's history."""
         if coordination.is_leader():
@@ -323,11 +333,9 @@ class Trainer:
         self.metrics.start()
         return accumulated
 
-    def train(self, state: Any) -> None:
+    def train(self, state: Any, example: Microbatch) -> None:
         """Run the steps until the last one, a requested stop, or evaluations that have not improved for too long."""
         config = self.config
-        example = self.print_summary()
-        self.start_workers()  # they load the first batches while XLA compiles
         accumulated = self.compile(state, example)
         with ProgressLine(self.first_step, config.training.steps) as progress:
             for step in range(self.first_step, self.end_step):

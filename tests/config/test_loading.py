@@ -415,6 +415,13 @@ def test_a_config_may_ask_for_words(tmp_path: Path) -> None:
     assert (made.name, made.training.steps, made.seed) == ("mine", 70, 7)
     with pytest.raises(UserError, match=r"asks\.py: config\(\) asks for label; say it after the config's name: label="):
         load(path, ["size=7"])
+    path.write_text(ASKS.replace("size", "data"))  # as some parameter of a recipe is called, and `mesh.data`
+    assert load(path, ["label=mine", "mesh.data=2"]).mesh.data == 2
+    path.write_text(ASKS)
+    with pytest.raises(UserError, match=r"^unknown key 'labell': did you mean 'label'"):
+        load(path, ["labell=mine"])
+    with pytest.raises(UserError, match=r"^unknown key 'steps': did you mean 'training\.steps'"):
+        load(path, ["label=mine", "steps=7"])
     (tmp_path / "kept").mkdir()
     copy_config(path, tmp_path / "kept")
     assert (tmp_path / "kept" / "config.py").read_text() == ASKS

@@ -327,14 +327,15 @@ def test_log_probabilities_that_evaluate_writes_are_those_of_transformers(place,
     folder = place[0]
     bad = json.dumps({"prompt": "What?", "chosen": "This."})
     pairs = (folder / "pairs.jsonl").read_text()
-    (folder / "with_bad.jsonl").write_text(bad + "\n" + pairs)
+    (folder / "with_bad.jsonl").write_text(4 * (bad + "\n") + pairs)
     out = tmp_path / "stored.jsonl"
     given = ["--data", folder / "with_bad.jsonl", "--images", folder / "data" / "images", "--log-probs", out]
     ended = run(capsys, evaluate.main, folder / "checkpoint", *given, "device=cpu", f"data.cache={tmp_path}")
     assert "12 pairs" in ended.out, ended
-    assert "asked[0]: has no rejected answer" in ended.out
-    first, *written = [json.loads(line) for line in out.read_text().splitlines()]
-    assert first == json.loads(bad)
+    assert f"left out asked[2]: {folder}/with_bad.jsonl:3: has no rejected answer\nleft out 1 more" in ended.out
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    first, written = records[:4], records[4:]
+    assert first == 4 * [json.loads(bad)]
     exact = [json.loads(line) for line in (folder / "exact.jsonl").read_text().splitlines()]
     for line, wanted in zip(written, exact, strict=True):
         assert line.keys() == wanted.keys()

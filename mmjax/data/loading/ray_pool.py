@@ -159,7 +159,7 @@ class PoolClient:
         self.task = ray.remote(num_cpus=1, max_retries=TASK_RETRIES)(task)
         self.loader_ref = ray.put(pickle.dumps((os.getcwd(), self.loader)))
         bound = f"{self.max_steps} steps and {size(self.max_bytes)}"
-        return f"pool   {self.address}: {len(nodes)} nodes, {cpus} CPUs; at most {bound} in flight for each process"
+        return f"pool   {self.address}: {len(nodes)} node(s), {cpus} CPU(s); at most {bound} in flight for each process"
 
     def _check_code(self, ray: Any, nodes: list[str]) -> None:
         """Raise UserError where a node has other code of mmjax, or cannot see the data."""

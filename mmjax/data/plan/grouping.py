@@ -342,6 +342,11 @@ class StepGrouper:
         return sum(len(pool) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)
 
     @property
+    def samples_per_step(self) -> float:
+        """Mean number of samples in the steps of the first chunk; fewer than the budget's where chunks are short."""
+        return self._stream.samples_in(0) / self._first_step(1)
+
+    @property
     def _due(self) -> tuple[int, float]:
         """Return the number of samples that are due, and the part of an epoch that they complete."""
         due = sum(len(pool.due) for pool, weight in zip(self.pools, self.weights, strict=True) if weight > 0)

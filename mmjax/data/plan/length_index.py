@@ -19,7 +19,7 @@ import numpy as np
 from mmjax.balance.parts import LLM, Parts
 from mmjax.config import AudioConfig, Generator, UnetConfig
 from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
-from mmjax.data.sample import BadSample, SampleLengths, Source
+from mmjax.data.sample import BadSample, SampleLengths, Source, with_place
 from mmjax.data.storage.array_store import Damaged, open_arrays, print_recomputation, save_arrays
 from mmjax.errors import BadMedia, UserError
 from mmjax.startup import activity
@@ -233,10 +233,11 @@ class LengthIndex:
         return start, np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items), is_item
 
     def fingerprint(self) -> str:
-        """Hash everything that planning depends on."""
+        """Hash everything that planning depends on: not why samples are bad, which names files by their paths."""
         digest = hashlib.sha256()
         for f in fields(self):  # arrays that are empty change nothing
-            digest.update(np.ascontiguousarray(getattr(self, f.name)).tobytes())
+            if f.name != "reason":
+                digest.update(np.ascontiguousarray(getattr(self, f.name)).tobytes())
         return digest.hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
@@ -282,7 +283,7 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthI
                 facts = source.facts(i)
                 rows = [(numbers.get(e), *_measured(encoders, e, size, sizes)) for e, size in facts.items]
             except (BadSample, BadMedia) as error:
-                bad[len(text)] = str(error)
+                bad[len(text)] = with_place(source, i, error)
                 facts = SampleLengths(0, ())
                 rows = []
             except ValueError as error:

@@ -194,6 +194,9 @@ class ArrayRecords:
     def files(self) -> list[tuple[str, int]]:
         return self._headers.files()
 
+    def place(self, index: int) -> str:
+        return self._headers.place(index)
+
     def conversation(self, index: int) -> Conversation:
         return from_header(self._headers[index])
 

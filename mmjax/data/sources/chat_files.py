@@ -451,6 +451,9 @@ class ChatFiles:
     def files(self) -> list[tuple[str, int]]:
         return self._records.files()
 
+    def place(self, index: int) -> str:
+        return self._records.place(index)
+
     def record(self, index: int) -> dict[str, Any]:
         """Return a record as its file has it. Raises BadSample."""
         return self._records[index]

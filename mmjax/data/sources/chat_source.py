@@ -231,6 +231,9 @@ class ChatSource:
     def files(self) -> list[tuple[str, int]]:
         return self.conversations.files()
 
+    def place(self, index: int) -> str:
+        return self.conversations.place(index)
+
     @property
     def window(self) -> int:
         """Neighbouring samples that are shuffled together, where files are read in order; 0 where they are not."""

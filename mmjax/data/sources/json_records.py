@@ -14,10 +14,10 @@ import numpy as np
 
 from mmjax.data.sample import BadSample
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
-from mmjax.data.storage.files import hash_strings, local_copy
+from mmjax.data.storage.files import LocalFile, check_unchanged, hash_strings, local_copy
 from mmjax.errors import UserError
 
-_VERSION = "4"  # of the index
+_VERSION = "5"  # of the index
 _NAMES = ("starts", "spans", "content")
 _CHUNK = 1 << 24
 
@@ -32,10 +32,10 @@ class JsonRecords:
 
     def __init__(self, paths: Sequence[str], cache: Path) -> None:
         self._names = paths
-        self._paths, folders = zip(*(_index_file(path, cache) for path in paths), strict=True)
+        self._paths, folders, self._stamps = zip(*(_index_file(path, cache) for path in paths), strict=True)
         arrays = open_arrays(folders[0] if len(folders) == 1 else _join(folders, cache), _NAMES)
         self._starts = arrays["starts"]  # int64 [files + 1]: first record of each file
-        self._spans = arrays["spans"]  # int64 [n, 2]: start and stop of each record in its file
+        self._spans = arrays["spans"]  # int64 [n, 3]: start and stop of each record in its file, and its line, from 1
         self._content = str(arrays["content"])  # hash of the files' bytes
 
     def __len__(self) -> int:
@@ -50,21 +50,41 @@ class JsonRecords:
         return list(zip(self._names, np.diff(self._starts).tolist(), strict=True))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Read one record. Raises BadSample where it is no JSON object."""
+        """Read one record. Raises BadSample where it is no JSON object, and UserError where its file has changed."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
-        start, stop = self._spans[index].tolist()
+        start, stop, _ = self._spans[index].tolist()
+        number = self._file_of(index)
+        path = str(self._paths[number])
         try:
-            # side="right": with starts 0, 3, 3, 5, record 3 is in the third file, as the second is empty.
-            with open(self._paths[int(self._starts.searchsorted(index, side="right")) - 1], "rb", 0) as file:
+            with open(path, "rb", 0) as file:
                 record = json.loads(os.pread(file.fileno(), stop - start, start), object_pairs_hook=_unique_keys)
-        except OSError as error:
-            raise BadSample(f"cannot be read: {error}") from None
-        except (ValueError, RecursionError) as error:
-            raise BadSample(f"is not JSON: {error}") from None
+        except BadSample:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
+            # Records may be appended in mid-run; where those before them have moved, all would be lost as bad ones.
+            check_unchanged(LocalFile(path), self._stamps[number])
+            if isinstance(error, OSError):
+                raise BadSample(f"cannot be read: {error}") from None
+            # The decoder's own text counts lines from the record's first.
+            at = f"{error.msg} (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else error
+            raise BadSample(f"is not JSON: {at}") from None
         if not isinstance(record, dict):
             raise BadSample(f"is a JSON {type(record).__name__}, not an object")
         return record
+
+    def place(self, index: int) -> str:
+        """Name a record's file and line, or in an array on one line its number there."""
+        file = self._file_of(index)
+        first, last = self._starts[file : file + 2].tolist()
+        lines = self._spans[first:last, 2]
+        line = int(lines[index - first])
+        one_line = len(lines) > 1 and lines[0] == lines[-1]
+        return f"{self._names[file]}[{index - first}]" if one_line else f"{self._names[file]}:{line}"
+
+    def _file_of(self, index: int) -> int:
+        # side="right": with starts 0, 3, 3, 5, record 3 is in the third file, as the second is empty.
+        return int(self._starts.searchsorted(index, side="right")) - 1
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -77,19 +97,19 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _index_file(path: str, cache: Path) -> tuple[Path, Path]:
-    """Index a file unless that was done; return its local copy, and the folder of the index."""
+def _index_file(path: str, cache: Path) -> tuple[Path, Path, str]:
+    """Index a file unless that was done; return its local copy, the folder of the index, and the copy's stamp."""
     try:
         local = local_copy(path, cache / "copies")
-        status = local.stat()
-        key = hash_strings(str(local.absolute()), str(status.st_size), str(status.st_mtime_ns), _VERSION)
+        stamp = LocalFile(str(local)).stamp()
+        key = hash_strings(str(local.absolute()), stamp, _VERSION)
         folder = cache / f"records-{key}"
         if open_arrays_if_sound(folder, _NAMES) is None:
             spans, content = _find_records(path, local)
             save_arrays(folder, {"starts": np.array([0, len(spans)]), "spans": spans, "content": np.array(content)})
     except (OSError, BadSample) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    return local, folder
+    return local, folder, stamp
 
 
 def _join(folders: Sequence[Path], cache: Path) -> Path:
@@ -105,11 +125,11 @@ def _join(folders: Sequence[Path], cache: Path) -> Path:
 
 
 def _find_records(path: str, local: Path) -> tuple[np.ndarray, str]:
-    """Find where each record starts and stops, int64 `[n, 2]`, and hash the file. Raises UserError."""
+    """Find where each record starts and stops, and its line, int64 `[n, 3]`; hash the file. Raises UserError."""
     with local.open("rb") as file:
         content = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     if not local.stat().st_size:
-        return np.empty((0, 2), np.int64), content
+        return np.empty((0, 3), np.int64), content
     # Pages of the map are read as the kernels below go through them, so files may exceed memory.
     data = np.memmap(local, np.uint8, "r")
     head = bytes(data[:_CHUNK])
@@ -136,31 +156,35 @@ def _find_records(path: str, local: Path) -> tuple[np.ndarray, str]:
         spans = _lines(data[bom:])
     else:
         raise UserError(f"{path} is neither a JSON array nor JSON lines: it starts with {head[bom : bom + 20]!r}")
-    return spans + bom, content
+    spans[:, :2] += bom
+    return spans, content
 
 
 @numba.njit(cache=True, nogil=True)
-def _append(spans: np.ndarray, count: int, start: int, stop: int) -> np.ndarray:
+def _append(spans: np.ndarray, count: int, start: int, stop: int, line: int) -> np.ndarray:
     """Write a span at `count`, in a table of twice the size if it is full, and return the table."""
     if count == len(spans):
         spans = np.concatenate((spans, np.empty_like(spans)))
     spans[count, 0] = start
     spans[count, 1] = stop
+    spans[count, 2] = line
     return spans
 
 
 @numba.njit(cache=True, nogil=True)
 def _lines(data: np.ndarray) -> np.ndarray:
-    """Find the lines that are not blank, without the white space around their text, int64 `[n, 2]`."""
-    spans = np.empty((1024, 2), np.int64)
+    """Find the lines that are not blank, without the white space around their text, int64 `[n, 3]`."""
+    spans = np.empty((1024, 3), np.int64)
     count = 0
+    line = 1
     start = stop = -1
     for i in range(len(data) + 1):
         if i == len(data) or data[i] == 10:  # \n
             if start >= 0:
-                spans = _append(spans, count, start, stop)
+                spans = _append(spans, count, start, stop, line)
                 count += 1
             start = -1
+            line += 1
         elif data[i] not in (32, 9, 13):  # space, tab, \r
             if start < 0:
                 start = i
@@ -170,12 +194,13 @@ def _lines(data: np.ndarray) -> np.ndarray:
 
 @numba.njit(cache=True, nogil=True)
 def _elements(data: np.ndarray) -> tuple[np.ndarray, int, int]:
-    """Find the elements of the outermost array, int64 `[n, 2]`.
+    """Find the elements of the outermost array, int64 `[n, 3]`.
 
     Also returns where the array ends, and the comma or bracket before which an element is missing; -1 for none.
     """
-    spans = np.empty((1024, 2), np.int64)
+    spans = np.empty((1024, 3), np.int64)
     count = depth = 0
+    line = start_line = 1
     quoted = escaped = False
     start = stop = -1
     for i in range(len(data)):
@@ -190,10 +215,11 @@ def _elements(data: np.ndarray) -> tuple[np.ndarray, int, int]:
             stop = i + 1
             continue
         if c in (32, 9, 10, 13):  # white space
+            line += c == 10
             continue
         if depth == 1 and c in (44, 93):  # , ] of the outermost array: an element ends
             if start >= 0:
-                spans = _append(spans, count, start, stop)
+                spans = _append(spans, count, start, stop, start_line)
                 count += 1
             elif c == 44 or count > 0:
                 return spans[:count], -1, i
@@ -203,6 +229,7 @@ def _elements(data: np.ndarray) -> tuple[np.ndarray, int, int]:
             continue
         if depth > 0 and start < 0:
             start = i
+            start_line = line
         stop = i + 1
         if c == 34:
             quoted = True

@@ -33,7 +33,7 @@ from mmjax.data.sources.chat_files import (
     resolve_reference,
 )
 from mmjax.data.storage.archives import MediaFolder
-from mmjax.data.storage.files import FileRef, file_at, filesystem, hash_strings, is_url, one_line
+from mmjax.data.storage.files import FileRef, check_unchanged, file_at, filesystem, hash_strings, is_url, one_line
 from mmjax.data.storage.spool import Spool
 from mmjax.errors import UserError
 
@@ -91,6 +91,10 @@ class ParquetRecords:
     def files(self) -> list[tuple[str, int]]:
         return [(path, int(file.starts[-1])) for path, file in zip(self._paths, self._files, strict=True)]
 
+    def place(self, index: int) -> str:
+        number, row = self._row(index)
+        return f"{self._paths[number]}[{row}]"
+
     def conversation(self, index: int) -> Conversation:
         return self._record(index).conversation
 
@@ -100,10 +104,8 @@ class ParquetRecords:
     def _record(self, index: int) -> Record:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        # With files of 3 and 2 rows the starts are 0, 3, 5, and row 3 is row 0 of file 1.
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        number, row = self._row(index)
         file = self._files[number]
-        row = index - int(self._starts[number])
         texts = file.values(row, self._texts)
         media = {medium: self._cells(file, row, column) for medium, column in self._media.items()}
         cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
@@ -119,6 +121,12 @@ class ParquetRecords:
             ref if isinstance(ref, Cell) else resolve_reference(ref, self._folder) for ref in record.references
         )
         return Record(record.conversation, files)
+
+    def _row(self, index: int) -> tuple[int, int]:
+        """Return the number of a record's file, and the row there."""
+        # With files of 3 and 2 rows the starts are 0, 3, 5, and row 3 is row 0 of file 1.
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return number, index - int(self._starts[number])
 
     def _cells(self, file: _File, row: int, column: str) -> list[Cell]:
         value = file.values(row, (file.shallow(column),))[column]
@@ -210,11 +218,6 @@ class _File:
         """Memory-map a leaf of a row group, copied as an Arrow file. Raises UserError where the file has changed."""
 
         def write(file: BinaryIO, reserve: Callable[[int], None]) -> None:
-            if file_at(self.path).stamp() != self.stamp:
-                raise UserError(
-                    f"{self.path} has changed since it was opened; restore it and go on with --resume, or train on "
-                    "what it has now with --resume --new-data"
-                )
             table = pyarrow.table({leaf: self.read_group(group, leaf)})
             size = pyarrow.MockOutputStream()
             for sink in (size, file):
@@ -228,7 +231,8 @@ class _File:
         return pyarrow.ipc.open_file(pyarrow.py_buffer(mapped)).read_all().column(0)
 
     def read_group(self, group: int, leaf: str) -> pyarrow.ChunkedArray:
-        """Read one leaf of a row group. Raises BadSample."""
+        """Read one leaf of a row group. Raises BadSample, and UserError where the file has changed."""
+        check_unchanged(file_at(self.path), self.stamp)
         try:
             with self._open() as file:
                 return file.read_row_group(group, [leaf], use_threads=False).column(0)

@@ -33,6 +33,9 @@ class WithSound:
     def files(self) -> list[tuple[str, int]]:
         return self.conversations.files()
 
+    def place(self, index: int) -> str:
+        return self.conversations.place(index)
+
     def conversation(self, index: int) -> Conversation:
         conversation = self.conversations.conversation(index)
         messages = [replace(m, parts=tuple(_with_sound(m.parts))) for m in conversation.messages]

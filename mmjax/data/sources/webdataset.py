@@ -41,6 +41,7 @@ from mmjax.data.storage.files import (
     File,
     FileRef,
     Unreadable,
+    check_unchanged,
     file_at,
     hash_strings,
     is_url,
@@ -123,6 +124,9 @@ class WebDatasetRecords:
     def files(self) -> list[tuple[str, int]]:
         return list(zip(self._paths, np.diff(self._starts).tolist(), strict=True))
 
+    def place(self, index: int) -> str:
+        return f"{self._paths[self._shard_of(index)]}::{self._key[index].decode()}"
+
     def conversation(self, index: int) -> Conversation:
         return self._record(index).conversation
 
@@ -132,12 +136,15 @@ class WebDatasetRecords:
             for ref in self._record(index).references
         )
 
+    def _shard_of(self, index: int) -> int:
+        # side="right": with starts 0, 3, 3, 5, sample 3 is in the third shard, as the second is empty.
+        return int(self._starts.searchsorted(index, side="right")) - 1
+
     def _members(self, index: int) -> dict[str, Member]:
         """Return a sample's members by their extension."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        # side="right": with starts 0, 3, 3, 5, sample 3 is in the third shard, as the second is empty.
-        shard = int(self._starts.searchsorted(index, side="right")) - 1
+        shard = self._shard_of(index)
         file = self._files[shard]
         first = int(self._first[self._starts[shard]])  # member of the shard
         members = {}
@@ -177,21 +184,22 @@ class WebDatasetRecords:
             names = {name for keys in KEYS.values() for name in keys}
             turn_record = {name: value for name, value in record.items() if name not in names}
             return parse_chat(turn_record | {KEYS[medium][0]: files for medium, files in media.items()}, turns)
-        answer = record.get(self._source.answer)
+        if (answer := record.get(self._source.answer)) is None:
+            keys = ", ".join(map(repr, record)) or "none"
+            raise BadSample(f"has a .json with neither a conversation nor {self._source.answer!r}; its keys: {keys}")
         return parse_question(record.get(self._source.question, self._source.prompt), answer, media)
 
 
 @dataclass(frozen=True)
 class Member(ArchiveMember):
-    """A member of a shard, which is not read once its shard has changed. content: what the index has of it."""
+    """A member of a shard, whose change in mid-run ends the run. content: what the index has of it."""
 
     content: bytes | None = None
 
     def read(self) -> bytes:
         if self.content is not None:
             return self.content
-        if self.file.stamp() != self.file_stamp:
-            raise BadSample(f"{self.file.name} has changed since it was opened; start again, with --resume --new-data")
+        check_unchanged(self.file, self.file_stamp)
         return super().read()
 
 
@@ -200,6 +208,8 @@ def list_shards(path: str, where: str) -> list[str]:
     if (span := _RANGE.search(path)) is None:
         return [path] if path.startswith(PIPE) else list_files(path, where)
     first, last = span.groups()
+    if int(first) > int(last):
+        raise UserError(f"{where}={path}: {span[0]} counts down; write {{{last}..{first}}}")
     numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return [s for n in numbers for s in list_shards(f"{path[: span.start()]}{n}{path[span.end() :]}", where)]
 
@@ -212,8 +222,9 @@ def _text(member: Member) -> str:
 
 
 def _json(member: Member) -> Any:
+    content = member.read()
     try:
-        return json.loads(member.read())
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadSample(f"{member.name} is not JSON: {error}") from None
 

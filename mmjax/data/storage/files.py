@@ -64,6 +64,22 @@ class FileRef(Protocol):
         """Read all of it."""
 
 
+def check_unchanged(file: File, stamp: str) -> None:
+    """Raise UserError where a file of many samples is gone, or has changed since it had this stamp.
+
+    As bad samples they would be lost one by one.
+    """
+    try:
+        if file.stamp() == stamp:
+            return
+    except Unreadable as error:
+        raise UserError(f"{error}; go on with --resume when it is there again") from None
+    raise UserError(
+        f"{file.name} has changed since it was opened; restore it and go on with --resume, or train on what it has "
+        "now with --resume --new-data"
+    )
+
+
 class Conversations(Protocol):
     """Random access to the records of a data set, and to the files of their media. Nothing is decoded.
 
@@ -77,6 +93,9 @@ class Conversations(Protocol):
 
     def files(self) -> list[tuple[str, int]]:
         """List the data set's files with the number of records in each, in order."""
+
+    def place(self, index: int) -> str:
+        """Name where a record stands, for a person: by its file and line, row or key."""
 
     def conversation(self, index: int) -> Conversation:
         """Read a record's conversation."""

@@ -57,7 +57,7 @@ def test_a_pool_that_loses_processes_a_node_and_its_head_costs_no_step_and_chang
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "10")  # seconds until a lost head is given up, else 60
     loader, made = run_folder(tmp_path), cluster([1, 1])
     loaded = pool(loader, 3, 60, made.address, pool_steps=8)
-    assert "2 nodes, 2 CPUs; at most 8 steps and 4.0 GB in flight" in capfd.readouterr().out
+    assert "2 node(s), 2 CPU(s); at most 8 steps and 4.0 GB in flight" in capfd.readouterr().out
     assert_steps(loaded, loader, 3, 10)
     kill_one(random.Random(0))
     assert_steps(loaded, loader, 10, 25)

@@ -81,6 +81,7 @@ def test_a_source_with_fewer_samples_than_a_step_takes_comes_once_in_it_and_that
     steps = [samples_of(grouped.step(step)) for step in range(18)]
     assert all(len(set(step.tolist())) == len(step) == 20 for step in steps)
     assert Counter(np.concatenate(steps).tolist()) == Counter([*range(10)] * 18 + [*range(10, 100)] * 2)
+    assert grouped.samples_per_step == 20 < grouped.budget.samples_per_step
     (note,) = grouped.epoch_notes()
     assert note.startswith(
         "all 10 samples of few come once in 0.5 steps, and never twice in one: steps have at most 20"

@@ -84,6 +84,15 @@ def test_other_data_or_preprocessing_has_another_index(change, tmp_path):
     assert index.source_name.tolist() == [name]
 
 
+def test_why_a_sample_is_bad_changes_no_plan_and_which_one_is_does():
+    index = index_of(random_samples(2, seed=0), config())
+    one, moved, other = (
+        replace(index, bad=np.array([k]), reason=np.array([why])).fingerprint()
+        for k, why in ((0, "a/d.jsonl:1: is bad"), (0, "b/d.jsonl:7: is bad"), (1, "a/d.jsonl:1: is bad"))
+    )
+    assert one == moved != other
+
+
 def test_two_processes_that_build_the_same_index_leave_one(tmp_path, monkeypatch):
     index = index_of(random_samples(5, seed=3), config())
     index.save(tmp_path / "index")

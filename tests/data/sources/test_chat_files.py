@@ -232,7 +232,37 @@ def test_a_line_that_is_cut_off_is_one_bad_record_and_blank_lines_are_none(tmp_p
     got = opened(LlavaSource(str(tmp_path / "d.jsonl")), tmp_path)
     assert len(got) == 3
     assert got.conversation(0) == got.conversation(2)
-    assert "is not JSON" in reason(lambda: got.conversation(1))
+    assert "is not JSON: Expecting property name enclosed in double quotes (character 21)" in reason(
+        lambda: got.conversation(1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "places"),
+    [
+        ('{"a": 1}\n\n  {"a": 2}\n{', ["b.json:1", "b.json:3", "b.json:4"]),
+        ('[{"a": 1}, {"a": 2}]', ["b.json[0]", "b.json[1]"]),
+        ('[\n  {\n"a": "\\n"},\n\n  {"a": 2}\n]', ["b.json:2", "b.json:5"]),
+    ],
+)
+def test_a_record_is_named_by_its_file_and_line(content: str, places: list[str], tmp_path: Path) -> None:
+    lines(tmp_path / "a.json", [{}, {}])
+    (tmp_path / "b.json").write_text(content)
+    records = JsonRecords([str(tmp_path / name) for name in ("a.json", "b.json")], tmp_path / "cache")
+    named = [records.place(index) for index in range(len(records))]
+    assert named == [f"{tmp_path}/{place}" for place in ("a.json:1", "a.json:2", *places)]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_file_whose_records_have_moved_or_gone_in_mid_run_ends_it_and_a_longer_one_does_not(lost, tmp_path: Path):
+    path = Path(lines(tmp_path / "d.jsonl", [asked("0?"), asked("1?")]))
+    got = opened(LlavaSource(str(path)), tmp_path)
+    whole = path.read_text()
+    path.write_text(whole + whole)
+    assert got.conversation(1).messages[0].parts == ("1?",)
+    path.unlink() if lost else path.write_text("\n" + whole)
+    with pytest.raises(UserError, match=r"d\.jsonl (is missing|has changed since it was opened); .*--resume"):
+        got.conversation(1)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,10 @@ def test_limits_apply_to_the_sizes_that_an_arrayrecord_folder_brings(words, tmp_
     stored += [f"data.sources.{name}.path={tmp_path}/records/{name}/train" for name in ("photos", "speech")]
     bad = bad_samples(capsys, tmp_path, "tiny_omni", *stored, *words[-2:], *LIMITS)
     assert list(bad) == ["photos[0]", "photos[1]", "speech[2]", "speech[3]"]
-    assert bad["photos[0]"] == "an image of 10 x 20 pixels has a side of less than 12"
+    assert (
+        bad["photos[0]"]
+        == f"{tmp_path}/records/photos/train/00000.jsonl:1: an image of 10 x 20 pixels has a side of less than 12"
+    )
 
 
 @pytest.mark.parametrize("kind", ["llava", "arrayrecord"])

@@ -164,6 +164,16 @@ def test_parquet_behind_http_is_read_by_ranges(tmp_path: Path) -> None:
         assert got.media(20)[0].read()[-1] == 20
 
 
+def test_a_file_that_changes_in_mid_run_ends_the_run(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "d.parquet", {"q": [f"{i}?" for i in range(6)], "a": ["yes"] * 6})
+    got = opened(ParquetSource(path, question="q", answer="a"), tmp_path)
+    assert got.conversation(0).messages[0].parts == ("0?",)
+    assert got.place(4) == f"{path}[4]"
+    parquet(tmp_path / "d.parquet", {"q": [f"{i}!" for i in range(6)], "a": ["yes"] * 6})
+    with pytest.raises(UserError, match=r"d\.parquet has changed since it was opened; .*--new-data"):
+        got.conversation(4)
+
+
 def test_with_a_window_a_row_group_is_fetched_once_and_its_copy_makes_room_for_others(tmp_path: Path) -> None:
     for k in range(2):
         columns = {

@@ -149,7 +149,7 @@ def test_what_cannot_be_trained_on_is_said(tmp_path: Path) -> None:
         "is not JSON",
         "with a list",
         "is not UTF-8",
-        "no answer",
+        "neither a conversation nor 'answer'; its keys: 'question'",
     ]
     for index, reason in enumerate(reasons):
         with pytest.raises(BadSample, match=reason):
@@ -159,20 +159,27 @@ def test_what_cannot_be_trained_on_is_said(tmp_path: Path) -> None:
             archive.addfile(tarfile.TarInfo("0.jpg"), io.BytesIO())
     with pytest.raises(UserError, match=r"has 0\.jpg twice in one sample"):
         opened(tmp_path / "d.tar", tmp_path)
+    with pytest.raises(UserError, match=r"\{003\.\.000\} counts down; write \{000\.\.003\}"):
+        opened(tmp_path / "d-{003..000}.tar", tmp_path)
 
 
-def test_a_shard_that_changes_in_mid_run_is_read_no_more(tmp_path: Path) -> None:
+def test_a_shard_that_changes_or_goes_in_mid_run_ends_the_run(tmp_path: Path) -> None:
     path = shard(tmp_path / "d.tar", captions(0, 3))
     got = opened(path, tmp_path)
     assert got.media(1)[0].read() == picture(colour=1)
     [file] = got.media(1)
     shard(path, captions(1, 3))
     os.utime(path, ns=(1, 1))
-    with pytest.raises(BadSample, match=r"d\.tar has changed since it was opened"):
-        file.read()
+    for read in (file.read, lambda: got.conversation(1)):
+        with pytest.raises(UserError, match=r"d\.tar has changed since it was opened; .*--new-data"):
+            read()
+    assert got.place(1) == f"{path}::{file.member.partition('.')[0]}"
     again = opened(path, tmp_path)
     assert again.conversation(0).messages[1].parts == ("number 1",)
     assert again.fingerprint() != got.fingerprint()
+    Path(path).unlink()
+    with pytest.raises(UserError, match=r"d\.tar is missing; go on with --resume"):
+        again.conversation(0)
 
 
 def streams(folder: Path, url: str) -> dict[str, str]:
