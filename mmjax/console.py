@@ -131,4 +131,5 @@ def _summary(scalars: Mapping[str, float]) -> str:
     ]
     if (unbalanced := scalars["straggler_wait_before"]) > 1e-6:  # 0 where there is only one rank
         parts.append(f"ranks wait {scalars['straggler_wait']:.1%} (unbalanced {unbalanced:.0%})")
-    return "  ".join([*parts, f"data wait {scalars['data_wait_share']:.1%}"])
+    # Of the seconds, not of each step's share: a step that waits long is longer than others.
+    return "  ".join([*parts, f"data wait {scalars['seconds/data_wait'] / scalars['seconds/step']:.1%}"])

@@ -256,6 +256,9 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
         coordination.run_on_leader(lambda source=source: len(source.read_headers()))
         coordination.run_on_leader(source.count_tokens)
     replies = answer(served, sources, args.max_tokens, args.limit, show=not args.json)
+    reasons = [f"{name}[{n}]: {why}" for name, reply in replies.items() for n, why in reply.left_out.items()]
+    if reasons and not any(reply.answered for reply in replies.values()):
+        raise UserError(f"none of {len(reasons):,} records can be asked; the first, {reasons[0]}")
     if not coordination.is_leader():
         return
     spoken = {name for name, source in config.data.sources.items() if isinstance(source, ManifestSource)}

@@ -103,11 +103,17 @@ def test_parquet_and_a_limit(checkpoint, data, capsys, tmp_path):
             "first record has no chosen and rejected, which --log-probs",
         ),
         (["--data", "{data}", "--limit", "0"], "--max-tokens and --limit are 1 or more"),
+        (
+            ["--data", "open.jsonl"],
+            "none of 1 records can be asked; the first, asked[0]: open.jsonl:1: it does not end",
+        ),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(words, error, checkpoint, data, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("other.jsonl").write_text('{"prompt": "?"}\n')
+    turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "This."}] * 2
+    Path("open.jsonl").write_text(json.dumps({"messages": turns[:3]}) + "\n")
     ended = run(capsys, evaluate.main, checkpoint, *(word.format(data=data / "data.json") for word in words))
     assert ended.code == 2
     assert error in ended.err

@@ -89,7 +89,7 @@ def facts_of(runs: Sequence[Run]) -> Rows:
     rows: Rows = [("run", "steps", "loss", "tokens/s", "MFU", "a step", "data wait", "began", "scores")]
     for run in runs:
         curves = run.metrics.curves
-        keys = ("loss", "tokens/s", "mfu", "seconds/step", "data_wait_share")
+        keys = ("loss", "tokens/s", "mfu", "seconds/step", "seconds/data_wait")
         loss, speed, mfu, seconds, wait = (curves.get(key) for key in keys)
         rows.append(
             (
@@ -99,7 +99,7 @@ def facts_of(runs: Sequence[Run]) -> Rows:
                 count(speed.typical()) if speed else "",
                 percent(mfu.typical()) if mfu else "",
                 duration(seconds.typical()) if seconds else "",
-                percent(float(np.mean(wait.mean))) if wait else "",
+                percent(float(np.mean(wait.mean) / np.mean(seconds.mean))) if wait and seconds else "",
                 str(run.launches[0].get("began", ""))[:16].replace("T", " ") if run.launches else "",
                 _scores(run),
             )
@@ -298,7 +298,7 @@ class RunProgress:
 def progress_of(run: Run) -> RunProgress:
     """Summarise how far a run is and how fast it is just now: moving averages, unlike the report's medians."""
     curves = run.metrics.curves
-    keys = ("loss", "tokens/s", "mfu", "seconds/step", "data_wait_share")
+    keys = ("loss", "tokens/s", "mfu", "seconds/step", "seconds/data_wait")
     loss, speed, mfu, seconds, wait = (float(curves[key].smoothed()[-1]) if key in curves else None for key in keys)
     training = run.config.training
     epochs = float(curves["epoch"].mean[-1]) if "epoch" in curves else 0.0
@@ -311,7 +311,7 @@ def progress_of(run: Run) -> RunProgress:
         "tokens/s": "" if speed is None else count(speed),
         "MFU": "" if mfu is None else percent(mfu),
         "a step": "" if seconds is None else duration(seconds),
-        "data wait": "" if wait is None else percent(wait),
+        "data wait": "" if wait is None or not seconds else percent(wait / seconds),
         "scores": _scores(run),
     }
     return RunProgress(share, {name: value for name, value in shown.items() if value})

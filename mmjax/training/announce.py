@@ -65,6 +65,9 @@ def print_run_summary(
     )
     if oversize := len(grouper.oversize):
         print_lines(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
+    for name, source in loader.sources.items() if config.model.encoders else ():
+        for what, column in getattr(getattr(source, "conversations", None), "unread", {}).items():
+            print_lines(f"       {name} has a column {column} that is not read: data.sources.{name}.{what}={column}")
     for note in (*loader.budget.notes, *grouper.epoch_notes()):
         print_lines(f"       {note}")
     print_lines(

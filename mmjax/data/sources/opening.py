@@ -43,7 +43,7 @@ from mmjax.data.sources.chat_files import (
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.json_records import JsonRecords
-from mmjax.data.sources.parquet import ANSWER_COLUMNS, ParquetRecords, column_names
+from mmjax.data.sources.parquet import ANSWER_COLUMNS, COLUMNS, ParquetRecords, column_names
 from mmjax.data.sources.webdataset import WebDatasetRecords, list_shards
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
@@ -61,14 +61,6 @@ KEYS = {  # of a JSON record, by which its file is known
     "messages": MessagesSource,
     "audio_filepath": ManifestSource,
     "question": QuestionsSource,
-}
-COLUMNS = {  # of Parquet, by what they hold
-    "messages": ("messages", "conversations"),
-    "question": ("question", "questions", "query"),
-    "answer": ("answers", "answer", "label", "text"),
-    "images": ("images", "image"),
-    "audio": ("audio", "audios"),
-    "videos": ("videos", "video"),
 }
 
 

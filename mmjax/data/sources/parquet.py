@@ -37,6 +37,14 @@ from mmjax.data.storage.files import FileRef, check_unchanged, file_at, filesyst
 from mmjax.data.storage.spool import Spool
 from mmjax.errors import UserError
 
+COLUMNS = {  # names that columns usually have, by what they hold
+    "messages": ("messages", "conversations"),
+    "question": ("question", "questions", "query"),
+    "answer": ("answers", "answer", "label", "text"),
+    "images": ("images", "image"),
+    "audio": ("audio", "audios"),
+    "videos": ("videos", "video"),
+}
 _CACHED_GROUPS = 4  # row groups of each column that stay in memory
 # By `ParquetSource.answers`, the columns of several answers to a prompt that must be there, and those that may.
 ANSWER_COLUMNS = {"pair": ("chosen", "rejected"), "rollouts": ("prompt", "completion_ids", "logprobs", "advantages")}
@@ -48,6 +56,8 @@ class ParquetRecords:
 
     Reading one medium reads its column of its row group, so small row groups are quick; ArrayRecord is quicker. Raises
     UserError, naming the config's key, where a file or a column is missing.
+
+    unread: columns that seem to hold media, and that the source does not name, by its key for them.
     """
 
     def __init__(
@@ -74,6 +84,10 @@ class ParquetRecords:
         optional = tuple(c for c in _MORE_COLUMNS.get(source.answers, ()) if c in self._files[0].columns)
         texts = tuple(columns[name] for name in ("messages", "question", "answer") if columns[name])
         self._texts = (*texts, *answers, *optional)
+        unread = {
+            what: [c for c in COLUMNS[what] if c in self._files[0].columns] for what in ("images", "audio", "videos")
+        }
+        self.unread = {what: found[0] for what, found in unread.items() if found and not columns[what]}
         media: dict[Medium, str] = {"image": source.images, "audio": source.audio, "video": source.videos}
         self._media = {medium: column for medium, column in media.items() if column}
         self._starts = np.cumsum([0, *(file.starts[-1] for file in self._files)])

@@ -55,6 +55,8 @@ def test_questions_with_one_image_each_over_many_files_and_row_groups(tmp_path: 
         assert user.parts == (IMAGE, f"{k}.{i}?")
         assert assistant.parts == (f"a{i}",)
         assert got.media(index)[0].read() == picture(colour=10 * k + i)
+    assert got.unread == {}
+    assert opened(replace(source, images=""), tmp_path).unread == {"images": "image"}
 
 
 def test_messages_with_lists_of_images_and_clips(tmp_path: Path) -> None:
