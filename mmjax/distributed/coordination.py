@@ -215,7 +215,12 @@ def _connect() -> None:
         )
     except Exception as error:
         reason = str(error).splitlines()[0][:200]
-        raise UserError(f"process {index()} of {count()} cannot reach the others at {coordinator}: {reason}") from error
+        remedy = "see that process 0 runs, and that its port is open between the hosts"
+        if is_leader():
+            remedy = "where another program has the port, choose another one in MMJAX_COORDINATOR, on all processes"
+        raise UserError(
+            f"process {index()} of {count()} cannot reach the others at {coordinator}: {reason}; {remedy}"
+        ) from error
 
 
 def _disconnect() -> None:

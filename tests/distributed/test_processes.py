@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -274,3 +275,15 @@ def test_variables_that_name_no_process_are_refused_before_anything_is_waited_fo
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=re.escape(expected)), coordination.process_group():
         pass
+
+
+@pytest.mark.exhaustive
+def test_a_port_that_another_program_has_is_named_with_what_to_do():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        variables = environment(1, MMJAX_PROCESSES="2", MMJAX_PROCESS="0", MMJAX_COORDINATOR=address)
+        command = [sys.executable, "-m", "mmjax.train", TINY]
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert f"cannot reach the others at {address}" in ended.stderr
+    assert "choose another one in MMJAX_COORDINATOR" in ended.stderr.splitlines()[-1]
