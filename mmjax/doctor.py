@@ -141,9 +141,13 @@ def check_jax(gpus: Gpus) -> Iterator[Finding]:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if not devices:
         remedy = install.replace("install", "install --force-reinstall", 1)
-        if platforms and "backend" in error:
-            remedy = "unset JAX_PLATFORMS"
-        yield Finding("jax", "broken", f"JAX {version} does not start: {error}", remedy)
+        set_here = [name for name in ("JAX_PLATFORMS", "XLA_FLAGS") if os.environ.get(name)]
+        culprit = next((name for name in set_here if _ask_jax(without=name)[0]), "")
+        text = f"JAX {version} does not start"
+        if culprit:
+            text += f" with {culprit}={os.environ[culprit]}"
+            remedy = f"unset {culprit}"
+        yield Finding("jax", "broken", f"{text}: {error}", remedy)
     elif has_gpu and devices[0][0] == "cpu" and platforms:
         yield Finding("jax", "broken", f"JAX_PLATFORMS={platforms} hides the GPU", "unset JAX_PLATFORMS")
     elif has_gpu and devices[0][0] == "cpu":
@@ -171,13 +175,16 @@ def check_network(gpus: Gpus) -> Iterator[Finding]:
             yield Finding("nccl", "broken", text, f"unset {variable}")
     coordinator = os.environ.get("MMJAX_COORDINATOR", "")
     if coordinator:
-        host = coordinator.rpartition(":")[0].strip("[]")
+        host, _, port = coordinator.rpartition(":")
+        text = "" if port.isdecimal() and host else "it is not HOST:PORT"
         try:
-            socket.getaddrinfo(host, None)
+            socket.getaddrinfo(host.strip("[]"), None)
         except OSError as error:
+            text = text or f"{host!r} is not known here ({error.strerror})"
+        if text:
             broken = True
-            text = f"MMJAX_COORDINATOR={coordinator}: {host!r} is not known here ({error.strerror})"
-            yield Finding("nccl", "broken", text, "export MMJAX_COORDINATOR=ADDRESS_OF_PROCESS_0:20000")
+            remedy = "export MMJAX_COORDINATOR=ADDRESS_OF_PROCESS_0:20000"
+            yield Finding("nccl", "broken", f"MMJAX_COORDINATOR={coordinator}: {text}", remedy)
     nccl = next((v for cuda in (13, 12) if (v := _installed(f"nvidia-nccl-cu{cuda}"))), "")
     if len(gpus.named) > 1 and _installed("jax-cuda13-plugin") and not nccl:
         broken = True
@@ -198,6 +205,10 @@ def check_disks(folder: Path) -> Iterator[Finding]:
         ("temporary", Path(os.environ.get("TMPDIR") or "/tmp"), "export TMPDIR=FOLDER_ON_ANOTHER_DISK"),
     )
     for name, path, remedy in places:
+        if name == "temporary" and not path.exists():  # unlike the others, nobody makes it
+            text = f"TMPDIR={path} is not there, so programs put their files elsewhere or fail"
+            yield Finding(name, "broken", text, f"mkdir -p {shlex.quote(str(path))}")
+            continue
         writable = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
         try:
             with tempfile.TemporaryFile(dir=writable) as file:
@@ -258,6 +269,8 @@ def check_limits() -> Iterator[Finding]:
         remedy = f"ulimit -n {limit}"
         if _within(hard, LEAST_FILES):
             remedy = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
+            if _in_container():
+                remedy = "docker run --ulimit nofile=65536 IMAGE"
         yield Finding("limits", "broken", f"{soft} open files, fewer than {LEAST_FILES}", remedy)
         return
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -295,9 +308,12 @@ def _ask_nvidia_smi(fields: Sequence[str]) -> tuple[list[list[str]], str]:
     return rows, "" if rows else (errors or ["it names no GPU"])[0]
 
 
-def _ask_jax() -> tuple[list[list[str]], str]:
-    """Return platform and kind of each device that JAX finds, and the last line of what went wrong."""
-    out, errors = _output([sys.executable, "-c", ASK_JAX], 180)
+def _ask_jax(without: str = "") -> tuple[list[list[str]], str]:
+    """Return platform and kind of each device that JAX finds, and the last line of what went wrong.
+
+    without: an environment variable that this JAX is not to see.
+    """
+    out, errors = _output([sys.executable, "-c", ASK_JAX], 180, without)
     error = errors[-1] if errors else ""
     try:
         return json.loads(out.splitlines()[-1]), error
@@ -305,9 +321,10 @@ def _ask_jax() -> tuple[list[list[str]], str]:
         return [], error or "it prints nothing"
 
 
-def _output(command: Sequence[str], seconds: float) -> tuple[str, list[str]]:
+def _output(command: Sequence[str], seconds: float, without: str = "") -> tuple[str, list[str]]:
     """Return what a command prints where it succeeds, and the lines of its complaints."""
     variables = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # take no GPU memory from a run
+    variables.pop(without, None)
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=variables)
     except subprocess.TimeoutExpired:

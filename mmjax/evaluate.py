@@ -227,7 +227,7 @@ def _swap_items(name: str, source: QuestionSource, swap: str, config: Config) ->
         raise UserError(f"--swap={swap} names no encoder of this run; it has {known}")
     if not isinstance(source, EmbeddedDataset):
         raise UserError(
-            f"--swap: {name} is not an embedded source, and only their items can be swapped; leave --swap away"
+            f"--swap: {name} is not an embedded source, and only their items can be swapped; leave out --swap"
         )
     return SwappedItems(source, (swap,))
 
@@ -357,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         if args.data or CheckpointModel.open(args.model).config.data.chat:
             if args.swap:
-                raise UserError("--swap goes with a run's embedded questions alone; leave it away")
+                raise UserError("--swap goes with a run's embedded questions alone; leave it out")
             evaluate_conversations(args)
             return
         scores = evaluate(args.model, args.split, args.swap, args.overrides, args.step)

@@ -298,6 +298,11 @@ class StudioServer(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(32)
         super().__init__((HOST, port), _Handler)
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Stay quiet where a page has gone away in mid-request: it was closed, or loaded again."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         """Return the address of the page."""
@@ -352,8 +357,9 @@ class _Handler(BaseHTTPRequestHandler):
         reply = {"error": ""}
         try:
             if int(length) > MAX_BODY:
-                for rest in range(int(length), 0, -CHUNK):  # else the sender sees a broken connection and no reply
-                    self.rfile.read(min(rest, CHUNK))
+                rest = int(length)
+                while rest > 0 and self.rfile.read(min(rest, CHUNK)):  # else the sender sees a broken connection
+                    rest -= CHUNK
                 raise UserError(f"the question and its files take more than {MAX_BODY >> 20} MiB")
             request = json.loads(self.rfile.read(int(length)))
             self.server.studio.ask(request if isinstance(request, dict) else {})
@@ -392,8 +398,7 @@ class _Handler(BaseHTTPRequestHandler):
             "connect-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         )
         self.end_headers()
-        with suppress(ConnectionError):
-            self.wfile.write(body)
+        self.wfile.write(body)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -181,7 +181,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--most", type=int, default=3, metavar="N", help="restarts in a row without progress (3)")
     parser.add_argument("--wait", type=float, default=10, metavar="SECONDS", help="before each restart (10)")
-    args = parser.parse_args(argv[:end_of_options])
+    args, misplaced = parser.parse_known_args(argv[:end_of_options])
+    if misplaced:
+        raise UserError(f"{misplaced[0]} is no option; put -- before the command: python -m mmjax.supervise -- COMMAND")
+    if args.most < 0 or not args.wait >= 0:
+        raise UserError(f"--most {args.most} --wait {args.wait:g}: choose 0 or more for both")
     words = argv[end_of_options + 1 :]
     _check_command(words)
     with tempfile.TemporaryDirectory(prefix="mmjax-") as folder:

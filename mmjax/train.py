@@ -67,7 +67,7 @@ def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder 
     if not resume:
         raise UserError(f"{named} is a folder, not a config; to go on with the run in it, say --resume {named}")
     if places:
-        raise UserError(f"--resume {named} and run={places[-1]} both name a run; leave one away")
+        raise UserError(f"--resume {named} and run={places[-1]} both name a run; leave one of them out")
     return RunFolder(path.resolve())
 
 

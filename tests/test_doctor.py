@@ -78,12 +78,24 @@ def test_each_planted_fault_is_named_with_a_command_that_mends_it(
     # Mended by those commands; JAX is asked for a platform that is not there instead.
     mend = "\n".join(["ulimit -S -n 256", *(found[name][0]["remedy"] for name in ("nccl", "limits"))])
     mend += f"\nexport XDG_CACHE_HOME={tmp_path}"
-    code, mended = diagnose(mend, variables | {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "nosuch"})
+    more = {"JAX_PLATFORMS": "nosuch", "TMPDIR": str(tmp_path / "not there"), "MMJAX_COORDINATOR": "localhost"}
+    code, mended = diagnose(mend, variables | {"PATH": os.environ["PATH"]} | more)
     assert code == 1
-    assert [mended[name][0]["state"] for name in ("nccl", "limits", "cache")] == ["ok", "ok", "ok"]
+    assert [mended[name][0]["state"] for name in ("limits", "cache")] == ["ok", "ok"]
+    assert [finding["text"] for finding in mended["nccl"]] == ["MMJAX_COORDINATOR=localhost: it is not HOST:PORT"]
     assert "JAX" in mended["jax"][0]["text"]
     assert "nosuch" in mended["jax"][0]["text"]
     assert mended["jax"][0]["remedy"] == "unset JAX_PLATFORMS"
+    assert mended["temporary"][0]["remedy"] == f"mkdir -p {shlex.quote(more['TMPDIR'])}"
+
+
+@pytest.mark.parametrize(("name", "value"), [("XLA_FLAGS", "--xla_nosuch=1"), ("JAX_PLATFORMS", "cuda")])
+def test_a_variable_without_which_jax_starts_is_what_to_unset(monkeypatch: pytest.MonkeyPatch, name: str, value: str):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv(name, value)
+    (finding,) = doctor.check_jax(doctor.Gpus(0, (), "", (), ""))
+    assert (finding.state, finding.remedy) == ("broken", f"unset {name}")
+    assert f"{name}={value}" in finding.text
 
 
 def test_a_machine_without_faults_is_all_right_and_the_exit_code_says_so(capsys, monkeypatch, tmp_path):

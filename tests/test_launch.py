@@ -180,6 +180,14 @@ def test_a_slurm_job_restarts_what_failed_and_is_requeued_where_its_time_is_up_m
     assert (tmp_path / "requeued").read_text() == "requeue Incomplete 7\n"
 
 
+def test_a_slurm_job_that_a_shell_starts_says_how_it_is_submitted(variables: dict[str, str]) -> None:
+    outside = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
+    ended = subprocess.run(["bash", SLURM, "tiny"], env=outside, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: launch/slurm.sbatch runs in a SLURM job; submit it: sbatch ")
+    assert ended.stderr.count("\n") == 1
+
+
 def test_a_slurm_job_of_bad_input_ends_with_its_code(tmp_path: Path, variables: dict[str, str]) -> None:
     (tmp_path / "python" / "mmjax" / "train.py").write_text("raise SystemExit(2)")
     ended = finish(begun(variables, tmp_path, SLURM, "tiny"))

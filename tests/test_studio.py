@@ -8,6 +8,8 @@ import json
 import re
 import shutil
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -186,6 +188,28 @@ def test_what_cannot_be_asked_is_one_line_on_the_page(server: StudioServer, monk
     shutil.rmtree(server.studio.run.folder.checkpoints)
     assert refusal(server, question="a?") == ""
     assert "holds no checkpoint yet" in answered(server)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_page_that_goes_away_in_mid_question_leaves_no_traceback_and_no_thread(
+    server: StudioServer, capsys: pytest.CaptureFixture[str], reset: bool
+) -> None:
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        length = 1000 if reset else 10**15  # of a body that is read whole, or dropped
+        connection.sendall(
+            f"POST {address.path}ask HTTP/1.0\r\nHost: {address.netloc}\r\nContent-Length: {length}\r\n\r\n{{".encode()
+        )
+        wait_until(requests_under_way)
+        if reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_until(lambda: not requests_under_way(), seconds=60)
+    assert capsys.readouterr().err == ""
+    assert request(server.url)[0].status == 200
+
+
+def requests_under_way() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "process_request_thread" in thread.name]
 
 
 def test_bad_input_is_one_line(server: StudioServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

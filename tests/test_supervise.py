@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from started import finish, start, wait_until
+
+from mmjax.errors import UserError
+from mmjax.supervise import main
 
 # Ends as it is told for each of its starts: "12:1" after 12 saved steps with code 1, ":-9" by signal 9, ":" waits.
 TRAINING = """
@@ -161,3 +165,16 @@ def test_a_command_that_cannot_be_restarted_is_refused(words: tuple[str, ...], s
     ended = finish(start("mmjax.supervise", "--", *words))
     assert ended.code == 2
     assert said in ended.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ls"], "ls is no option; put -- before the command"),
+        (["--most", "-1", "--", "ls"], "--most -1 --wait 10: choose 0 or more"),
+        (["--wait", "nan", "--", "ls"], "--wait nan: choose 0 or more"),
+    ],
+)
+def test_options_that_say_nothing_are_refused_with_what_to_write(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        main(words)

@@ -307,8 +307,8 @@ def test_a_run_is_resumed_with_its_own_config_and_changes_on_top(capsys, tmp_pat
         (["mine"], "mine is a folder, not a config; to go on with the run in it, say --resume mine"),
         (["--resume", "runs/frist"], "there is no run runs/frist: did you mean 'runs/first'?"),
         (["--resume", "empty"], "holds no run (no config.json); give the folder that mmjax.train printed"),
-        (["--resume", "mine", "run=other"], "--resume mine and run=other both name a run; leave one away"),
-        (["--resume", "mine", "seed=6"], "seed: 5 -> 6. Say these values as they were, or leave the config away"),
+        (["--resume", "mine", "run=other"], "--resume mine and run=other both name a run; leave one of them out"),
+        (["--resume", "mine", "seed=6"], "seed: 5 -> 6. Say these values as they were, or leave out the config"),
     ],
 )
 def test_a_run_that_cannot_be_resumed_so_is_one_line(words, message, capsys, tmp_path, monkeypatch):

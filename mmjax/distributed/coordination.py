@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -36,12 +37,12 @@ _comparisons = 0  # of `all_equal`, likewise
 
 def index() -> int:
     """Return the index of this process."""
-    return int(os.environ.get("MMJAX_PROCESS", 0))
+    return _number("MMJAX_PROCESS", "0")
 
 
 def count() -> int:
     """Return the number of processes of the run."""
-    return int(os.environ.get("MMJAX_PROCESSES", 1))
+    return _number("MMJAX_PROCESSES", "1")
 
 
 def is_leader() -> bool:
@@ -177,15 +178,30 @@ def per_host() -> int:
     return counts[0] if len(set(counts)) == 1 else 1
 
 
+def _number(variable: str, default: str) -> int:
+    """Read a number from the environment."""
+    text = os.environ.get(variable, default)
+    if not text.isdecimal():
+        raise UserError(f"{variable}={text!r} is not a number; set it to one, or unset it to train with one process")
+    return int(text)
+
+
 def _connect() -> None:
     """Join the coordination service."""
-    try:
-        coordinator = os.environ["MMJAX_COORDINATOR"]
-    except KeyError:
+    coordinator = os.environ.get("MMJAX_COORDINATOR", "")
+    if not coordinator:
         raise UserError(
             "MMJAX_PROCESSES is set and MMJAX_COORDINATOR is not; set it to HOST:PORT of process 0 on all of them, or "
             "start with launch/local.sh or launch/slurm.sbatch"
-        ) from None
+        )
+    if not re.fullmatch(r".+:\d+", coordinator):
+        raise UserError(f"MMJAX_COORDINATOR={coordinator!r} is not HOST:PORT of process 0; set it so on all of them")
+    if "MMJAX_PROCESS" not in os.environ or not index() < count():
+        number = os.environ.get("MMJAX_PROCESS", "")
+        raise UserError(
+            f"MMJAX_PROCESS={number!r} is not one of the {count()} processes of MMJAX_PROCESSES; number them from 0 to "
+            f"{max(count() - 1, 0)}, each with its own number"
+        )
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts before we can print who died
     jax.config.update("jax_enable_preemption_service", False)  # else JAX handles SIGTERM itself
     try:
@@ -199,7 +215,12 @@ def _connect() -> None:
         )
     except Exception as error:
         reason = str(error).splitlines()[0][:200]
-        raise UserError(f"process {index()} of {count()} cannot reach the others at {coordinator}: {reason}") from error
+        remedy = "see that process 0 runs, and that its port is open between the hosts"
+        if is_leader():
+            remedy = "where another program has the port, choose another one in MMJAX_COORDINATOR, on all processes"
+        raise UserError(
+            f"process {index()} of {count()} cannot reach the others at {coordinator}: {reason}; {remedy}"
+        ) from error
 
 
 def _disconnect() -> None:

@@ -57,9 +57,7 @@ class CheckpointModel:
             run = RunFolder(path)
             return cls(path, apply_overrides(replace(run.read_config(), mesh=MeshConfig()), overrides), run, step)
         if step is not None:
-            raise UserError(
-                f"--step {step}: {path} is a Hugging Face checkpoint, not a run with several; leave it away"
-            )
+            raise UserError(f"--step {step}: {path} is a Hugging Face checkpoint, not a run with several; leave it out")
         return cls(path, apply_overrides(_config_of(path.absolute()), overrides), None)
 
     def chat(self) -> Chat:

@@ -57,7 +57,7 @@ def picture_size(model: ModelConfig, size: str) -> tuple[int, int]:
     """
     generator: Generator | None = next(iter(model.generators.values()), None)
     if generator is None:
-        raise UserError("--out: this model makes no images (it has no model.generators); leave it away for an answer")
+        raise UserError("--out: this model makes no images (it has no model.generators); leave it out for an answer")
     sides = tuple(int(side) for side in size.split("x") if side.isdecimal()) if size else _only_size(generator)
     if len(sides) != 2 or not all(sides):
         wanted = "give one as HEIGHTxWIDTH, in pixels"

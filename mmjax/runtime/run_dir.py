@@ -241,7 +241,7 @@ def _check_claim(folder: RunFolder, config: Config, mode: Mode) -> bool:
             "or choose another folder with run=FOLDER"
         )
     if mode == "resume" and not exists:
-        raise UserError(f"{folder.path} holds no run to resume; leave --resume away, or use --resume=auto for either")
+        raise UserError(f"{folder.path} holds no run to resume; leave out --resume, or use --resume=auto for either")
     if not exists and folder.path.is_dir() and any(folder.path.iterdir()):
         raise UserError(f"{folder.path} is not empty and not a run; choose another folder with run=FOLDER")
     # A new run in the folder that it starts from would set its own checkpoints aside.
@@ -295,7 +295,7 @@ def changes_of(folder: RunFolder, config: Config, permitted: AllowedChanges = NO
         options = " ".join(["--new-data"] * bool(data) + [f"--change {key}" for key in keys])
         raise UserError(
             f"{folder.path} is a run of another config: {'; '.join(shorten([by_key[key] for key in fixed]))}. Say "
-            f"these values as they were, or leave the config away: --resume {folder.path} goes on with its own; or say "
+            f"these values as they were, or leave out the config: --resume {folder.path} goes on with its own; or say "
             f"that they shall change: {options}; or start another run from its parameters: run=FOLDER "
             f"init_from={folder.path}"
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +17,8 @@ from restarts import last, steps_of
 from started import LOCAL, Ended, begin, environment, finish, free_port, launch, process_of, wait_until
 
 from mmjax import train
+from mmjax.distributed import coordination
+from mmjax.errors import UserError
 
 
 def together(processes: int, *words: object, devices: int) -> Ended:
@@ -251,3 +255,35 @@ def test_the_launcher_says_how_it_is_used():
         ended = subprocess.run([LOCAL, *words], env=environment(1), capture_output=True, text=True)
         assert ended.returncode == 2
         assert ended.stderr == "usage: launch/local.sh N [CONFIG] [a.b=value ...]\n"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"MMJAX_PROCESSES": "two"}, "MMJAX_PROCESSES='two' is not a number"),
+        ({"MMJAX_PROCESSES": "2", "MMJAX_PROCESS": "1"}, "MMJAX_COORDINATOR is not"),
+        ({"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": "node7", "MMJAX_PROCESS": "1"}, "'node7' is not HOST:PORT"),
+        ({"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": "node7:1"}, "MMJAX_PROCESS='' is not one of the 2 processes"),
+        (
+            {"MMJAX_PROCESSES": "2", "MMJAX_COORDINATOR": "node7:1", "MMJAX_PROCESS": "2"},
+            "MMJAX_PROCESS='2' is not one of the 2 processes of MMJAX_PROCESSES; number them from 0 to 1",
+        ),
+    ],
+)
+def test_variables_that_name_no_process_are_refused_before_anything_is_waited_for(monkeypatch, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(expected)), coordination.process_group():
+        pass
+
+
+@pytest.mark.exhaustive
+def test_a_port_that_another_program_has_is_named_with_what_to_do():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        variables = environment(1, MMJAX_PROCESSES="2", MMJAX_PROCESS="0", MMJAX_COORDINATOR=address)
+        command = [sys.executable, "-m", "mmjax.train", TINY]
+        ended = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert f"cannot reach the others at {address}" in ended.stderr
+    assert "choose another one in MMJAX_COORDINATOR" in ended.stderr.splitlines()[-1]
