@@ -206,19 +206,19 @@ def _write_adapter(
     model = exporter.model
     modules = adapted_modules(model)
     if not modules:
-        raise UserError("--adapter: this run has no adapters (model.lora); leave --adapter away to write it whole")
+        raise UserError("--adapter: this run has no adapters (model.lora); leave out --adapter to write it whole")
     full = sorted(set(module_names(model)) - built.frozen)
     if both := sorted(set(full) & set(modules)):
         raise UserError(
             f"--adapter: {', '.join(both)} was trained whole beneath its adapters (base=trained), which no adapter "
-            "holds; leave --adapter away"
+            "holds; leave out --adapter"
         )
     trained = {*modules, *full}
     candidates = [(source, names) for source, names in opened if trained & set(names)]
     if len(candidates) != 1 or trained - set(candidates[0][1]):
         raise UserError(
             f"--adapter: {', '.join([*modules, *full])} did not come from one Hugging Face folder, whose adapter it "
-            "could be; leave --adapter away to have them merged"
+            "could be; leave out --adapter to have them merged"
         )
     source, names = candidates[0]
     text_only = names == ["llm"]  # transformers names the layers of a causal LM otherwise than inside a VLM
@@ -246,7 +246,7 @@ def _modules_to_save(
     """
     if "llm" in modules and exporter.model.llm.tied:
         raise UserError(
-            "--adapter: llm was trained whole, and its tables are one, which PEFT would part; leave --adapter away"
+            "--adapter: llm was trained whole, and its tables are one, which PEFT would part; leave out --adapter"
         )
     paths: set[str] = set()
     tensors: dict[str, NewTensor] = {}
@@ -255,7 +255,7 @@ def _modules_to_save(
         if last not in ("weight", "bias"):
             raise UserError(
                 f"--adapter: {key} was trained and is no module of its own in transformers, so PEFT has no place for "
-                "it; leave --adapter away"
+                "it; leave out --adapter"
             )
         stored = source.stored(key)
         path = module_path(f"{path}.weight", as_named)
@@ -277,7 +277,7 @@ def _linear_weight(piece: Piece) -> str:
     if piece.part.order != TRANSPOSED or piece.part.rows is not None:
         raise UserError(
             f"--adapter: {piece.part.key} is no linear layer's own weight there, so PEFT has no place for its adapter; "
-            "leave --adapter away to have it merged"
+            "leave out --adapter to have it merged"
         )
     return piece.part.key
 

@@ -154,7 +154,7 @@ def asked_of(source: EmbeddedDataset, number: int, folder: Path) -> list[object]
     ("words", "message"),
     [
         (["What is it?"], "'W' cannot be said in this run's alphabet, ' abcdefg"),
-        (["read a?", "--system", "be brief"], "knows no system messages; leave --system away"),
+        (["read a?", "--system", "be brief"], "knows no system messages; leave out --system"),
         (["x" * 130 + "\nread a?"], "is longer than the 128 characters that samples of this run have there"),
         (["what <image>", "--image", "{place}/small.png"], "no encoder for it (it has none)"),
     ],

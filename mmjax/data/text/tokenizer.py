@@ -43,7 +43,7 @@ class AlphabetFormat:
     ) -> Sample:
         """Encode one question up to where its answer begins. Raises BadSample for what the alphabet lacks."""
         if len(conversation.messages) != 1:
-            raise BadSample("a run without a chat format knows no system messages; leave --system away")
+            raise BadSample("a run without a chat format knows no system messages; leave out --system")
         (message,) = conversation.messages
         if not isinstance(message.parts[-1], str):
             raise BadSample("it ends with an image or a clip; put the question behind it")
