@@ -18,6 +18,7 @@ the tokens here go to each device of the rank, and slots index these `[context *
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Array = Any  # numpy.ndarray in the loader, jax.Array in the step
@@ -81,10 +82,12 @@ def chunk_numbers(item: Array, time: Array, column: Array, chunk: int) -> Array:
     return (column - time % chunk + 1) * (item >= 0) - 1
 
 
-def branch_delay(sample: Array, kind: Array) -> Array:
+def branch_delay(running_max: Callable[[Array], Array], sample: Array, kind: Array) -> Array:
     """Count the tokens of other branches between a token and the end of branch 0 in its sample, int32 `[R, T]`.
 
     Of rows in order. The kinds 1 1 A A B B, of two tokens and the branches A and B, give 0 0 0 0 2 2.
+
+    running_max: along rows, of the library whose arrays these are.
     """
     xp = kind.__array_namespace__()
     branch = kind >> FIRST_BRANCH_BIT  # 0 in branch 0
@@ -92,7 +95,7 @@ def branch_delay(sample: Array, kind: Array) -> Array:
     column = xp.broadcast_to(xp.arange(kind.shape[1], dtype=xp.int32), kind.shape)
     begins = (branch != before) | (sample != sample_before)
     forks = begins & ((before <= 0) | (sample != sample_before))
-    begin, fork = (xp.maximum.accumulate(xp.where(where, column, 0), axis=1) for where in (begins, forks))
+    begin, fork = (running_max(xp.where(where, column, 0)) for where in (begins, forks))
     return xp.where(branch > 0, begin - fork, 0)
 
 

@@ -132,7 +132,10 @@ def find_config(path_or_name: str | Path) -> Path:
     shipped = _shipped_folder() / path.with_suffix(".py").name
     if path.parent in (Path("."), Path("configs")) and path.suffix in ("", ".py") and shipped.is_file():
         return shipped
-    known = [*shipped_configs(), *(str(config) for config in sorted(path.parent.glob("*.py")))]
+    known = [str(config) for config in sorted(path.parent.glob("*.py"))]
+    if not known and path.parent not in (Path("."), Path("configs")):
+        raise UserError(f"no config {path_or_name}: {path.parent} has none")
+    known = [*shipped_configs(), *known]
     raise UserError(f"no config {path_or_name}{did_you_mean(str(path), known)}")
 
 

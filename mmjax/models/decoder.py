@@ -25,6 +25,9 @@ from mmjax.models.layers import Context, LayerConfig, LayerNorm, PositionTable, 
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.sharding import constrain, in_row_order
 
+# `jnp.maximum.accumulate` would be a scan over the tokens.
+_running_max = partial(jax.lax.cummax, axis=1)
+
 
 class TokenTable(nnx.Module):
     """One vector per token of the vocabulary: the embedding, or the output projection that `logits_of` applies."""
@@ -152,7 +155,7 @@ class Decoder(nnx.Module):
         if self.config.windowed:
             # A window counts the tokens of its own branch and of branch 0, as if each branch followed that at once.
             # All branches but the first move towards branch 0, so none comes to see what is behind it in the row.
-            pos = pos - in_row_order(branch_delay, text.pos, text.sample, text.kind)
+            pos = pos - in_row_order(partial(branch_delay, _running_max), text.pos, text.sample, text.kind)
         return self.context_of(MaskSpec(text.sample, pos, text.span, text.kind, text.sees), text.position)
 
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -516,13 +517,14 @@ def pairs_beyond_window(text: TextBatch, window: int) -> np.ndarray:
     """
     length = text.sample.shape[1]
     # Of every token, the first column of its sample: samples 0 0 0 1 1 give 0 0 0 3 3.
+    running_max = partial(np.maximum.accumulate, axis=1)
     starts = np.diff(text.sample, axis=1, prepend=-2) != 0
-    first = np.maximum.accumulate(np.where(starts, np.arange(length), 0), axis=1)
+    first = running_max(np.where(starts, np.arange(length), 0))
     # Keys in columns first to far (exclusive) are beyond the window: with window 2, token 2 of a sample misses key 0.
     # Branches between a token and branch 0 do not count.
     column = np.arange(length)
     in_branch, in_branch_0 = (
-        np.maximum(x - window + 1, first) for x in (column, column - branch_delay(text.sample, text.kind))
+        np.maximum(x - window + 1, first) for x in (column, column - branch_delay(running_max, text.sample, text.kind))
     )
     count = np.zeros(len(text.sample), np.int64)
     for bit in np.unique(text.kind):

@@ -79,6 +79,7 @@ def test_a_file_that_exists_goes_before_a_shipped_name(tmp_path: Path, monkeypat
 
 def test_a_missing_file_names_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert message("tiny_vml") == "no config tiny_vml: did you mean 'tiny_vlm'?"
+    assert message("gone/own.py") == "no config gone/own.py: gone has none"
     write_variant(tmp_path, "experiment")
     assert f"did you mean '{tmp_path / 'experiment.py'}'?" in message(tmp_path / "experimnet.py")
     monkeypatch.chdir(tmp_path)

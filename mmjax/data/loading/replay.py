@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -169,8 +169,9 @@ def seen(text: TextBatch, window: int = 0) -> np.ndarray:
     mutual = (text.span[:, None] == text.span) & (text.span != 0)
     causal = (text.pos <= text.pos[:, None]) & ((text.sees[:, None] & text.kind) != 0)
     if window:
+        running_max = partial(np.maximum.accumulate, axis=1)
         order = np.argsort(text.pos)  # devices that share rows permute them
-        pos = text.pos - branch_delay(text.sample[None, order], text.kind[None, order])[0, text.pos]
+        pos = text.pos - branch_delay(running_max, text.sample[None, order], text.kind[None, order])[0, text.pos]
         causal &= pos > pos[:, None] - window
     return same & (mutual | causal)
 
