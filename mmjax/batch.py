@@ -82,7 +82,7 @@ def chunk_numbers(item: Array, time: Array, column: Array, chunk: int) -> Array:
     return (column - time % chunk + 1) * (item >= 0) - 1
 
 
-def branch_delay(running_max: Callable[[Array], Array], sample: Array, kind: Array) -> Array:
+def branch_gap(running_max: Callable[[Array], Array], sample: Array, kind: Array) -> Array:
     """Count the tokens of other branches between a token and the end of branch 0 in its sample, int32 `[R, T]`.
 
     Of rows in order. The kinds 1 1 A A B B, of two tokens and the branches A and B, give 0 0 0 0 2 2.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.batch import TextBatch, branch_delay
+from mmjax.batch import TextBatch, branch_gap
 from mmjax.config import DecoderConfig, PlainRope
 from mmjax.config.towers import UNLIMITED
 from mmjax.kernels.masks import MaskSpec
@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
         if self.config.windowed:
             # A window counts the tokens of its own branch and of branch 0, as if each branch followed that at once.
             # All branches but the first move towards branch 0, so none comes to see what is behind it in the row.
-            pos = pos - in_row_order(partial(branch_delay, _running_max), text.pos, text.sample, text.kind)
+            pos = pos - in_row_order(partial(branch_gap, _running_max), text.pos, text.sample, text.kind)
         return self.context_of(MaskSpec(text.sample, pos, text.span, text.kind, text.sees), text.position)
 
     def context_of(self, mask: MaskSpec, position: Int[Array, "b t *n"]) -> Context:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.balance.mask_work import Mask, block_work
-from mmjax.batch import FIRST_BRANCH_BIT, ROW, TIME, ItemBatch, TextBatch, branch_delay, chunk_numbers
+from mmjax.batch import FIRST_BRANCH_BIT, ROW, TIME, ItemBatch, TextBatch, branch_gap, chunk_numbers
 from mmjax.config import (
     AudioConfig,
     DecoderConfig,
@@ -524,7 +524,7 @@ def pairs_beyond_window(text: TextBatch, window: int) -> np.ndarray:
     # Branches between a token and branch 0 do not count.
     column = np.arange(length)
     in_branch, in_branch_0 = (
-        np.maximum(x - window + 1, first) for x in (column, column - branch_delay(running_max, text.sample, text.kind))
+        np.maximum(x - window + 1, first) for x in (column, column - branch_gap(running_max, text.sample, text.kind))
     )
     count = np.zeros(len(text.sample), np.int64)
     for bit in np.unique(text.kind):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.parts import LLM
-from mmjax.batch import TOKEN_FIELDS, TextBatch, branch_delay
+from mmjax.batch import TOKEN_FIELDS, TextBatch, branch_gap
 from mmjax.config import DecoderConfig
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
 from mmjax.data.plan.placement import MicrobatchPlan
@@ -171,7 +171,7 @@ def seen(text: TextBatch, window: int = 0) -> np.ndarray:
     if window:
         running_max = partial(np.maximum.accumulate, axis=1)
         order = np.argsort(text.pos)  # devices that share rows permute them
-        pos = text.pos - branch_delay(running_max, text.sample[None, order], text.kind[None, order])[0, text.pos]
+        pos = text.pos - branch_gap(running_max, text.sample[None, order], text.kind[None, order])[0, text.pos]
         causal &= pos > pos[:, None] - window
     return same & (mutual | causal)
 
