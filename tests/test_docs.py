@@ -59,10 +59,10 @@ def test_the_composed_model_in_models_md_is_built_of_two_folders(tmp_path: Path)
 
 
 @pytest.mark.exhaustive
-def test_the_captions_example_in_data_md_trains(
+def test_the_captions_example_in_data_sources_md_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_examples("docs/data.md", tmp_path)
+    write_examples("docs/data_sources.md", tmp_path)
     photos = tmp_path / "photos"
     photos.mkdir()
     rng = np.random.default_rng(0)

@@ -152,8 +152,8 @@ def test_a_run_goes_on_over_other_devices_with_the_same_images_noise_and_losses(
 
 @pytest.mark.exhaustive
 def test_pairs_stories_and_questions_of_one_chat_file_are_trained_on_made_and_judged(tmp_path, capsys):
-    """The records of docs/data.md, and one whose image is cut off."""
-    (records,) = re.findall(r"```json\n(\{.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+    """The records of docs/data_generation.md, and one whose image is cut off."""
+    (records,) = re.findall(r"```json\n(\{.*?)```", (ROOT / "docs" / "data_generation.md").read_text(), re.DOTALL)
     save_tokenizer(tmp_path / "chat")
     images = {"cat.png": picture(16, 24, 90), "sea.png": picture(40, 20, 200), "cut.png": picture(9, 9)[:-20]}
     write(tmp_path, images)

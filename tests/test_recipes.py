@@ -75,7 +75,7 @@ def sounds(tmp_path_factory):
 @pytest.mark.parametrize("recipe", ["speech.py", "llava_style", "llava_lora"])
 def test_an_audio_checkpoint_is_trained_by_the_documented_config_and_the_recipes(recipe, sounds, tmp_path, capsys):
     if recipe == "speech.py":
-        documented = (ROOT / "docs" / "data.md").read_text()
+        documented = (ROOT / "docs" / "data_media.md").read_text()
         (tmp_path / recipe).write_text(re.search(r"<!-- file: speech.py -->\n```python\n(.*?)```", documented, re.S)[1])
     named = str(tmp_path / recipe) if recipe == "speech.py" else recipe
     data = sounds / "data" / ("manifest.jsonl" if recipe == "speech.py" else "llava.json")
