@@ -13,6 +13,7 @@ import base64
 import hmac
 import json
 import os
+import re
 import secrets
 import sys
 import threading
@@ -49,7 +50,8 @@ from mmjax.runtime.checkpoint import checkpoint_step
 from mmjax.training.run_data import read_launches
 
 HOST = "127.0.0.1"
-HOST_NAMES = (HOST, "localhost")  # any other in a request's Host header is another site's name for this machine
+# Any other Host header is another site's name for this machine. A tunnel has a port of its own.
+OUR_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?", re.IGNORECASE)
 PORT = 8765
 MAX_BODY = 64 << 20  # bytes of a question with its media
 CHUNK = 1 << 20  # bytes of a body that is too large, read and dropped at a time
@@ -292,6 +294,7 @@ class StudioServer(ThreadingHTTPServer):
     """Serves the page of one run on this machine, to those who know its token."""
 
     daemon_threads = True
+    request_queue_size = 1024  # connections that wait to be accepted; the kernel drops further ones
 
     def __init__(self, port: int, studio: Studio) -> None:
         self.studio = studio
@@ -371,10 +374,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _permitted(self) -> str | None:
         """Return the path behind the token; None, after a refusal, where the token or the host's name is wrong."""
-        host = self.headers.get("Host", "").rpartition(":")
-        token, _, path = self.path.removeprefix("/").partition("/")
-        known = hmac.compare_digest(token.encode(), self.server.token.encode())
-        if known and (host[0] or host[2]) in HOST_NAMES:
+        hosts = self.headers.get_all("Host", [])
+        before, token, path = (*self.path.split("/", 2), "", "")[:3]
+        known = not before and hmac.compare_digest(token.encode(), self.server.token.encode())
+        if known and len(hosts) == 1 and OUR_HOST.fullmatch(hosts[0]):
             return path
         self._refuse(HTTPStatus.FORBIDDEN)
         return None

@@ -27,7 +27,7 @@ from started import Ended, finish, start, wait_until
 from mmjax import generate, studio
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.prompts import make_prompt
-from mmjax.studio import Studio, StudioServer, main
+from mmjax.studio import HOST, Studio, StudioServer, main
 
 MODEST = {"max_tokens": 10, "temperature": 0.0}
 
@@ -103,6 +103,51 @@ def test_who_does_not_know_the_token_or_comes_by_another_name_gets_nothing(serve
     assert request(server.url, "none")[0].status == 404
     assert len(server.token) >= 43
     assert "asked" not in state(server)
+
+
+def test_only_one_host_header_that_is_this_machine_by_name_and_a_path_of_its_own_pass(server: StudioServer) -> None:
+    port, root = server.server_port, f"/{server.token}/state"
+    for host in ("127.0.0.1", "localhost", f"127.0.0.1:{port}", "localhost:7", "LocalHost"):
+        assert status_of(port, root, f"Host: {host}") == 200, host
+    for host in (
+        "", ":80", "127.0.0.1:80.evil.com", "127.0.0.1:80:80", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:123456",
+        "127.0.0.1.", "localhost.", "127.0.0.1@evil.com", "evil.com@127.0.0.1", "a:b@localhost", "localhost/evil",
+        "localhost evil.com", "evil.com, localhost", "[::1]", "::1", f"[::1]:{port}", "[127.0.0.1]", "127.1",
+        "0.0.0.0", "2130706433", "0x7f.0.0.1", "localhost\r\n .evil.com", "127.0.0.1:\xb2", "http://localhost",
+    ):  # fmt: skip
+        assert status_of(port, root, f"Host: {host}") == 403, host
+    assert status_of(port, root) == 403
+    for second in ("localhost", "evil.com", ""):
+        assert status_of(port, root, "Host: localhost", f"hOsT: {second}") == 403, second
+    for target in (f"http://localhost{root}", f"http://evil.com{root}", f"http://{HOST}:{port}{root}", "*", root[1:]):
+        assert status_of(port, target, "Host: localhost") in (400, 403), target
+
+
+def status_of(port: int, target: str, *headers: str) -> int:
+    """Send a request as it stands, and return the status of the reply."""
+    with socket.create_connection((HOST, port), 60) as connection:
+        lines = [f"GET {target} HTTP/1.1", *headers, "", ""]
+        connection.sendall("\r\n".join(lines).encode("latin-1"))
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+def test_two_hundred_requests_at_once_are_all_answered(trained: Path) -> None:
+    server = StudioServer(0, Studio(trained, "cpu"))
+    waiting = []
+    try:
+        for _ in range(200):  # before the first is accepted
+            waiting.append(socket.create_connection((HOST, server.server_port), 5))
+            waiting[-1].sendall(f"GET /{server.token}/state HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for connection in waiting:
+            connection.settimeout(120)
+            head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+            assert head.split()[1] == b"200" and json.loads(body)["error"] == ""
+        server.shutdown()
+    finally:
+        server.server_close()
+        for connection in waiting:
+            connection.close()
 
 
 def test_nothing_listens_beyond_this_machine_and_the_page_loads_nothing(server: StudioServer) -> None:
