@@ -1,13 +1,11 @@
 """A Hugging Face folder on disk: its config, and its tensors by name, read without loading a file whole.
 
 Files are read, not mapped: pages of a mapped file count as memory of the process that touches them, and a process reads
-what its devices hold. The safetensors library maps them, and says nothing of where a tensor lies, which a file that is
-rewritten in place needs.
+what its devices hold.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ import numpy as np
 
 from mmjax.disk import read_json
 from mmjax.errors import UserError
+from mmjax.hf.safetensors_header import Stored, read_header
 from mmjax.hub import DIFFUSERS_SINGLE, SINGLE
 
 CLASS_NAME = "_class_name"  # a field of every config that diffusers writes
@@ -86,17 +85,6 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 CHUNK = 2**24  # bytes of a tensor that are read at a time
-HEADER_LIMIT = 100_000_000  # bytes, the format's own
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The place of a tensor in a file. Shape and dtype are the file's own."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int  # bytes from the file's start
 
 
 @dataclass(frozen=True)
@@ -140,37 +128,46 @@ class HfFolder:
         if (self.path / self.single).exists():
             if (self.path / self.index).exists():
                 note(f"{self.path} has both {self.single} and {self.index}; {self.single} is read, as by transformers")
-            return _header(self.path / self.single)
+            return read_header(self.path / self.single)
         if (self.path / self.index).exists():
-            weights = read_json(self.path / self.index).get("weight_map")
-            if not isinstance(weights, dict):
-                raise UserError(f"{self.path / self.index} has no weight_map; save the checkpoint again")
-            tensors = {}
-            for file in sorted(set(weights.values())):
-                tensors |= _header(self.path / file)
-            if missing := sorted(set(weights) - set(tensors)):
-                raise UserError(
-                    f"{self.path / weights[missing[0]]} lacks {missing[0]}, which {self.index} says is there; "
-                    "copy the checkpoint again"
-                )
-            return tensors
+            return self._indexed_tensors()
         raise UserError(
             f"{self.path} has neither {self.single} nor {self.index}; pickled weights are never loaded, so save it "
             "once with save_pretrained(..., safe_serialization=True)"
         )
 
+    def _indexed_tensors(self) -> dict[str, Stored]:
+        """Locate the tensors of several files; of a name in two of them, the index says which counts."""
+        weights = read_json(self.path / self.index).get("weight_map")
+        if not isinstance(weights, dict):
+            raise UserError(f"{self.path / self.index} has no weight_map; save the checkpoint again")
+        for name, file in weights.items():
+            # As transformers saves them. Anything else, such as ../x or a URL, is not the checkpoint's own file.
+            if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
+                raise UserError(f"{self.path / self.index}: {name!r} is in {file!r}, which is no file of the folder")
+        headers = {file: read_header(self.path / file) for file in sorted(set(weights.values()))}
+        tensors = {name: stored for header in headers.values() for name, stored in header.items()}
+        if missing := sorted(set(weights) - set(tensors)):
+            raise UserError(
+                f"{self.path / weights[missing[0]]} lacks {missing[0]}, which {self.index} says is there; "
+                "copy the checkpoint again"
+            )
+        return tensors | {name: headers[file][name] for name, file in weights.items() if name in headers[file]}
+
     def stored(self, key: str) -> Stored:
-        """Locate a tensor, or an entry of one. Raises UserError where there is none of this name."""
+        """Locate a tensor, or an entry of one. Raises UserError where there is none of this name, or of its dtype."""
         name, entry = split_entry(key)
         if name not in self.tensors:
             raise UserError(f"{self.path} has no tensor {name}")
         tensor = self.tensors[name]
+        if tensor.dtype not in DTYPES:
+            raise UserError(f"{tensor.file}: {name} is of type {tensor.dtype}; known: {', '.join(DTYPES)}")
         if entry is None:
             return tensor
         if not tensor.shape or entry >= tensor.shape[0]:
             raise UserError(f"{self.path}: {name} has shape {list(tensor.shape)}, and so no entry {entry}")
-        size = math.prod(tensor.shape[1:]) * DTYPES[tensor.dtype].itemsize
-        return replace(tensor, shape=tensor.shape[1:], begin=tensor.begin + entry * size)
+        size = tensor.size // tensor.shape[0]
+        return replace(tensor, shape=tensor.shape[1:], begin=tensor.begin + entry * size, size=size)
 
     def read(self, key: str, rows: slice = slice(None)) -> np.ndarray:
         """Rows of a tensor (its first axis), in its own dtype. Raises UserError where the file ends before them."""
@@ -203,31 +200,3 @@ def split_entry(key: str) -> tuple[str, int | None]:
 def note(line: str) -> None:
     """Tell the user, once per process, what a folder says without effect."""
     print(f"note: {line}", file=sys.stderr, flush=True)
-
-
-def _header(path: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file, by the header at its start."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            # At least the two bytes of `{}`, and no more than is there: a torn download is seen here.
-            if not 2 <= length <= min(HEADER_LIMIT, size - 8):
-                raise UserError(f"{path} is no whole safetensors file: its header does not fit; copy it again")
-            header = json.loads(file.read(length))
-        tensors = {}
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            # Offsets count from the end of the header, which comes after the 8 bytes of its length.
-            begin, end = entry["data_offsets"]
-            tensors[name] = stored = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
-            if stored.dtype not in DTYPES:
-                raise UserError(f"{path}: {name} is of type {stored.dtype}; known: {', '.join(DTYPES)}")
-            if end - begin != math.prod(stored.shape) * DTYPES[stored.dtype].itemsize or 8 + length + end > size:
-                raise UserError(f"{path} is not whole: {name} reaches beyond its end; copy the checkpoint again")
-        return tensors
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path} is no safetensors file: its header is no JSON of tensors; copy it again") from None

@@ -142,7 +142,7 @@ def rewrite_tensors(folder: HfFolder, file: Path, out: Path, changed: Changed) -
             _copy(source, target, stored.begin)  # the header, or what lies between tensors
             value = changed(name)
             if value is None:
-                _copy(source, target, stored.begin + math.prod(stored.shape) * DTYPES[stored.dtype].itemsize)
+                _copy(source, target, stored.begin + stored.size)
             else:
                 _write(target, value, stored.dtype, stored.shape)
                 # Both files have the same layout, so where the target stands the source goes on.
