@@ -239,7 +239,7 @@ def test_spoiled_headers_are_read_or_refused_as_by_the_library(tmp_path: Path) -
     whole = json.dumps(header)
     pieces = ['"', "{", "}", "[", "]", ",", ":", "0", "1", "-", ".", "e", "\\u0041", "\\ud800", " ", "null", "true"]
     accepted = 0
-    for seed in range(400):
+    for seed in range(250):
         pick = random.Random(seed)
         text = whole
         for _ in range(pick.choice([1, 1, 1, 2])):
@@ -248,7 +248,7 @@ def test_spoiled_headers_are_read_or_refused_as_by_the_library(tmp_path: Path) -
             text = text[:first] + pick.choice([*pieces, text[first:last] * 2, ""]) + text[last:]
         write(path, text, begin + pick.choice([0, 0, 0, 0, -1, 1, 4]))
         accepted += compare(path, (seed, text))
-    assert 10 < accepted < 350
+    assert 6 < accepted < 220
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ MAX_MOOV = 1 << 28  # bytes of an MP4's tables
 MISSING_SHARE = 0.05  # of a video's time that its last frames may lack,
 MISSING_FRAMES = 2  # or so many frames
 MAX_TERM = (1 << 31) - 1  # of a frame rate's fraction
+# Playlists, SDP and other formats name files, addresses and ports, which FFmpeg would open: it may use no protocol.
+ALONE = {"protocol_whitelist": "none"}
 GAP = 64  # frames that are decoded rather than skipped to the next key frame
 
 
@@ -307,7 +309,7 @@ def open_container(file: BinaryIO) -> Any:
     """Open a video by FFmpeg. Raises BadMedia where it cannot."""
     av = import_pyav()
     try:
-        return av.open(file, metadata_errors="replace")
+        return av.open(file, metadata_errors="replace", options=ALONE)
     except (av.FFmpegError, ValueError, OSError) as error:
         # FFmpeg may seek before the start of a short file, which is the file's fault and no I/O error.
         if isinstance(error, OSError) and not isinstance(error, av.FFmpegError) and error.errno != errno.EINVAL:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmjax.config import Outside
 from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample
 from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_pair
-from mmjax.data.storage.files import list_files
+from mmjax.data.storage.files import file_inside, list_files
 from mmjax.errors import UserError
 
 _FILE = "dataset_info.json"
@@ -47,8 +48,11 @@ class DatasetInfo:
     ranking: bool = False  # records hold pairs of answers
 
     @classmethod
-    def read(cls, path: str, entry: str, where: str) -> DatasetInfo:
-        """Read an entry of the file, or of the file in a folder. where: the config's key. Raises UserError."""
+    def read(cls, path: str, entry: str, where: str, outside: Outside = "refuse") -> DatasetInfo:
+        """Read an entry of the file, or of the file in a folder. where: the config's key. Raises UserError.
+
+        outside: whether its files may be in another folder.
+        """
         file = Path(path) / _FILE if os.path.isdir(path) else Path(path)
         try:
             entries = json.loads(file.read_text())
@@ -57,10 +61,10 @@ class DatasetInfo:
         if not isinstance(entries, dict) or not isinstance(entries.get(entry), dict):
             names = [str(name) for name in entries]
             raise UserError(f"{where}: {file} has no data set {entry!r}{did_you_mean(entry, names)}")
-        return cls.parse(entries[entry], file.parent, f"{where}: {entry!r} of {file}")
+        return cls.parse(entries[entry], file.parent, f"{where}: {entry!r} of {file}", outside)
 
     @classmethod
-    def parse(cls, entry: Mapping[str, Any], folder: Path, what: str) -> DatasetInfo:
+    def parse(cls, entry: Mapping[str, Any], folder: Path, what: str, outside: Outside = "refuse") -> DatasetInfo:
         """Parse an entry. what: a description of it, for messages. Raises UserError for what is not read."""
         known = ("file_name", "formatting", "columns", "tags", "ranking", *_IGNORED)
         if unknown := [key for key in entry if key not in known]:
@@ -78,7 +82,8 @@ class DatasetInfo:
             raise UserError(f"{what} has columns.{unknown[0]}, which is not read")
         if unknown := [key for key in tags if key not in (*_TAGS, *_ROLES)]:
             raise UserError(f"{what} has tags.{unknown[0]}, which is not read")
-        path = folder / name
+        inside = outside == "refuse" or not isinstance(name, str)
+        path = Path(file_inside(str(folder), name, what)) if inside else folder / name
         pattern = str(path / "*") if path.is_dir() else str(path)
         files = list_files(pattern, what)
         if not_json := [file for file in files if not file.endswith((".json", ".jsonl"))]:

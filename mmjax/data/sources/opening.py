@@ -161,7 +161,8 @@ def _open_conversations(
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
     if isinstance(source, DatasetInfoSource):
-        info = DatasetInfo.read(source.path, source.entry if split == "train" else path, key)
+        entry = source.entry if split == "train" else path
+        info = DatasetInfo.read(source.path, entry, key, source.outside)
         folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache))
         return ChatFiles(
             info.files,

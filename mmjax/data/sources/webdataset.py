@@ -43,6 +43,7 @@ from mmjax.data.storage.files import (
     Unreadable,
     check_unchanged,
     file_at,
+    file_inside,
     hash_strings,
     is_url,
     list_files,
@@ -204,9 +205,15 @@ class Member(ArchiveMember):
 
 
 def list_shards(path: str, where: str) -> list[str]:
-    """List the shards of a path or URL, with `*` or ranges such as {000..127}. Raises UserError."""
+    """List the shards of a path, URL or command, with `*` or ranges such as {000..127}. Raises UserError.
+
+    path: as the user has typed it; of what stands in data, `file_inside` makes a path that is no command.
+    """
     if (span := _RANGE.search(path)) is None:
-        return [path] if path.startswith(PIPE) else list_files(path, where)
+        if path.startswith(PIPE):
+            return [path]
+        # A file in this folder may be called as if it were a command.
+        return [os.path.join(os.curdir, file) if file.startswith(PIPE) else file for file in list_files(path, where)]
     first, last = span.groups()
     if int(first) > int(last):
         raise UserError(f"{where}={path}: {span[0]} counts down; write {{{last}..{first}}}")
@@ -402,20 +409,30 @@ def _join(indexed: Sequence[tuple[File | StreamFile, Path]], cache: Path) -> Pat
 def _energon(folder: Path, split: Split, where: str) -> tuple[list[str], Sequence[str]]:
     """Return the shards of a split of a folder that Energon has prepared, and where samples have their text."""
     described = _yaml(folder / ENERGON / "dataset.yaml", where)
-    parts = _yaml(folder / ENERGON / "split.yaml", where).get("split_parts", {}).get(_ENERGON_SPLITS[split], [])
-    shards = [shard for part in parts for shard in list_shards(str(folder / part), where)]
+    listed = folder / ENERGON / "split.yaml"
+    parts = _inner(_yaml(listed, where), "split_parts").get(_ENERGON_SPLITS[split]) or []
+    if not isinstance(parts, list):
+        raise UserError(f"{listed}: split_parts.{_ENERGON_SPLITS[split]} is no list of shards")
+    paths = [file_inside(os.path.join(folder, ""), part, str(listed)) for part in parts]
+    shards = [shard for path in paths for shard in list_shards(path, where)]
     if not shards:
         raise UserError(f"{where}={folder}: {ENERGON}/split.yaml has no shards of {_ENERGON_SPLITS[split]}")
-    kind = described.get("sample_type", {}).get("__class__", "")
-    field_map = described.get("field_map")
+    kind = _inner(described, "sample_type").get("__class__", "")
+    field_map = _inner(described, "field_map")
     if not field_map:
         return shards, ()
-    if kind not in _ENERGON_TEXTS or not set(_ENERGON_TEXTS[kind]) <= set(field_map):
+    if kind not in _ENERGON_TEXTS or not all(isinstance(field_map.get(k), str) for k in _ENERGON_TEXTS[kind]):
         raise UserError(
             f"{where}={folder}: {ENERGON}/dataset.yaml has the sample type {kind!r} with the fields "
             f"{', '.join(map(str, field_map))}; read are {', '.join(_ENERGON_TEXTS)}, and samples without field_map"
         )
-    return shards, [str(field_map[name]) for name in _ENERGON_TEXTS[kind]]
+    return shards, [field_map[name] for name in _ENERGON_TEXTS[kind]]
+
+
+def _inner(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a mapping inside another; empty where it is missing, or something else."""
+    value = fields.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _yaml(path: Path, where: str) -> dict[str, Any]:

@@ -322,6 +322,19 @@ def list_files(path: str, key: str) -> list[str]:
     return sorted(files)
 
 
+def file_inside(folder: str, name: Any, what: str) -> str:
+    """Join a folder and the name that one of its files gives another one; it may have `*` and ranges.
+
+    what: the file, for messages. Raises UserError for anything else: what stands in data fetches nothing, executes
+    nothing and reads nothing elsewhere.
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise UserError(f"{what} names a file by {str(name)[:80]!r}; expected a path inside {folder}")
+    if is_url(name) or os.path.isabs(name) or ".." in Path(name).parts:
+        raise UserError(f"{what} names {name[:200]!r}, which is outside of {folder}; name that yourself in the config")
+    return os.path.join(folder, name)
+
+
 def local_copy(path: str, folder: Path) -> Path:
     """Return a local file as it is; copy a remote one into `folder`, once per stamp."""
     if not is_url(path):

@@ -50,6 +50,23 @@ def test_a_header_counts_the_frames_that_there_are(codec: str, ending: str, tmp_
         assert decoded(path.read_bytes()).shape == (6, 48, 80, 3)
 
 
+def test_a_file_that_names_other_files_or_ports_is_no_video(tmp_path: Path, monkeypatch) -> None:
+    write_video(tmp_path / "v.ts", frames_of(np.random.default_rng(0), 4, 32, 32), 10, "mpeg2video")
+    monkeypatch.chdir(tmp_path)
+    stream = "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1.0,\n{}\n#EXT-X-ENDLIST\n"
+    for text in (
+        "ffconcat version 1.0\nfile v.ts\n",
+        f"ffconcat version 1.0\nfile '{tmp_path}/v.ts'\n",
+        stream.format("v.ts"),
+        stream.format(f"file://{tmp_path}/v.ts"),
+        "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n"
+        "a=rtpmap:96 H264/90000\n",
+    ):
+        with pytest.raises(BadMedia, match="no video that FFmpeg can open"):
+            video.open_container(io.BytesIO(text.encode()))
+    assert header_of((tmp_path / "v.ts").read_bytes()).frames >= 3
+
+
 def test_frames_are_those_at_their_numbers_however_far_apart_the_key_frames_are(tmp_path: Path) -> None:
     """Seeking beside decoding everything: the same frames, of few or many key frames."""
     rng = np.random.default_rng(1)

@@ -45,6 +45,30 @@ def test_sharegpt_by_other_columns_and_tags_with_images_beside_the_file(tmp_path
     assert got.media(0)[0].read() == picture(colour=3)
 
 
+@pytest.mark.parametrize("name", ["{}/s.jsonl", "../s.jsonl", "http://127.0.0.1:1/s.jsonl", "file://{}/s.jsonl"])
+def test_files_outside_of_the_folder_are_read_where_the_config_allows_it_alone(name: str, tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    (tmp_path / "s.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    (tmp_path / "d").mkdir()
+    info = {"file_name": name.replace("{}", str(tmp_path)), "formatting": "sharegpt"}
+    with pytest.raises(UserError, match=r"dataset_info\.json names '.*s\.jsonl', which is outside of .*d;"):
+        opened(tmp_path / "d", info)
+    if "://" not in name:
+        assert len(opened(tmp_path / "d", info, outside="allow")) == 1
+        return
+    with pytest.raises(UserError, match="is missing"):
+        opened(tmp_path / "d", info, outside="allow")
+
+
+@pytest.mark.parametrize("name", [["d.json"], {"a": 1}, 7, "pipe:touch PWNED"])
+def test_a_file_name_is_the_name_of_a_file(name: object, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for outside in ("refuse", "allow"):
+        with pytest.raises(UserError, match=r"is missing|expected a path inside"):
+            opened(tmp_path, {"file_name": name}, outside=outside)
+    assert not (tmp_path / "PWNED").exists()
+
+
 def test_sharegpt_and_alpaca_as_they_are_by_default(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     (tmp_path / "s.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")

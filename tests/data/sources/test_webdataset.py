@@ -125,6 +125,62 @@ def test_a_folder_that_energon_has_prepared_is_read_by_its_splits_and_fields(kin
         opened(folder, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("pipe:touch PWNED; cat {}/a.tar", r"pipe:touch PWNED; cat .* is missing"),
+        ("pipe:touch PWNED; cat a.tar", r"pipe:touch PWNED; cat a\.tar is missing"),
+        ("./pipe:touch PWNED; cat a.tar", r"is missing"),
+        ("pipe:touch PWNED{0..1}; cat a.tar", r"is missing"),
+        (" pipe:touch PWNED; cat a.tar", r"is missing"),
+        ("http://127.0.0.1:1/a.tar", "which is outside of"),
+        ("simplecache::http://127.0.0.1:1/a.tar", "which is outside of"),
+        ("file:///a.tar", "which is outside of"),
+        ("{}/a.tar", "which is outside of"),
+        ("/etc/*", "which is outside of"),
+        ("../a.tar", "which is outside of"),
+        ("shards/../../a.tar", "which is outside of"),
+        (["a.tar"], "expected a path inside"),
+        ({"pipe": "a.tar"}, "expected a path inside"),
+        (3, "expected a path inside"),
+        ("a\0.tar", "expected a path inside"),
+    ],
+)
+def test_what_energons_files_name_is_a_file_of_their_folder_and_never_a_command_or_url(
+    part, message, tmp_path: Path, monkeypatch
+) -> None:
+    shard(tmp_path / "a.tar", captions(0, 2))
+    folder = tmp_path / "energon"
+    shard(folder / "a.tar", captions(0, 2))
+    (folder / ".nv-meta").mkdir()
+    part = part.replace("{}", str(tmp_path)) if isinstance(part, str) else part
+    (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": [part]}}))
+    (folder / ".nv-meta/dataset.yaml").write_text("{}")
+    monkeypatch.chdir(folder)
+    for path in (".", "", str(folder)):
+        for window in (0, 4):
+            with pytest.raises(UserError, match=message):
+                opened(path or "../energon", tmp_path, window=window)
+    assert not list(tmp_path.rglob("PWNED*"))
+    for parts in ({"split_parts": part}, {"split_parts": {"train": "a.tar"}}, [part]):
+        (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump(parts))
+        with pytest.raises(UserError, match=r"split\.yaml"):
+            opened(".", tmp_path, window=4)
+    (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": ["a.tar"]}}))
+    assert len(opened(".", tmp_path)) == 2
+
+
+def test_a_file_that_is_called_like_a_command_is_a_file(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "d").mkdir()
+    monkeypatch.chdir(tmp_path / "d")
+    shard(Path("pipe:touch PWNED;.tar"), captions(0, 2))
+    for path in ("*.tar", "./*.tar", "./pipe:touch PWNED;.tar"):
+        for window in (0, 4):
+            got = opened(path, tmp_path, window=window)
+            assert got.media(1)[0].read() == picture(colour=1)
+    assert not Path("PWNED").exists()
+
+
 @pytest.mark.parametrize("cut", ["in a member", "between members", "in a header"])
 def test_a_shard_that_is_cut_off_is_refused_by_name(cut, tmp_path: Path) -> None:
     path = shard(tmp_path / "d.tar", captions(0, 3))
