@@ -1,4 +1,4 @@
-"""Write files and folders whole or not at all, read and write JSON, and find the user's cache."""
+"""Write files and folders whole or not at all, read and write JSON, and find the user's cache and settings."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ PROGRESS = "MMJAX_PROGRESS"
 def user_cache(program: str = "mmjax") -> Path:
     """Return a program's folder in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / program
+
+
+def user_config() -> Path:
+    """Return mmjax's folder in `$XDG_CONFIG_HOME`, by default in `~/.config`."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "mmjax"
 
 
 # ------------------------------------------------------------------------------------------------ atomic replacement

@@ -51,6 +51,7 @@ from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache
 from mmjax.runtime.run_dir import RunFolder
+from mmjax.runtime.run_trust import HELP as TRUST_HELP
 from mmjax.runtime.state import parameter_shardings
 from mmjax.training.announce import score_table
 
@@ -61,22 +62,28 @@ SPOKEN_MEASURES = ("exact_match", "wer")  # by default, for transcripts: manifes
 
 
 def evaluate(
-    run: Path, split: str = "test", swap: str = "", overrides: Sequence[str] = (), step: int | None = None
+    run: Path,
+    split: str = "test",
+    swap: str = "",
+    overrides: Sequence[str] = (),
+    step: int | None = None,
+    trust: bool = False,
 ) -> Scores:
     """Score a checkpoint of a run without conversations, by default the newest, with greedy decoding.
 
     Returns `exact_match_*`, `samples`, `loss`, and the checkpoint's number of updates as `step`. swap: an encoder whose
     items are replaced by those of another sample. The questions that need them can then only be guessed, so their exact
-    match should be no more than `chance_*`, and no loss is returned.
+    match should be no more than `chance_*`, and no loss is returned. trust: execute and fetch what the run's config
+    says, whoever wrote it.
 
     Images to be made are written into the run as one sheet. Where a source can tell what is on them, `drawn_as_asked`
     is the share that it finds; with a generator's name as `swap`, of what another sample asks for.
     """
-    generators = RunFolder(run).read_config().model.generators
+    generators = RunFolder(run).stored_config().model.generators
     if swap in generators:
-        evaluator, params, step = _open_evaluator(run, split, overrides=overrides, step=step)
+        evaluator, params, step = _open_evaluator(run, split, overrides=overrides, step=step, trust=trust)
         return {"step": step} | _judge_pictures(evaluator, params, run, step, swapped=True)
-    evaluator, params, step = _open_evaluator(run, split, swap, overrides, step=step)
+    evaluator, params, step = _open_evaluator(run, split, swap, overrides, step=step, trust=trust)
     answers = [answer for replies in evaluator.answer(params).values() for answer in replies.answered]
     scores = {"step": step} | ({"left_out": len(evaluator.left_out)} if evaluator.left_out else {})
     if not swap:
@@ -134,14 +141,15 @@ def _open_evaluator(
     name: str = "",
     samples: Sequence[int] | None = None,
     step: int | None = None,
+    trust: bool = False,
 ) -> tuple[Evaluator, dict[str, Any], int]:
     """Open the evaluator of a run's split, with a checkpoint's parameters and the number of updates they have had.
 
     samples: of one source, the first with questions unless `name` says which. step: of the checkpoint; None: the
     newest. The loss is computed where neither samples are chosen nor items swapped.
     """
-    folder = RunFolder(run)
-    config = apply_overrides(folder.read_config(), overrides)
+    folder = RunFolder(run, trusted=trust)
+    config = apply_overrides(folder.read_config(overrides), overrides)
     with_loss = not swap and samples is None
     sources = {
         key: source
@@ -241,7 +249,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 def evaluate_conversations(args: argparse.Namespace) -> None:
     """Answer questions in conversations, and print or write the answers' scores."""
     of_data, of_model = _split_overrides(args.overrides)
-    served = CheckpointModel.open(args.model, of_model, args.step)
+    served = CheckpointModel.open(args.model, of_model, args.step, args.trust)
     config = _with_questions(
         served, args.data, {"images": args.images, "audio": args.audio, "videos": args.videos}, of_data
     )
@@ -285,7 +293,7 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
 def write_log_probs(args: argparse.Namespace) -> None:
     """Write every pair of answers again, with the model's log-probabilities of both: the reference of a DPO run."""
     of_data, of_model = _split_overrides(args.overrides)
-    served = CheckpointModel.open(args.model, of_model, args.step)
+    served = CheckpointModel.open(args.model, of_model, args.step, args.trust)
     folders = {"images": args.images, "audio": args.audio, "videos": args.videos}
     config = _with_questions(served, args.data, folders, of_data)
     if args.data and not isinstance(config.loss, Dpo):
@@ -346,6 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--log-probs", type=Path, metavar="FILE", help="write pairs of answers again, with log-probabilities of both"
     )
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parser.parse_intermixed_args(argv)
     if args.max_tokens < 1 or (args.limit is not None and args.limit < 1):
         raise UserError("--max-tokens and --limit are 1 or more")
@@ -355,12 +364,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.log_probs:
             write_log_probs(args)
             return
-        if args.data or CheckpointModel.open(args.model).config.data.chat:
+        if args.data or CheckpointModel.open(args.model, args.overrides, trust=args.trust).config.data.chat:
             if args.swap:
                 raise UserError("--swap goes with a run's embedded questions alone; leave it out")
             evaluate_conversations(args)
             return
-        scores = evaluate(args.model, args.split, args.swap, args.overrides, args.step)
+        scores = evaluate(args.model, args.split, args.swap, args.overrides, args.step, args.trust)
     if args.json:
         print_lines(json.dumps(scores))
         return

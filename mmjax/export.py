@@ -58,7 +58,7 @@ def export(
     or in the way.
     """
     folder = RunFolder(run)
-    config = folder.read_config()
+    config = folder.stored_config()
     model = _with_sources(config.model, sources)
     step = checkpoint_step(folder.checkpoints, step)
     opened = {path: (_open_source(path, names), names) for path, names in modules_by_folder(model).items()}

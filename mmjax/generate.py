@@ -28,6 +28,7 @@ from mmjax.inference.image_sampler import ImageSampler, ImageSampling, contact_s
 from mmjax.inference.loaded_model import LoadedModel, answer_room, user_prompts
 from mmjax.inference.picture_prompts import UserPictureSource, picture_size
 from mmjax.inference.prompts import UserPrompt, make_prompt
+from mmjax.runtime.run_trust import HELP as TRUST_HELP
 
 EVERY = 4  # tokens between updates of a terminal
 UNFINISHED = "\ufffd"  # what a character decodes to while a token with its last bytes is still missing
@@ -147,11 +148,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="of sampling an image (20)")
     parser.add_argument("--guidance", type=float, default=4.0, help="towards the prompt; 1 is none (4)")
     parser.add_argument("--json", action="store_true", help="print one JSON object: answer, tokens, seconds")
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parser.parse_intermixed_args(argv)
     if args.max_tokens < 1:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    served = CheckpointModel.open(args.model, args.overrides, args.step)
+    served = CheckpointModel.open(args.model, args.overrides, args.step, args.trust)
     files: dict[Medium, list[Path]] = {"image": args.image, "audio": args.audio, "video": args.video}
     media = read_media(files, served.config.model.encoders, served.config.data.limits)
     prompt = make_prompt(args.question, media, args.system)

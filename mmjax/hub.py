@@ -61,6 +61,11 @@ def _folder_of(named: str | Path, is_whole: Callable[[Path], bool], patterns: Se
     return folder
 
 
+def would_download(named: str) -> bool:
+    """Return whether a name is a repository's, and no checkpoint that the local cache has whole."""
+    return _is_id(named) and not ((cached := _cached("models", named)) and is_whole(cached))
+
+
 def is_dataset(path: str) -> bool:
     """Return whether a path of data is a repository's name, `owner/name`: nothing of that name is here."""
     return _is_id(path) and not path.endswith(PARQUET + JSON)

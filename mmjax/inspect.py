@@ -27,6 +27,7 @@ from mmjax.data.plan.length_index import index_key
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.reporting.rows import item_image
 from mmjax.runtime.run_dir import RunFolder, logged_records
+from mmjax.runtime.run_trust import HELP as TRUST_HELP
 from mmjax.training.run_data import Launch, launch_of_step, loader_of, read_launches
 
 TRAINED = "\033[1m", "\033[0m"  # around trained tokens on a terminal; elsewhere [[ and ]]
@@ -46,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, help="the rows of this rank alone")
     parser.add_argument("--out", type=Path, help="a folder for images, clips and masks")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parser.parse_args(argv)
-    folder = RunFolder(args.run)
-    folder.read_config()
+    folder = RunFolder(args.run, trusted=args.trust)
+    folder.stored_config()
     if args.ids:
         _list_ids(folder, args.ids, args.json)
         return
@@ -92,10 +94,14 @@ def _steps_done(folder: RunFolder) -> int:
 
 
 def _launch_of(folder: RunFolder, number: int) -> Launch:
-    """Find the launch that ran step `number`, counted from 1. Raises UserError where the history does not have it."""
+    """Find the launch that ran step `number`, counted from 1, to load its data again.
+
+    Raises UserError where the history does not have it, and where that would execute or fetch what others wrote.
+    """
     launch = launch_of_step(folder.history, number - 1, folder.due_samples)
     if launch is None:
         raise UserError(f"{folder.history} does not tell of step {number}; it is kept since runs have a history")
+    folder.check(launch.config)
     return launch
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mmjax.console import print_lines, size
 from mmjax.errors import check_output, exit_process, run_command
+from mmjax.runtime.run_trust import HELP as TRUST_HELP
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,18 +23,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m mmjax.report", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders that mmjax.train printed")
     parser.add_argument("--out", type=Path, help="the page (report.html in the first run's folder)")
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    path = report(args.runs, args.out)
+    path = report(args.runs, args.out, args.trust)
     print_lines(f"report {path} ({size(path.stat().st_size)})")
 
 
-def report(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of these runs, and return its path. Raises UserError where one is no run."""
+def report(paths: Sequence[Path], out: Path | None = None, trust: bool = False) -> Path:
+    """Write the page of these runs, and return its path. Raises UserError where one is no run.
+
+    trust: execute and fetch what their configs say, whoever wrote them.
+    """
     from mmjax.reporting.page import page_of, write_page  # import JAX, which reads the variable that main sets
     from mmjax.reporting.run import read_runs
 
-    runs = read_runs(paths)
+    runs = read_runs(paths, trust=trust)
     out = out or runs[0].folder.path / "report.html"
     check_output("--out", out, (".html",))
     write_page(page_of(runs), out)

@@ -47,6 +47,7 @@ from mmjax.reporting.page import clock, live_parts, page_of, templates
 from mmjax.reporting.rows import ShownItem, ShownPiece, ShownSample, shown_item
 from mmjax.reporting.run import MetricsFollower, read_runs
 from mmjax.runtime.checkpoint import checkpoint_step
+from mmjax.runtime.run_trust import HELP as TRUST_HELP
 from mmjax.training.run_data import read_launches
 
 HOST = "127.0.0.1"
@@ -79,9 +80,10 @@ class Asked:
 class Studio:
     """A run, what is known of it, and the questions that were asked. Its methods may be called from any thread."""
 
-    def __init__(self, folder: Path, device: str) -> None:
-        """Raise UserError where the folder is no run."""
-        (self.run,) = read_runs([folder], with_metrics=False)
+    def __init__(self, folder: Path, device: str, trust: bool = False) -> None:
+        """Raise UserError where the folder is no run, or another's whose config would be executed, without trust."""
+        (self.run,) = read_runs([folder], with_metrics=False, trust=trust)
+        self.run.folder.read_config()
         self._overrides = (f"device={device}",)
         self._follower = MetricsFollower(self.run.folder.metrics)
         self._reading = threading.Lock()
@@ -101,7 +103,7 @@ class Studio:
 
     def report(self) -> str:
         """Render the run's whole report. Raises UserError where there is no run any more."""
-        return page_of(read_runs([self.run.folder.path]))
+        return page_of(read_runs([self.run.folder.path], trust=self.run.folder.trusted))
 
     def changes(self, live_version: int, questions_version: int) -> dict[str, Any]:
         """Return the parts of the page that are newer than these versions, and what cannot be read."""
@@ -205,7 +207,7 @@ class Studio:
             self._changed()
 
     def _answer(self, question: Request, entry: Asked) -> None:
-        served = CheckpointModel.open(self.run.folder.path, self._overrides)
+        served = CheckpointModel.open(self.run.folder.path, self._overrides, trust=self.run.folder.trusted)
         prompts = self._prompts(question, served, entry)
         sampling = Sampling(question.temperature)
         max_tokens = min(question.max_tokens, answer_room(served, prompts))
@@ -414,13 +416,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "gpu", "tpu", "auto"), default="cpu", help="which answers questions (cpu)"
     )
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     args = parser.parse_args(argv)
     if not 0 <= args.port < 1 << 16:
         raise UserError(f"--port {args.port}: choose 0 to 65535")
     if args.device == "cpu":
         jax.config.update("jax_platforms", "cpu")  # else JAX takes most of a GPU's memory with its first array
     sys.dont_write_bytecode = True  # of the run's config file, beside it
-    studio = Studio(args.run, args.device)
+    studio = Studio(args.run, args.device, args.trust)
     try:
         server = StudioServer(args.port, studio)
     except OSError as error:

@@ -31,20 +31,25 @@ from mmjax.errors import UserError, exit_process, run_command
 from mmjax.planning.plan_file import plan_changes
 from mmjax.runtime.devices import set_gpu_memory_fraction
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, run_folder_of
+from mmjax.runtime.run_trust import HELP as TRUST_HELP
 from mmjax.startup import end_loading
 from mmjax.training.loop import train
 from mmjax.training.signals import install_signal_handlers
 
 
-def _read_config(words: Sequence[str], plan: str, resume: bool) -> tuple[Config, Path]:
-    """Read the config that the words name, and its file; a run resumed by its folder has its own stored config."""
+def _read_config(words: Sequence[str], plan: str, resume: bool, trust: bool) -> tuple[Config, Path]:
+    """Read the config that the words name, and its file; a run resumed by its folder has its own stored config.
+
+    trust: do what the stored config says, whoever wrote it.
+    """
     named = next((word for word in words if "=" not in word), "")
     changes = [word for word in words if word is not named]
     run = _resumed_run(named, changes, resume)
     if run is None:
         path = find_config(named) if named else default_config()
         return _with_plan(partial(load, path), changes, plan), path
-    stored = replace(run.read_config(), run=str(run.path))  # the folder may have been moved since it was written
+    stored = replace(run, trusted=trust).read_config(changes)
+    stored = replace(stored, run=str(run.path))  # the folder may have been moved since it was written
     changes = [change for change in changes if not change.startswith("run=")]
     return _with_plan(partial(apply_overrides, stored), changes, plan), run.source
 
@@ -108,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--change", action="append", default=[], metavar="KEY", help="with --resume: this part of the config may differ"
     )
+    parser.add_argument("--trust", action="store_true", help=f"with --resume: {TRUST_HELP}")
     started = parser.add_mutually_exclusive_group()
     started.add_argument(
         "--resume", nargs="?", const="resume", choices=("resume", "auto"), help="continue the run (auto: or start it)"
@@ -118,16 +124,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(argv)
     plan = next((word.removeprefix("plan=") for word in args.words if word.startswith("plan=")), "")
     words = [word for word in args.words if not word.startswith("plan=")]
-    config, path = _read_config(words, plan, bool(args.resume))
+    config, path = _read_config(words, plan, bool(args.resume), args.trust)
     if args.show:
         print_lines(describe_with_meanings(config))
         return
     if not coordination.is_leader():
         mute()
     set_gpu_memory_fraction()
-    permitted = AllowedChanges(args.new_data, tuple(args.change))
+    permitted = AllowedChanges(args.new_data, tuple(args.change), args.trust)
     if permitted != NO_CHANGES and not args.resume:
-        raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
+        raise UserError("--new-data, --change and --trust are of a run that goes on; say --resume, or --resume=auto")
     mode = "overwrite" if args.overwrite else args.resume or "new"
     flags = install_signal_handlers()
     with Watchdog(config.training.watch, run_folder_of(config).stacks) as watchdog, coordination.process_group():

@@ -65,9 +65,10 @@ def nothing_left_running() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a user's own runs have measured changes nothing that a test sees."""
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, session_runs: Path) -> Iterator[None]:
+    """What a user's own runs have measured changes nothing that a test sees. All workers sign runs as one user."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(session_runs.parent / "settings"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 

@@ -142,7 +142,8 @@ def test_two_hundred_requests_at_once_are_all_answered(trained: Path) -> None:
         for connection in waiting:
             connection.settimeout(120)
             head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
-            assert head.split()[1] == b"200" and json.loads(body)["error"] == ""
+            assert head.split()[1] == b"200"
+            assert json.loads(body)["error"] == ""
         server.shutdown()
     finally:
         server.server_close()

@@ -16,12 +16,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import functools
 import hashlib
 import importlib
 import inspect
 import json
-import os
 import re
 import sys
 import traceback
@@ -86,7 +84,7 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
         for name, source in config.data.sources.items():
             if isinstance(source, FunctionSource):
                 _look_up(source.function, f"data.sources.{name}.function", module, path)
-        for key, function in _callback_names(config.model):
+        for key, function in callback_names(config.model):
             _look_up(function, key, module, path)
     except UserError as error:
         raise UserError(f"{error}" if overrides else f"{path}: {error}") from None
@@ -156,17 +154,21 @@ def sibling(file: str, name: str) -> types.ModuleType:
 
 def copy_config(path_or_name: str | Path, folder: Path) -> None:
     """Copy a config file into a run's folder as `config.py`, and beside it the files that it derives from."""
+    for name, text in config_texts(path_or_name).items():
+        (folder / name).write_text(text)
+
+
+def config_texts(path_or_name: str | Path) -> dict[str, str]:
+    """Read a config file, named `config.py` as in a run's folder, and the files that it derives from."""
     path = find_config(path_or_name)
     shipped = _shipped_folder()
     with _share_modules() as modules:
         module = _execute(path, modules)
         with suppress(UserError):  # config() may need arguments, which are not known here
             _config_tree(module, path, modules)
-        texts = {
+        return {
             p.name if p != path else CONFIG_COPY: p.read_text() for p in modules if p == path or p.parent != shipped
         }
-    for name, text in texts.items():
-        (folder / name).write_text(text)
 
 
 def _shipped_folder() -> Path:
@@ -330,7 +332,8 @@ def differences(a: Config, b: Config) -> list[str]:
 def resolve(function: str, folder: Path | None) -> Callable[..., Any]:
     """Look up the function or class `module:qualname` in mmjax, or `config:qualname` in a run's copy of its config.
 
-    Raises UserError for anything else: a stored config must not be able to call arbitrary code.
+    Raises UserError for anything else: a stored config must not be able to call arbitrary code. That the folder is to
+    be trusted is for `runtime.run_trust` to know, before its config gets here.
     """
     if not function.startswith("config:"):
         return _look_up(function, "function", None, None)
@@ -338,24 +341,16 @@ def resolve(function: str, folder: Path | None) -> Callable[..., Any]:
     if path is None or not path.is_file():
         place = f"there is no {path}" if path else "no run folder is known"
         raise UserError(f"function {function!r} is in the run's config file, but {place}; give the run's folder")
-    _warn_of_foreign_file(path)
     with _share_modules() as modules:
         return _look_up(function, "function", _execute(path, modules), path)
 
 
-@functools.cache  # so that it warns once
-def _warn_of_foreign_file(path: Path) -> None:
-    """Warn that a file of another user is executed, with all the permissions of this one."""
-    if path.stat().st_uid not in (os.getuid(), 0):
-        print(f"note: {path} belongs to another user, and is executed as you", file=sys.stderr, flush=True)
-
-
 def resolve_callbacks(model: ModelConfig, folder: Path | None) -> dict[str, Callable[..., Any]]:
     """Resolve the callbacks of a model's encoders, by `module:qualname`; `folder` and errors as in `resolve`."""
-    return {function: resolve(function, folder) for _, function in _callback_names(model)}
+    return {function: resolve(function, folder) for _, function in callback_names(model)}
 
 
-def _callback_names(model: ModelConfig) -> Iterator[tuple[str, str]]:
+def callback_names(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the key and the `module:qualname` of each callback of a model's encoders."""
     for name, encoder in model.encoders.items():
         for field in dataclasses.fields(encoder.callbacks):

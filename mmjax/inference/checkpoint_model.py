@@ -45,17 +45,20 @@ class CheckpointModel:
     step: int | None = None  # of a run's checkpoint; None: the newest
 
     @classmethod
-    def open(cls, path: Path, overrides: Sequence[str] = (), step: int | None = None) -> CheckpointModel:
+    def open(
+        cls, path: Path, overrides: Sequence[str] = (), step: int | None = None, trust: bool = False
+    ) -> CheckpointModel:
         """Open the folder of a run or of a Hugging Face checkpoint.
 
         path: may be a checkpoint's name on the Hub. overrides: settings as `a.b=value`. step: of a run's checkpoint, by
-        default the newest. The mesh of a run was for its training, so the default mesh replaces it. Raises UserError
-        for a folder that is neither.
+        default the newest. trust: execute and fetch what a run's config says, whoever wrote it. The mesh of a run was
+        for its training, so the default mesh replaces it. Raises UserError for a folder that is neither.
         """
         path = checkpoint_folder(path)
         if _is_run(path):
-            run = RunFolder(path)
-            return cls(path, apply_overrides(replace(run.read_config(), mesh=MeshConfig()), overrides), run, step)
+            run = RunFolder(path, trusted=trust)
+            stored = replace(run.read_config(overrides), mesh=MeshConfig())
+            return cls(path, apply_overrides(stored, overrides), run, step)
         if step is not None:
             raise UserError(f"--step {step}: {path} is a Hugging Face checkpoint, not a run with several; leave it out")
         return cls(path, apply_overrides(_config_of(path.absolute()), overrides), None)

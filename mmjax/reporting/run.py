@@ -275,9 +275,12 @@ class Planned:
         return np.concatenate(fills)
 
 
-def read_runs(paths: Sequence[Path], with_metrics: bool = True) -> list[Run]:
-    """Read the runs in these folders. Raises UserError where one is no run, or is given twice."""
-    folders = [RunFolder(path.resolve()) for path in paths]
+def read_runs(paths: Sequence[Path], with_metrics: bool = True, trust: bool = False) -> list[Run]:
+    """Read the runs in these folders. Raises UserError where one is no run, or is given twice.
+
+    trust: execute and fetch what their configs say, whoever wrote them.
+    """
+    folders = [RunFolder(path.resolve(), trusted=trust) for path in paths]
     for k, folder in enumerate(folders):
         if folder in folders[:k]:
             raise UserError(f"{paths[k]} is given twice; give each run once")
@@ -286,7 +289,7 @@ def read_runs(paths: Sequence[Path], with_metrics: bool = True) -> list[Run]:
         Run(
             name=names[k] if names.count(names[k]) == 1 else str(folder.path),
             folder=folder,
-            config=folder.read_config(),
+            config=folder.stored_config(),
             metrics=read_metrics(folder.metrics) if with_metrics else NOTHING,
             launches=read_launches(folder.history),
             colour=k,
@@ -298,7 +301,8 @@ def read_runs(paths: Sequence[Path], with_metrics: bool = True) -> list[Run]:
 def plan_again(run: Run) -> Planned:
     """Plan the last steps of a run again, or its first steps where it has done none.
 
-    Raises UserError where its history, its length index or its data files are gone.
+    Raises UserError where its history, its length index or its data files are gone, and where that would execute or
+    fetch what others wrote.
     """
     last = max(run.metrics.steps, 1)
     launch = launch_of_step(run.folder.history, last - 1, run.folder.due_samples)
@@ -306,6 +310,7 @@ def plan_again(run: Run) -> Planned:
         raise UserError(
             "there is no history.jsonl that tells how its steps were made: it has not started yet, or is old"
         )
+    run.folder.check(launch.config)
     if not run.metrics.steps:
         last = min(launch.first + PLANNED_STEPS, max(launch.config.training.steps, launch.first + 1))
     loader = loader_of(launch, run.folder)

@@ -11,15 +11,17 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from mmjax.config import Config
 from mmjax.config.codec import did_you_mean
-from mmjax.config.loading import copy_config, differences, from_json, keys_of, to_json
+from mmjax.config.loading import config_texts, copy_config, differences, from_json, keys_of, to_json
 from mmjax.console import print_lines
-from mmjax.disk import atomic_write, json_lines, parse_object
+from mmjax.disk import atomic_write, json_lines, parse_object, user_cache
 from mmjax.errors import UserError
+from mmjax.runtime.run_trust import check_files, check_run, is_own, sign_run
 
 
 @contextmanager
@@ -85,10 +87,14 @@ Mode = Literal["new", "resume", "auto", "overwrite"]
 
 @dataclass(frozen=True)
 class AllowedChanges:
-    """Differences that are allowed from the run that is resumed. keys: config keys, or prefixes of them."""
+    """Allow differences from the run that is resumed.
+
+    keys: config keys, or prefixes of them, that may differ. trust: its files may be executed, whoever wrote them.
+    """
 
     new_data: bool = False
     keys: tuple[str, ...] = ()
+    trust: bool = False
 
     def allows(self, key: str) -> bool:
         """Return whether this key of the config may have another value."""
@@ -114,6 +120,7 @@ class RunFolder:
     """Absolute paths of a run: Orbax accepts no relative ones."""
 
     path: Path
+    trusted: bool = False  # what its config says may be executed and fetched, whoever wrote it
 
     config = _path_in_run("config.json")  # the resolved config; a folder is a run once it has this file
     source = _path_in_run("config.py")  # copy of the config file, for functions that the config names
@@ -136,8 +143,14 @@ class RunFolder:
 
     @property
     def programs(self) -> Path:
-        """Return the cache of compiled programs, shared by the runs beside this one."""
-        return self.path.parent / ".programs"
+        """Return the cache of compiled programs: the one that the runs beside this one share, where it is the user's.
+
+        Programs are executed, so that another's run, or folder of programs, leaves the user's own cache.
+        """
+        shared = self.path.parent / ".programs"
+        if self.trusted or (is_own(self.path) and (not shared.exists() or shared.stat().st_uid == os.getuid())):
+            return shared
+        return user_cache() / "programs"
 
     def list_oversize(self, samples: Iterable[str], action: Literal["skip", "raise"]) -> None:
         """List the samples that fit no budget in `oversize.jsonl`. Raises UserError where `action` is "raise"."""
@@ -161,8 +174,26 @@ class RunFolder:
         """Return the folder to which a run is moved until the one that replaces it has started."""
         return self.path.with_name(f".{self.path.name}.replaced")
 
-    def read_config(self) -> Config:
-        """Read the config of this run. Raises UserError where there is no run."""
+    def read_config(self, typed: Sequence[str] = ()) -> Config:
+        """Read the config of this run, to do what it says.
+
+        typed: overrides that will be applied to it. Raises UserError where there is no run, and where another user's
+        would be executed or fetched (`run_trust`), unless the folder is trusted.
+        """
+        config = self.stored_config()
+        self.check(config, typed)
+        return config
+
+    def check(self, config: Config, typed: Sequence[str] = ()) -> None:
+        """Raise UserError where this is another's run, and the config from its folder would execute or fetch."""
+        if not self.trusted:
+            check_run(self.path, config, typed)
+
+    def stored_config(self) -> Config:
+        """Read the config of this run, to show it: of what it says nothing may be executed or fetched.
+
+        Raises UserError where there is no run.
+        """
         if not self.config.is_file():
             raise UserError(f"{self.path} holds no run (no config.json); give the folder that mmjax.train printed")
         try:
@@ -183,6 +214,8 @@ class RunFolder:
 def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = NO_CHANGES) -> Iterator[bool]:
     """Claim the run's folder, and yield whether its run is resumed. The start belongs inside `with`.
 
+    The config counts as this user's own, and so do from now on the run and the folder's copy of `source`.
+
     Where the body raises, everything is undone: a new folder is removed, and the run that was to be resumed or
     overwritten is untouched. Raises UserError where there is a run, but neither resume nor overwrite is requested;
     where there is no run to resume, or its config differs in more than is permitted; and where the folder cannot be
@@ -197,6 +230,9 @@ def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = 
             print_lines(line)
         with _writing(folder):
             _check_writable(folder)
+            if source.absolute().parent != folder.path and not permitted.trust:
+                check_files(folder.path, config, partial(config_texts, source))
+            sign_run(folder.path, config, made=permitted.trust)
         yield True
         with _writing(folder):
             folder.write_config(config)
@@ -214,6 +250,7 @@ def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = 
             folder.path.mkdir(parents=True, exist_ok=True)
             _check_writable(folder)
             copy_config(source, folder.path)
+            sign_run(folder.path, config, made=True)
             folder.write_config(config)
         yield False
     except BaseException:
@@ -284,7 +321,7 @@ MAY_CHANGE = (
 
 def changes_of(folder: RunFolder, config: Config, permitted: AllowedChanges = NO_CHANGES) -> Sequence[str]:
     """List the differences from the config of the run in the folder. Raises UserError for those not permitted."""
-    lines = differences(folder.read_config(), config)
+    lines = differences(folder.stored_config(), config)
     by_key = {line.partition(":")[0]: line for line in lines}
     if fixed := [key for key in by_key if not (_may_change(key) or permitted.allows(key))]:
         data = [key for key in fixed if key.startswith("data.sources")]

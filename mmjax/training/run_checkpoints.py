@@ -130,7 +130,7 @@ class RunCheckpoints:
         executor = self._executor
         try:
             model = executor.model
-            trained = source.read_config().model
+            trained = source.stored_config().model
             adapted = bool(trained.lora)
             if adapted and not model.config.lora:
                 raise UserError(

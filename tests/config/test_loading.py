@@ -442,14 +442,3 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
         assert "training.steps=0: must be at least 1, or give training.epochs above 0" in message("tiny_omni", line)
     for endless in ("inf", "nan", "1e400"):
         assert "training.epochs" in message("tiny_omni", f"training.epochs={endless}")
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
-def test_executing_a_file_of_another_user_is_said_once(tmp_path: Path, capsys, monkeypatch) -> None:
-    (tmp_path / "config.py").write_text("def make():\n    return 1\n")
-    os.chown(tmp_path / "config.py", 12_345, 12_345)
-    for _ in range(2):
-        assert resolve("config:make", tmp_path)() == 1
-    assert (
-        capsys.readouterr().err == f"note: {tmp_path / 'config.py'} belongs to another user, and is executed as you\n"
-    )
