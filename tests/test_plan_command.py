@@ -14,7 +14,6 @@ from started import ROOT
 
 from mmjax import plan, train
 from mmjax.config import ExpertsConfig
-from mmjax.config.codec import key_of
 from mmjax.config.loading import config_parameters, describe_with_meanings, find_config, shipped_configs
 
 
