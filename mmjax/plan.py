@@ -13,10 +13,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,9 +31,10 @@ from mmjax.autotune.forecast import (
     forecast_run,
 )
 from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
-from mmjax.autotune.memory_plan import describe_shortage, device_speed
+from mmjax.autotune.memory_plan import apply_memory_plan, describe_shortage, device_speed
 from mmjax.config import Config, ExpertsConfig, UnetConfig
-from mmjax.config.loading import copy_config, default_config, find_config, load
+from mmjax.config.codec import key_of
+from mmjax.config.loading import config_parameters, copy_config, default_config, find_config, load
 from mmjax.console import count, duration, print_lines, size, table
 from mmjax.data.plan.length_index import (
     LengthIndex,
@@ -89,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     named = next((word for word in words if "=" not in word), "")
     path = find_config(named) if named else default_config()
     chooses = AUTO in words
-    config = load(path, [word for word in words if word not in (named, AUTO)])
+    overrides = [word for word in words if word not in (named, AUTO)]
+    config = load(path, overrides)
     if not options.get("cluster"):
         raise UserError("say on which cluster: cluster=h100x8x8 is 8 nodes of 8 H100, cluster=here this machine")
     on_this_machine = options["cluster"] == HERE
@@ -103,10 +105,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     devices = aot_devices(cluster) if args.compile else None
     index, weights, source = _open_lengths(config, path, args.lengths)
     measure_speed = _speed_by(config, cluster, layers, on_this_machine, args.profile)
+    lengths = index, weights, source
     if config.units or chooses:
-        lengths = index, weights, source
-        _plan_units(args, config, cluster, lengths, chooses=chooses, measure_speed=measure_speed, devices=devices)
-        return
+        planned = _plan_units(
+            args, config, cluster, lengths, chooses=chooses, measure_speed=measure_speed, devices=devices
+        )
+    else:
+        planned = _plan_mesh(args, config, cluster, lengths, price, measure_speed=measure_speed, devices=devices)
+    if args.out is not None:
+        _write_plan(args.out, path, config, overrides, cluster, planned)
+
+
+class Planned(NamedTuple):
+    """What was planned, for a plan file: the config, None where it does not fit, and the expected results."""
+
+    config: Config | None
+    expected: dict[str, float]
+
+
+Lengths = tuple[LengthIndex, list[float], str]  # index, weight of each source, and a description for the report
+
+
+def _plan_mesh(
+    args: argparse.Namespace,
+    config: Config,
+    cluster: Cluster,
+    lengths: Lengths,
+    price: float | None,
+    *,
+    measure_speed: MeasureSpeed,
+    devices: Sequence[jax.Device] | None,
+) -> Planned:
+    """Forecast a run on one mesh, and report and draw it as the command line says."""
+    index, weights, source = lengths
     forecast = forecast_run(config, cluster, index, weights, measure_speed)
     compiled = None if devices is None else compile_forecast(forecast, devices)
     if args.json:
@@ -117,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from mmjax.reporting.plan_plot import plot_plan  # matplotlib looks for fonts when it is first imported
 
         plot_plan(args.picture, forecast)
-    if args.out is not None:
-        _write_plan(forecast, args.out)
+    return _planned_mesh(forecast)
 
 
 def _speed_by(
@@ -144,32 +174,48 @@ def _plot_step(path: Path, forecast: PipelineForecast) -> None:
     plot_timelines(path, forecast.config.name, subtitle, headings, [stage.name for stage in forecast.stages])
 
 
-def _write_plan(forecast: RunForecast, path: Path) -> None:
+def _planned_mesh(forecast: RunForecast) -> Planned:
+    """Return the config with the mesh and the memory plan of a forecast."""
     chosen = forecast.chosen
     memory = chosen.memory_plan
-    if not memory.fits:
-        raise UserError(f"--out {path}: nothing is written, for the run does not fit; see what limits it")
     expected = {"seconds": chosen.time.total, "mfu": forecast.mfu(chosen), "memory": memory.device}
-    text = plan_text(
-        forecast.config, str(forecast.cluster), forecast.mesh, memory.policies, memory.loss_chunks, expected
-    )
-    path.write_text(text)
-
-
-def _units_plan(forecast: PipelineForecast) -> str:
+    if not memory.fits:
+        return Planned(None, expected)
+    # What the tokens between layers do is chosen for tensor-parallel devices alone.
     config = forecast.config
-    policies = memory_plan_of(config, forecast.stages, forecast.limit, config.training.loss_chunks or 1).policies
+    sequence_parallel = config.mesh.sequence_parallel if forecast.mesh["tensor"] > 1 else "auto"
+    mesh = replace(config.mesh, **forecast.mesh, sequence_parallel=sequence_parallel)
+    return Planned(apply_memory_plan(replace(config, mesh=mesh), memory.policies, memory.loss_chunks), expected)
+
+
+def _planned_units(forecast: PipelineForecast) -> Planned:
+    config = forecast.config
+    loss_chunks = config.training.loss_chunks or 1
+    policies = memory_plan_of(config, forecast.stages, forecast.limit, loss_chunks).policies
     expected = {"seconds": forecast.seconds, "mfu": forecast.mfu, "memory": max(s.bytes for s in forecast.stages)}
-    # Units want the mesh as it is by default.
-    mesh = {"data": -1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
-    return plan_text(config, str(forecast.cluster), mesh, policies, config.training.loss_chunks or 1, expected)
+    return Planned(apply_memory_plan(config, policies, loss_chunks), expected)
 
 
-def _mesh_plan(forecast: MeshForecast, cluster: Cluster) -> str:
-    config, memory = forecast.config, forecast.memory_plan
-    mesh = mesh_sizes(config.mesh, cluster.devices)
+def _planned_best_mesh(forecast: MeshForecast, devices: int) -> Planned:
+    memory = forecast.memory_plan
+    mesh = replace(forecast.config.mesh, **mesh_sizes(forecast.config.mesh, devices))
     expected = {"seconds": forecast.time.total, "mfu": forecast.mfu, "memory": memory.device}
-    return plan_text(config, str(cluster), mesh, memory.policies, memory.loss_chunks, expected)
+    config = apply_memory_plan(replace(forecast.config, mesh=mesh), memory.policies, memory.loss_chunks)
+    return Planned(config, expected)
+
+
+def _write_plan(
+    out: Path, path: Path, config: Config, words: Sequence[str], cluster: Cluster, planned: Planned
+) -> None:
+    """Write the plan file of a config, loaded from `path` with these words."""
+    if planned.config is None:
+        raise UserError(f"--out {out}: nothing is written, for the run does not fit; see what limits it")
+    parameters = config_parameters(path)
+    arguments = [word for word in words if key_of(word) in parameters]
+    overrides = [word for word in words if key_of(word) not in parameters]
+    unnamed = [word for word in words if key_of(word) != "name" or word in arguments]
+    name = config.name if unnamed == list(words) else load(path, unnamed).name
+    out.write_text(plan_text(planned.config, config, name, arguments, overrides, str(cluster), planned.expected))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -209,13 +255,13 @@ def _plan_units(
     args: argparse.Namespace,
     config: Config,
     cluster: Cluster,
-    lengths: tuple[LengthIndex, list[float], str],
+    lengths: Lengths,
     *,
     chooses: bool,
     measure_speed: MeasureSpeed,
     devices: Sequence[jax.Device] | None,
-) -> None:
-    """Forecast units, those of the config or chosen, beside one mesh, and write what the command line asks for."""
+) -> Planned:
+    """Forecast units, those of the config or chosen, beside one mesh, and report and draw them."""
     index, weights, source = lengths
     pipeline = (choose_units if chooses else forecast_pipeline)(config, cluster, index, weights, measure_speed)
     speed = measure_speed({}) if pipeline is None else pipeline.speed
@@ -229,10 +275,9 @@ def _plan_units(
         print_lines(*report_pipeline(config, cluster, pipeline, mesh, source, programs))
     if args.picture is not None and pipeline is not None:
         _plot_step(args.picture, pipeline)
-    if args.out is not None:
-        # Units that a person wrote are wanted; units=auto takes what is faster.
-        units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
-        args.out.write_text(_units_plan(pipeline) if units else _mesh_plan(mesh, cluster))
+    # Units that a person wrote are wanted; units=auto takes what is faster.
+    units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
+    return _planned_units(pipeline) if units else _planned_best_mesh(mesh, cluster.devices)
 
 
 def _parse_price(text: str | None) -> float | None:
@@ -248,11 +293,8 @@ def _parse_price(text: str | None) -> float | None:
     return price
 
 
-def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> tuple[LengthIndex, list[float], str]:
-    """Open a run's length index: from the config's data, from files, or drawn from a seed where there is neither.
-
-    Returns the index, the weight of each source, and a description of it for the report.
-    """
+def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> Lengths:
+    """Open a run's length index: from the config's data, from files, or drawn from a seed where there is neither."""
     modules = config.model.item_modules
     if config.data.sources and not files:
         with tempfile.TemporaryDirectory() as folder:

@@ -9,26 +9,29 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from mmjax.config import Config
-from mmjax.config.codec import did_you_mean
+from mmjax.config.codec import did_you_mean, key_of
 from mmjax.config.loading import (
     apply_overrides,
+    config_parameters,
     default_config,
     describe_with_meanings,
+    differences,
     find_config,
     load,
     shipped_configs,
 )
-from mmjax.console import mute, print_lines
+from mmjax.console import mute, print_lines, print_note
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError, exit_process, run_command
-from mmjax.planning.plan_file import plan_changes
+from mmjax.planning.plan_file import Plan, read_plan
 from mmjax.runtime.devices import set_gpu_memory_fraction
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, run_folder_of
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
@@ -47,11 +50,24 @@ def _read_config(words: Sequence[str], plan: str, resume: bool, trust: bool) -> 
     run = _resumed_run(named, changes, resume)
     if run is None:
         path = find_config(named) if named else default_config()
-        return _with_plan(partial(load, path), changes, plan), path
+        if not plan:
+            return load(path, changes), path
+        parameters = config_parameters(path)
+        arguments = [change for change in changes if key_of(change) in parameters]
+        return _with_plan(partial(load, path), read_plan(Path(plan)), changes, arguments), path
     stored = replace(run, trusted=trust).read_config(changes)
     stored = replace(stored, run=str(run.path))  # the folder may have been moved since it was written
     changes = [change for change in changes if not change.startswith("run=")]
-    return _with_plan(partial(apply_overrides, stored), changes, plan), run.source
+    if not plan:
+        return apply_overrides(stored, changes), run.source
+    read = read_plan(Path(plan))
+    if read.arguments:
+        raise UserError(
+            f"plan={plan} has {read.arguments[0]}, for the function of a config file, and {run.path} has its stored "
+            f"config; name the file: --resume CONFIG {read.arguments[0]} run={run.path} plan={plan}"
+        )
+    read = replace(read, settings=[word for word in read.settings if key_of(word) != "run"])
+    return _with_plan(partial(apply_overrides, stored), read, changes, []), run.source
 
 
 def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder | None:
@@ -76,16 +92,41 @@ def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder 
     return RunFolder(path.resolve())
 
 
-def _with_plan(read: Callable[[Sequence[str]], Config], changes: Sequence[str], plan: str) -> Config:
-    """Read a config with the overrides of a plan file, if one is given, and then those of the command line."""
-    if not plan:
-        return read(changes)
-    name, planned = plan_changes(Path(plan))
-    if name != (config_name := read(changes).name):
+class ReadConfig(Protocol):
+    """Reads a config with the words of a command line, and before them those of a plan."""
+
+    def __call__(self, overrides: Sequence[str], planned: Sequence[str]) -> Config: ...
+
+
+def _with_plan(read: ReadConfig, plan: Plan, changes: Sequence[str], arguments: Sequence[str]) -> Config:
+    """Read a config with the words of a plan, then those of the command line; say which of the plan's these change.
+
+    arguments: those of the changes that the plan's own config needs too.
+    """
+    try:
+        planned = read(arguments, plan.words)
+        unnamed = [word for word in plan.words if key_of(word) != "name"]
+        name = planned.name if unnamed == plan.words else read(arguments, unnamed).name
+    except UserError as error:
+        raise UserError(f"plan={plan.path}: {error}") from None
+    if name != plan.config:
         raise UserError(
-            f"plan={plan} was made for {name}, not for {config_name}; make one for it with mmjax.plan --out"
+            f"plan={plan.path} was made for {plan.config}, not for {name}; make one for it with mmjax.plan --out"
         )
-    return read([*planned, *changes])
+    config = read(changes, plan.words)
+    given = {key_of(word): word for word in arguments}
+    lines = [f"{word} -> {given[key_of(word)]}" for word in plan.arguments if given.get(key_of(word), word) != word]
+    keys = [key_of(word) for word in plan.settings]
+    # Of a section that is gone, only the section is listed.
+    lines += [
+        line
+        for line in differences(planned, config)
+        if any(f"{key}.".startswith(f"{line.partition(':')[0]}.") for key in keys)
+    ]
+    if coordination.is_leader():
+        for line in lines:
+            print_note(f"plan   {plan.path}, changed on the command line: {line}")
+    return config
 
 
 WORDS = (
@@ -122,7 +163,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # `--resume` takes a value behind `=` only: the word after it is the config, or the run's folder.
     argv = ["--resume=resume" if word == "--resume" else word for word in (sys.argv[1:] if argv is None else argv)]
     args = parser.parse_intermixed_args(argv)
-    plan = next((word.removeprefix("plan=") for word in args.words if word.startswith("plan=")), "")
+    plans = [word.removeprefix("plan=") for word in args.words if word.startswith("plan=")]
+    if len(plans) > 1:
+        raise UserError(f"plan={plans[0]} and plan={plans[1]}: a run has one plan; leave one of them out")
+    plan = "".join(plans)
     words = [word for word in args.words if not word.startswith("plan=")]
     config, path = _read_config(words, plan, bool(args.resume), args.trust)
     if args.show:

@@ -14,6 +14,7 @@ from started import ROOT
 
 from mmjax import plan, train
 from mmjax.config import ExpertsConfig
+from mmjax.config.loading import config_parameters, describe_with_meanings, find_config, shipped_configs
 
 
 def told(capsys, *words: str) -> str:
@@ -281,9 +282,16 @@ def test_a_plan_that_is_written_and_edited_is_what_training_runs_by(capsys, tmp_
     assert "remat of llm: 1 full, 1 products" in ended.out
 
 
-def test_a_plan_for_another_config_or_that_does_not_fit_is_refused(capsys, tmp_path):
+def test_a_plan_trains_with_all_that_it_was_made_with_and_one_of_another_config_or_that_does_not_fit_is_refused(
+    capsys, tmp_path
+):
     path = tmp_path / "plan.json"
-    told(capsys, TINY, "cluster=a100x8", "--out", str(path))
+    words = ("mesh.tensor=2", "mesh.encoders=data", "batch.size.count=48", "optimizer.offload=true")
+    words = (*words, "training.precision=bfloat16")
+    told(capsys, TINY, "cluster=a100x8", *words, "--out", str(path))
+    shown = run(capsys, train.main, TINY, f"plan={path}", "--show").out
+    lines = [line.partition("#")[0].replace(" ", "").strip() for line in shown.splitlines()]
+    assert {*words, "mesh.data=4", "training.loss_chunks=1"} <= set(lines)
     other = run(capsys, train.main, "tiny_omni", f"plan={path}", f"run={tmp_path / 'run'}")
     assert other.code == 2
     assert "was made for tiny, not for tiny_omni" in other.err
@@ -292,6 +300,67 @@ def test_a_plan_for_another_config_or_that_does_not_fit_is_refused(capsys, tmp_p
     assert tight.code == 2
     assert "nothing is written, for the run does not fit" in tight.err
     assert not (tmp_path / "tight.json").exists()
+
+
+# On which each fits, as the documents have it.
+CLUSTERS = {
+    "internvl": "h100x8x8",
+    "internvl_26b": "h100x8x8",
+    "internvl_26b_units": "h100x2x8",
+    "mllm_15b": "a800x120x8",
+    "mllm_72b": "a800x120x8",
+    "mllm_9b": "a800x120x8",
+    "omni_10b": "h100x2x8",
+    "omni_10b_units": "h100x2x8",
+    "omni_18b": "h100x8x8",
+    "omni_84b": "h100x320x8",
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", sorted(shipped_configs()))
+def test_the_plan_that_is_written_of_a_shipped_config_trains_what_was_planned(
+    name, recipes, monkeypatch, capsys, tmp_path
+):
+    planned = []
+    write = plan.plan_text
+    monkeypatch.setattr(plan, "plan_text", lambda config, *args: planned.append(config) or write(config, *args))
+    parameters = config_parameters(find_config(name))
+    given = dict(recipes)
+    if name == "internvl":
+        given["llm"] = "34b"
+    if name == "llava_dpo":
+        given["data"] = given["checkpoint"].parent / "pairs.json"
+    words = [f"{key}={value}" for key, value in given.items() if key in parameters]
+    if name in ("llava_lora", "llava_dpo"):
+        words.append("model.lora.llm.rank=4")
+    path = tmp_path / "plan.json"
+    told(
+        capsys,
+        name,
+        f"cluster={CLUSTERS.get(name, 'a100x1x8')}",
+        "training.precision=bfloat16",
+        *words,
+        "--out",
+        str(path),
+    )
+    ended = run(capsys, train.main, name, f"plan={path}", "--show")
+    assert ended.out == describe_with_meanings(planned[0]) + "\n", ended.err
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory) -> dict[str, object]:
+    """Arguments for the recipes: a checkpoint, its parts, and data."""
+    import llava_folder  # imports torch
+
+    place = tmp_path_factory.mktemp("recipes")
+    llava_folder.save_checkpoint(place / "llava")
+    llava_folder.save_questions(place / "data", 400)
+    llava_folder.save_parts(place)
+    pairs = [{"prompt": f"{i}?", "chosen": f"{i}.", "rejected": "no"} for i in range(400)]
+    (place / "pairs.json").write_text(json.dumps(pairs))
+    given = {"checkpoint": place / "llava", "tower": place / "tower", "llm": place / "llm", "image": "<image>"}
+    return given | {"data": place / "data" / "data.json", "images": place / "data" / "images"}
 
 
 def test_the_plan_says_how_tokens_reach_their_experts():

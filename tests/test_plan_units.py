@@ -15,7 +15,7 @@ from mmjax.autotune import layer_profile
 from mmjax.config import Remat
 from mmjax.config.loading import find_config, load
 from mmjax.pipeline import compile_stages
-from mmjax.planning.plan_file import plan_changes
+from mmjax.planning.plan_file import read_plan
 
 SMALL = (
     "tiny_omni",
@@ -62,9 +62,9 @@ def test_stages_are_planned_on_the_clusters_devices_in_order_with_one_mesh_besid
 
 def test_the_plan_file_gives_the_units_to_a_config_that_has_none(planned):
     _, path = planned
-    name, changes = plan_changes(path)
-    config = load(find_config(name), changes)
-    assert config.units == load(find_config(name), UNITS).units
+    read = read_plan(path)
+    config = load(find_config(read.config), planned=read.words)
+    assert config.units == load(find_config(read.config), UNITS).units
     assert config.batch.microbatches == 4
 
 
@@ -107,8 +107,8 @@ def test_units_auto_plans_units_that_fit_and_writes_what_is_faster(capsys, tmp_p
     assert {module for name in numbers["units"] for module in [name]} == {"vision", "audio", "llm"}
     assert max(max(stage["devices"]) for stage in numbers["stages"]) < 8
     assert all(sum(stage["memory"].values()) < numbers["room"] for stage in numbers["stages"])
-    name, changes = plan_changes(path)
-    config = load(find_config(name), changes)
+    read = read_plan(path)
+    config = load(find_config(read.config), planned=read.words)
     one_mesh = numbers["one_mesh"]["seconds"] <= numbers["seconds"]["total"]
     assert bool(config.units) != one_mesh
     assert config.mesh.fsdp == (numbers["one_mesh"]["fsdp"] if one_mesh else 1)

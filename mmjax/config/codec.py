@@ -286,6 +286,11 @@ def leaves(hint: Hint, tree: Tree, where: str = "") -> Iterator[tuple[str, str]]
     return ((leaf.key, leaf.text) for leaf in walk(hint, tree, where))
 
 
+def key_of(line: str) -> str:
+    """Return the key of a line `a.b=value`."""
+    return line.partition("=")[0].strip()
+
+
 def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
     """Edit a tree in place by one line `a.b=value`. Raises UserError for an unknown key or a value of another type."""
     key, equals, text = (part.strip() for part in line.partition("="))

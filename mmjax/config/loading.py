@@ -31,12 +31,23 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.config import Config, FunctionSource, ModelConfig
-from mmjax.config.codec import assign, decode, did_you_mean, encode, first_line, leaves, meaning, walk
+from mmjax.config.codec import (
+    assign,
+    decode,
+    did_you_mean,
+    encode,
+    first_line,
+    key_of,
+    leaves,
+    meaning,
+    walk,
+)
 from mmjax.config.validation import validate
 from mmjax.errors import UserError
 
 __all__ = [
     "apply_overrides",
+    "config_parameters",
     "copy_config",
     "default_config",
     "describe",
@@ -66,18 +77,20 @@ _loading: ContextVar[Loaded | None] = ContextVar("loading", default=None)
 # -------------------------------------------------------------------------------------------------------- loading
 
 
-def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path_or_name: str | Path, overrides: Sequence[str] = (), planned: Sequence[str] = ()) -> Config:
     """Load a config from a file, or one of mmjax's by name (`tiny_vlm`), apply overrides `a.b=value` and validate it.
 
-    Overrides `name=text` that name a parameter of the file's config() are passed to it. Raises UserError with file and
-    line for a mistake in the file, and with the key for a bad value.
+    Overrides `name=text` that name a parameter of the file's config() are passed to it. planned: overrides of a plan,
+    which the others change. Raises UserError with file and line for a mistake in the file, and with the key for a bad
+    value.
     """
     path = find_config(path_or_name)
     with _share_modules() as modules:
         module = _execute(path, modules)
-        arguments = _config_arguments(module, overrides)
+        arguments = _config_arguments(module, [*planned, *overrides])
         tree = _config_tree(module, path, modules, arguments)
-    _assign_all(tree, [line for line in overrides if line.partition("=")[0] not in arguments])
+    for lines in (planned, overrides):
+        _assign_all(tree, [line for line in lines if key_of(line) not in arguments])
     config = decode(Config, tree, "")
     try:
         validate(config)
@@ -87,14 +100,21 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Config:
         for key, function in callback_names(config.model):
             _look_up(function, key, module, path)
     except UserError as error:
-        raise UserError(f"{error}" if overrides else f"{path}: {error}") from None
+        raise UserError(f"{error}" if overrides or planned else f"{path}: {error}") from None
     return config
 
 
-def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
-    """Apply overrides `a.b=value` to a config and validate the result."""
+def config_parameters(path: Path) -> list[str]:
+    """List the parameters of a config file's config(), which overrides may name."""
+    with _share_modules() as modules:
+        return list(_parameters(_execute(path, modules)))
+
+
+def apply_overrides(config: Config, overrides: Sequence[str], planned: Sequence[str] = ()) -> Config:
+    """Apply overrides `a.b=value` to a config, after those of a plan, and validate the result."""
     tree = encode(Config, config, "")
-    _assign_all(tree, overrides)
+    for lines in (planned, overrides):
+        _assign_all(tree, lines)
     edited = decode(Config, tree, "")
     validate(edited)
     return edited
@@ -102,7 +122,7 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
 
 def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
     """Apply overrides to a tree. Setting the run's length in epochs unsets it in steps, and the other way round."""
-    keys = [line.partition("=")[0].strip() for line in lines]
+    keys = [key_of(line) for line in lines]
     for key, line in zip(keys, lines, strict=True):
         assign(Config, tree, line)
         if key in LENGTHS and not set(LENGTHS) <= set(keys):
@@ -228,13 +248,18 @@ def _errors_with_line(path: Path, modules: Loaded) -> Iterator[None]:
         raise UserError(f"{place}: " + " ".join(f"{type(error).__name__}: {error}".split())) from None
 
 
+def _parameters(module: types.ModuleType) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a module's config()."""
+    make = getattr(module, "config", None)
+    return inspect.signature(make).parameters if isinstance(make, types.FunctionType) else {}
+
+
 def _config_arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[str, str]:
     """Select the overrides `name=text` that name a parameter of the module's config().
 
     Raises UserError for a name that is no section of a config, and much like a parameter.
     """
-    make = getattr(module, "config", None)
-    parameters = inspect.signature(make).parameters if isinstance(make, types.FunctionType) else {}
+    parameters = _parameters(module)
     given = {name: text for name, _, text in (line.partition("=") for line in lines)}
     for name in given.keys() - parameters.keys() - {field.name for field in dataclasses.fields(Config)}:
         if "." not in name and difflib.get_close_matches(name, parameters, 1):
