@@ -94,9 +94,7 @@ class PeerMonitor:
         self.index = index
         self.count = count
         self._client = client
-        # An IPv6 address comes in brackets: [::1]:1234.
-        host, _, port = address.rpartition(":")
-        self._address = host.strip("[]"), int(port)
+        self._address = host_and_port(address)
         self._finished = threading.Event()
         self._unanswered = 0  # seconds since process 0 last answered
         self._heartbeat_seconds = heartbeat_seconds(count)
@@ -237,6 +235,12 @@ class PeerMonitor:
         os.write(2, line.encode())
         call_with_timeout(1, sys.stdout.flush)
         os._exit(1)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split an address; one of IPv6 comes in brackets: [::1]:1234."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _refused(host: str, port: int) -> bool:
