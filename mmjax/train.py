@@ -33,7 +33,7 @@ from mmjax.runtime.devices import set_gpu_memory_fraction
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, run_folder_of
 from mmjax.startup import end_loading
 from mmjax.training.loop import train
-from mmjax.training.signals import install_signal_handlers
+from mmjax.training.signals import StopFlags
 
 
 def _read_config(words: Sequence[str], plan: str, resume: bool) -> tuple[Config, Path]:
@@ -129,8 +129,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if permitted != NO_CHANGES and not args.resume:
         raise UserError("--new-data and --change are of a run that goes on; say --resume, or --resume=auto")
     mode = "overwrite" if args.overwrite else args.resume or "new"
-    flags = install_signal_handlers()
-    with Watchdog(config.training.watch, run_folder_of(config).stacks) as watchdog, coordination.process_group():
+    flags = StopFlags()
+    watchdog = Watchdog(config.training.watch, run_folder_of(config).stacks)
+    with flags.installed(), watchdog, coordination.process_group():
         train(config, path, mode, profile=args.profile, permitted=permitted, flags=flags, watchdog=watchdog)
 
 

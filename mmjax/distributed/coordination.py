@@ -24,8 +24,8 @@ from typing import Any
 import jax
 from jax._src import distributed  # remove when jax.distributed gives the service's client a public name
 
-from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor, host_and_port
-from mmjax.errors import UserError
+from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor, StuckReport, host_and_port
+from mmjax.errors import StoppedBySignal, UserError
 
 _START_SECONDS = 300  # until all processes have connected
 _JAX_SECONDS = 60  # that JAX waits longer: it would end this process with a stack in C++
@@ -84,6 +84,9 @@ def process_group() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         _exit_now(130)
+    except StoppedBySignal:
+        end_others(0)
+        _exit_now(0)
     except BaseException:
         # A failed collective mostly means that another process died: the monitor prints which and ends this one, within
         # JAX's heartbeat timeout. Only where it has not is the traceback worth printing.
@@ -93,6 +96,15 @@ def process_group() -> Iterator[None]:
         _exit_now(1)
     _peer_monitor.finish()
     _disconnect()
+
+
+def end_others(code: int) -> None:
+    """End the other processes with this exit code, because this one was stopped before its first step."""
+    if _peer_monitor is None:
+        return
+    line = f"process {index()} of {count()} was stopped before its first step, so that all end"
+    _peer_monitor.publish_stuck(StuckReport(line, (), code))
+    _peer_monitor.await_exits(range(count()))
 
 
 def run_on_leader(work: Callable[[], Any]) -> Any:
@@ -269,8 +281,8 @@ def _join(coordinator: str) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         _exit_now(130)
-    except SystemExit as stopped:  # by a signal
-        _exit_now(stopped.code)
+    except StoppedBySignal:
+        _exit_now(0)
     if joined.is_set() and not errors:
         return
     reason = str(errors[0]).splitlines()[0][:200] if errors else f"not all have come in {_START_SECONDS} s"

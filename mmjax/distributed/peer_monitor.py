@@ -75,11 +75,15 @@ class PeerStatus:
     role: str = ""  # stages of a pipeline that it has
 
 
+STUCK = 3  # exit code
+
+
 class StuckReport(NamedTuple):
-    """The report of the first process that noticed that the run is stuck."""
+    """The report of the first process that noticed that the run is stuck, or was stopped before its first step."""
 
     line: str
     silent: tuple[int, ...]  # processes that will not answer
+    code: int = STUCK  # with which all end
 
 
 class PeerMonitor:
@@ -285,8 +289,8 @@ def call_with_timeout(seconds: float, work: Callable[[], T]) -> T | None:
 
 
 def _parse_stuck(report: str) -> StuckReport:
-    line, silent = json.loads(report)
-    return StuckReport(line, tuple(silent))
+    line, silent, code = json.loads(report)
+    return StuckReport(line, tuple(silent), code)
 
 
 def _disconnected(error: Exception) -> bool:
