@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -27,6 +28,10 @@ class UserError(Exception):
         self.everywhere = everywhere
 
 
+class StoppedBySignal(BaseException):
+    """A request to end, raised where there is nothing to save: the command ends with code 0."""
+
+
 class BadMedia(ValueError):
     """An image or a clip that cannot be used: one plain reason, without the name of the sample."""
 
@@ -46,18 +51,44 @@ def set_cpu_threads() -> None:
         os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS_PER_DEVICE * int(devices))))
 
 
+LEAST_FILES = 256  # that a process must be able to open: a save of a small model opens dozens beside those of libraries
+MAX_FILES = 65536  # that it asks for
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: shells often grant fewer by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def check_file_limit() -> None:
+    """Raise UserError where this process may not open as many files as saving and loading need."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        raise UserError(
+            f"this process may open {soft} files at once, and needs {LEAST_FILES}; allow more with ulimit -n 65536, in "
+            "a container with docker run --ulimit nofile=65536"
+        )
+
+
 def run_command(main: Callable[[], int | None]) -> int:
     """Run a command and return its exit code: 0, or what it returns; 2 for bad input (one line on stderr), 130 for ^C.
 
-    Any other exception is a bug in mmjax and keeps its traceback.
+    0 also where a signal has stopped it before there was anything to save. Any other exception is a bug in mmjax and
+    keeps its traceback.
     """
     set_cpu_threads()
+    raise_file_limit()
     try:
         with raise_ctrl_c_once():
             return main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except StoppedBySignal:
+        return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

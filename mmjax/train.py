@@ -37,7 +37,7 @@ from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, run_fol
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
 from mmjax.startup import end_loading
 from mmjax.training.loop import train
-from mmjax.training.signals import install_signal_handlers
+from mmjax.training.signals import StopFlags
 
 
 def _read_config(words: Sequence[str], plan: str, resume: bool, trust: bool) -> tuple[Config, Path]:
@@ -179,8 +179,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if permitted != NO_CHANGES and not args.resume:
         raise UserError("--new-data, --change and --trust are of a run that goes on; say --resume, or --resume=auto")
     mode = "overwrite" if args.overwrite else args.resume or "new"
-    flags = install_signal_handlers()
-    with Watchdog(config.training.watch, run_folder_of(config).stacks) as watchdog, coordination.process_group():
+    flags = StopFlags()
+    watchdog = Watchdog(config.training.watch, run_folder_of(config).stacks)
+    with flags.installed(), watchdog, coordination.process_group():
         train(config, path, mode, profile=args.profile, permitted=permitted, flags=flags, watchdog=watchdog)
 
 

@@ -128,3 +128,26 @@ def test_commands_give_several_cpu_devices_threads_for_all_their_collectives(dev
         monkeypatch.delenv("NPROC")
     run_command(lambda: None)
     assert os.environ.get("NPROC") == used
+
+
+FILE_LIMIT = """
+import resource, sys
+from mmjax.errors import check_file_limit, run_command
+
+def main():
+    check_file_limit()
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+sys.exit(run_command(main))
+"""
+
+
+def test_a_command_may_open_as_many_files_as_the_hard_limit_allows_and_says_where_that_is_too_few():
+    enough, too_few = (
+        subprocess.run([sys.executable, "-c", FILE_LIMIT, hard], capture_output=True, text=True)
+        for hard in ("1000", "64")
+    )
+    assert (enough.returncode, enough.stdout, enough.stderr) == (0, "1000\n", "")
+    assert (too_few.returncode, too_few.stdout) == (2, "")
+    assert too_few.stderr.startswith("error: this process may open 64 files at once, and needs 256; allow more with ul")

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,10 +24,11 @@ from typing import Any
 import jax
 from jax._src import distributed  # remove when jax.distributed gives the service's client a public name
 
-from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor
-from mmjax.errors import UserError
+from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor, StuckReport, host_and_port
+from mmjax.errors import StoppedBySignal, UserError
 
 _START_SECONDS = 300  # until all processes have connected
+_JAX_SECONDS = 60  # that JAX waits longer: it would end this process with a stack in C++
 _EXIT_SECONDS = 1.0  # for the others to exit after their last message
 _WAIT_SECONDS = 3600  # the longest that the others wait for work of process 0: indexing a large dataset
 
@@ -82,6 +84,9 @@ def process_group() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         _exit_now(130)
+    except StoppedBySignal:
+        end_others(0)
+        _exit_now(0)
     except BaseException:
         # A failed collective mostly means that another process died: the monitor prints which and ends this one, within
         # JAX's heartbeat timeout. Only where it has not is the traceback worth printing.
@@ -91,6 +96,15 @@ def process_group() -> Iterator[None]:
         _exit_now(1)
     _peer_monitor.finish()
     _disconnect()
+
+
+def end_others(code: int) -> None:
+    """End the other processes with this exit code, because this one was stopped before its first step."""
+    if _peer_monitor is None:
+        return
+    line = f"process {index()} of {count()} was stopped before its first step, so that all end"
+    _peer_monitor.publish_stuck(StuckReport(line, (), code))
+    _peer_monitor.await_exits(range(count()))
 
 
 def run_on_leader(work: Callable[[], Any]) -> Any:
@@ -194,7 +208,8 @@ def _connect() -> None:
             "MMJAX_PROCESSES is set and MMJAX_COORDINATOR is not; set it to HOST:PORT of process 0 on all of them, or "
             "start with launch/local.sh or launch/slurm.sbatch"
         )
-    if not re.fullmatch(r".+:\d+", coordinator):
+    address = re.fullmatch(r"(.+):(\d{1,5})", coordinator)
+    if not address or not 0 < int(address[2]) < 1 << 16:
         raise UserError(f"MMJAX_COORDINATOR={coordinator!r} is not HOST:PORT of process 0; set it so on all of them")
     if "MMJAX_PROCESS" not in os.environ or not index() < count():
         number = os.environ.get("MMJAX_PROCESS", "")
@@ -204,23 +219,86 @@ def _connect() -> None:
         )
     jax.config.update("jax_enable_recoverability", True)  # else JAX aborts before we can print who died
     jax.config.update("jax_enable_preemption_service", False)  # else JAX handles SIGTERM itself
+    if is_leader():
+        with _reserved(coordinator, int(address[2])):
+            _join(coordinator)
+    else:
+        _join(coordinator)
+
+
+@contextmanager
+def _reserved(coordinator: str, port: int) -> Iterator[None]:
+    """Hold the port on which JAX listens in the body. Raises UserError where another program has it.
+
+    JAX crashes where it cannot listen, and shares the port with another run that listens there by the same library.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as bound, socket.socket(socket.AF_UNIX) as exclusive:
+        # Without SO_REUSEPORT, so that a port that others share counts as taken. JAX can still listen beside this
+        # socket, which does not; nobody is given the port meanwhile.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            if family == socket.AF_INET6:
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            if sys.platform == "linux":  # two runs that start at once: an abstract name belongs to one of them
+                exclusive.bind(f"\0mmjax-coordinator-{port}")
+            bound.bind(("", port))
+        except OSError as error:
+            raise UserError(
+                f"process 0 cannot listen at {coordinator}: {error.strerror}; choose another port in "
+                "MMJAX_COORDINATOR, on all processes"
+            ) from None
+        yield
+
+
+def _join(coordinator: str) -> None:
+    """Join the coordination service; end this process where the others do not come in time, or a signal does.
+
+    JAX waits for them in a thread: it aborts a process that has waited in vain, and heeds no signal meanwhile.
+    """
+    joined = threading.Event()
+    errors: list[Exception] = []
+
+    def join() -> None:
+        try:
+            jax.distributed.initialize(
+                coordinator,
+                count(),
+                index(),
+                cluster_detection_method="deactivate",  # it would give each process one GPU
+                initialization_timeout=_START_SECONDS + _JAX_SECONDS,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            )
+        except Exception as error:
+            errors.append(error)
+        joined.set()
+
+    threading.Thread(target=join, name="joining", daemon=True).start()
+    deadline = time.monotonic() + _START_SECONDS
     try:
-        jax.distributed.initialize(
-            coordinator,
-            count(),
-            index(),
-            cluster_detection_method="deactivate",  # it would give each process one GPU
-            initialization_timeout=_START_SECONDS,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        )
-    except Exception as error:
-        reason = str(error).splitlines()[0][:200]
-        remedy = "see that process 0 runs, and that its port is open between the hosts"
-        if is_leader():
-            remedy = "where another program has the port, choose another one in MMJAX_COORDINATOR, on all processes"
-        raise UserError(
-            f"process {index()} of {count()} cannot reach the others at {coordinator}: {reason}; {remedy}"
-        ) from error
+        while not joined.wait(0.25) and time.monotonic() < deadline:
+            pass
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        _exit_now(130)
+    except StoppedBySignal:
+        _exit_now(0)
+    if joined.is_set() and not errors:
+        return
+    reason = str(errors[0]).splitlines()[0][:200] if errors else f"not all have come in {_START_SECONDS} s"
+    remedy = "see that all of them run with the same MMJAX_COORDINATOR, and that its port is open between the hosts"
+    try:
+        if not is_leader():
+            socket.create_connection(host_and_port(coordinator), 5).close()
+    except OSError as error:
+        reason = f"no connection in {_START_SECONDS} s ({error.strerror or error})"
+        remedy = "see that process 0 runs, that this is its host, and that its port is open between the hosts"
+    print(
+        f"error: process {index()} of {count()} cannot reach the others at {coordinator}: {reason}; {remedy}",
+        file=sys.stderr,
+        flush=True,
+    )
+    _exit_now(2)
 
 
 def _disconnect() -> None:

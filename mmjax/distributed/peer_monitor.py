@@ -75,11 +75,15 @@ class PeerStatus:
     role: str = ""  # stages of a pipeline that it has
 
 
+STUCK = 3  # exit code
+
+
 class StuckReport(NamedTuple):
-    """The report of the first process that noticed that the run is stuck."""
+    """The report of the first process that noticed that the run is stuck, or was stopped before its first step."""
 
     line: str
     silent: tuple[int, ...]  # processes that will not answer
+    code: int = STUCK  # with which all end
 
 
 class PeerMonitor:
@@ -94,9 +98,7 @@ class PeerMonitor:
         self.index = index
         self.count = count
         self._client = client
-        # An IPv6 address comes in brackets: [::1]:1234.
-        host, _, port = address.rpartition(":")
-        self._address = host.strip("[]"), int(port)
+        self._address = host_and_port(address)
         self._finished = threading.Event()
         self._unanswered = 0  # seconds since process 0 last answered
         self._heartbeat_seconds = heartbeat_seconds(count)
@@ -239,6 +241,12 @@ class PeerMonitor:
         os._exit(1)
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Split an address; one of IPv6 comes in brackets: [::1]:1234."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def _refused(host: str, port: int) -> bool:
     """Return whether nobody listens there any more. A stopped process still seems to: its kernel accepts for it."""
     try:
@@ -281,8 +289,8 @@ def call_with_timeout(seconds: float, work: Callable[[], T]) -> T | None:
 
 
 def _parse_stuck(report: str) -> StuckReport:
-    line, silent = json.loads(report)
-    return StuckReport(line, tuple(silent))
+    line, silent, code = json.loads(report)
+    return StuckReport(line, tuple(silent), code)
 
 
 def _disconnected(error: Exception) -> bool:

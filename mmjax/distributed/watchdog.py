@@ -21,7 +21,15 @@ from typing import Literal, get_args
 
 from mmjax.config import WatchConfig
 from mmjax.distributed import coordination
-from mmjax.distributed.peer_monitor import PeerMonitor, PeerStatus, Phase, StuckReport, call_with_timeout, exit_once
+from mmjax.distributed.peer_monitor import (
+    STUCK,
+    PeerMonitor,
+    PeerStatus,
+    Phase,
+    StuckReport,
+    call_with_timeout,
+    exit_once,
+)
 
 # Phases of a process, in the order in which a step, or a run, reaches them.
 PhaseName = Literal[
@@ -30,7 +38,6 @@ PhaseName = Literal[
 _ORDER = {name: k for k, name in enumerate(get_args(PhaseName))}
 _STEP_PHASES = ("waiting for data", "running")
 
-STUCK = 3  # exit code
 _POLL_SECONDS = 1.0
 _STEPS = 100  # most recent steps, whose median is taken
 _MAX_NAMED = 4  # processes that a line names
@@ -172,14 +179,15 @@ class Watchdog:
     def _end(self, peers: PeerMonitor | None, stuck: StuckReport) -> None:
         # Only one thread of the process goes on from here: another may be ending it already.
         exit_once()
-        call_with_timeout(_REPORT_SECONDS, self._write_stacks)
-        _write(f"error: {stuck.line}\n")
+        if stuck.code == STUCK:
+            call_with_timeout(_REPORT_SECONDS, self._write_stacks)
+        _write(f"{'error: ' if stuck.code == STUCK else ''}{stuck.line}\n")
         call_with_timeout(1, sys.stdout.flush)
         if peers is not None:
             peers.await_exits(set(range(peers.count)) - set(stuck.silent))
         for worker in multiprocessing.active_children():
             worker.kill()  # one that is stuck in native code would stay
-        os._exit(STUCK)  # the main thread, which alone could exit in order, is stuck
+        os._exit(stuck.code)  # the main thread, which alone could exit in order, is stuck
 
     def _write_stacks(self) -> None:
         phase = self._phase

@@ -43,6 +43,7 @@ from mmjax.runtime.checkpoint_commit import (
     run_and_describe_failure,
     saved_steps,
 )
+from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import TrainState, all_parameters
 from mmjax.runtime.step import Runner
 
@@ -82,7 +83,7 @@ def _from_storage(error: BaseException) -> bool:
 
 
 FORMAT = "mmjax-2"
-# In a checkpoint's folder: the arrays, and a JSON object with format, config, data position and checksums.
+# In a checkpoint's folder: the arrays, and a JSON object with format, run, config, data position and checksums.
 STATE = "state"
 META = "meta/metadata"
 Sums = dict[str, int]  # checksum of every array by its name, see `_bit_sums`
@@ -104,12 +105,16 @@ class DataState:
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """Metadata of a checkpoint."""
+    """Metadata of a checkpoint.
+
+    step: of its folder's name. run: the id of the run that saved it; empty where that had none.
+    """
 
     step: int
     config: str  # JSON
     data: DataState
     sums: Sums
+    run: str = ""
 
 
 class DamagedCheckpoint(UserError):
@@ -164,7 +169,8 @@ class CheckpointStore:
                 part = jax.tree.map(_without_shards, self._targets[number])
             parts.append(part)
         unstacked = _merge_parts(parts)
-        meta = {"format": FORMAT, "config": config, "data": asdict(data), "sums": sums}
+        run = RunFolder(self._folder.parent).read_identity()
+        meta = {"format": FORMAT, "run": run, "config": config, "data": asdict(data), "sums": sums}
         save = self._saves
         partial = partial_folder(self._folder, data.step)
         futures: list[Any] = []
@@ -222,11 +228,13 @@ class CheckpointStore:
         """
         path = self._folder / str(step) / STATE
         parts: list[Any] = []  # metadata and state
+        misplaced: list[str] = []
         differences: list[str] = []  # from the state that this run needs
 
         def read() -> None:
             # By the handler itself: Orbax's checkpointers have processes wait for each other, also for a failed one.
-            saved = read_metadata(self._folder, step)
+            saved = _parse_metadata(self._folder, step)
+            misplaced.append(describe_misplaced(self._folder, saved))
             parts.append(saved)
             differences.extend(_differences(saved.sums, self._handler.metadata(path).tree, self._target))
             if not differences:
@@ -236,6 +244,8 @@ class CheckpointStore:
                     parts.append(self._handler.restore(path, args=args) if local else None)
 
         error = next(filter(None, coordination.gather(f"restored/{step}", run_and_describe_failure(read))), "")
+        if not error and any(misplaced):
+            raise UserError(f"checkpoint {path.parent} cannot be used: {misplaced[0]}", everywhere=True)
         if not error and differences:
             raise UserError(
                 f"checkpoint {path.parent} is of another model or optimizer: {differences[0]}; resume with the model, "
@@ -274,14 +284,43 @@ def checkpoint_step(folder: Path, step: int | None = None) -> int:
 
 
 def read_metadata(folder: Path, step: int) -> CheckpointMetadata:
-    """Read the metadata of checkpoint `step`. Raises UserError where it is not one of mmjax's, or is damaged."""
+    """Read the metadata of checkpoint `step`.
+
+    Raises UserError where it is not one of mmjax's, is damaged, or is of another step or run than its place says.
+    """
+    saved = _parse_metadata(folder, step)
+    if misplaced := describe_misplaced(folder, saved):
+        raise UserError(f"checkpoint {folder / str(step)} cannot be used: {misplaced}")
+    return saved
+
+
+def _parse_metadata(folder: Path, step: int) -> CheckpointMetadata:
     with _reading(folder, step):
         meta = json.loads((folder / str(step) / META).read_text())
         if not isinstance(meta, dict) or meta.get("format") != FORMAT:
             stored_format = meta.get("format") if isinstance(meta, dict) else None
             raise UserError(f"its format is {stored_format!r}; this version of mmjax reads {FORMAT!r}")
         meta = verify_checksum(meta)
-        return CheckpointMetadata(step, meta["config"], DataState(**meta["data"]), meta["sums"])
+        data = DataState(**meta["data"])
+        return CheckpointMetadata(step, meta["config"], data, meta["sums"], meta.get("run", ""))
+
+
+def describe_misplaced(folder: Path, saved: CheckpointMetadata) -> str:
+    """Say of which step and run a checkpoint is that was put in the place of another; empty where it was not.
+
+    Runs begun by versions that drew no id have none to compare: of their checkpoints only the step is compared.
+    """
+    run = RunFolder(folder.parent).read_identity()
+    if saved.data.step == saved.step and run in ("", saved.run):
+        return ""
+    config = json.loads(saved.config)
+    name = config.get("run") or f"runs/{config.get('name')}"
+    of = f"the state of run {name} after step {saved.data.step}" if run not in ("", saved.run) else ""
+    of = of or f"this run's state after step {saved.data.step}"
+    return (
+        f"it is {of}, in the place of step {saved.step}; put back what was there, or remove it. To start from another "
+        "run's parameters say init_from=RUN"
+    )
 
 
 def restore_parameters(folder: Path, step: int, model: Model, shardings: Params) -> Params:

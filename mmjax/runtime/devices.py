@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from mmjax.config import MeshConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.distributed import coordination
-from mmjax.errors import UserError
+from mmjax.errors import UserError, check_file_limit
 from mmjax.parallel.sharding import local_ranks, row_ranks
 from mmjax.planning.hardware import USABLE, Cluster, Device, find_device
 
@@ -213,8 +213,10 @@ def choose_devices(
     """Return the devices to train on.
 
     nvidia: a file that exists where the NVIDIA driver is loaded. Raises UserError where the machine has an NVIDIA GPU
-    that JAX cannot use (unless device=cpu or JAX_PLATFORMS=cpu), or no device of the requested kind.
+    that JAX cannot use (unless device=cpu or JAX_PLATFORMS=cpu), or no device of the requested kind, and where the
+    process may not open as many files as it needs.
     """
+    check_file_limit()
     if device != "auto":
         try:
             return jax.devices(device)

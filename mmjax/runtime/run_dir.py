@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
@@ -123,6 +124,7 @@ class RunFolder:
     trusted: bool = False  # what its config says may be executed and fetched, whoever wrote it
 
     config = _path_in_run("config.json")  # the resolved config; a folder is a run once it has this file
+    identity = _path_in_run("id")  # of the run, drawn at its start; stands in its checkpoints too
     source = _path_in_run("config.py")  # copy of the config file, for functions that the config names
     checkpoints = _path_in_run("checkpoints")  # a folder per saved step
     metrics = _path_in_run("metrics.jsonl")  # a JSON object per step and per evaluation
@@ -173,6 +175,10 @@ class RunFolder:
     def replaced(self) -> Path:
         """Return the folder to which a run is moved until the one that replaces it has started."""
         return self.path.with_name(f".{self.path.name}.replaced")
+
+    def read_identity(self) -> str:
+        """Return the run's id; empty where it was begun by a version that drew none."""
+        return self.identity.read_text().strip() if self.identity.is_file() else ""
 
     def read_config(self, typed: Sequence[str] = ()) -> Config:
         """Read the config of this run, to do what it says.
@@ -251,6 +257,7 @@ def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = 
             _check_writable(folder)
             copy_config(source, folder.path)
             sign_run(folder.path, config, made=True)
+            folder.identity.write_text(secrets.token_hex(8) + "\n")
             folder.write_config(config)
         yield False
     except BaseException:

@@ -104,6 +104,7 @@ def train(
                 stack.enter_context(closing(trainer))
                 example = None if trainer.is_complete() else trainer.start()
                 closer = stack.pop_all()
+        flags.again = "go on with --resume"
         with closer:
             if example is not None:
                 trainer.train(state, example)
@@ -362,6 +363,7 @@ class Trainer:
                 )
                 hyper = hyperparameters(config, self.executor.modules, step)
                 noise = np.array([config.seed, step], np.uint32)
+                self.flags.stepped = True
                 with time_passes(self.folder.passes, self.executor, step + 1, self.first_step):
                     state, accumulated, report = self.executor.step(
                         state, accumulated, batches, hyper, process_report, noise

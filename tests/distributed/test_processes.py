@@ -277,13 +277,51 @@ def test_variables_that_name_no_process_are_refused_before_anything_is_waited_fo
         pass
 
 
+def test_a_port_that_another_program_has_is_named_with_what_to_do_at_every_start(monkeypatch):
+    for family, address in [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")] * 10:
+        with socket.create_server((address, 0), family=family) as other:
+            coordinator = f"127.0.0.1:{other.getsockname()[1]}"
+            for name, value in {"PROCESSES": "2", "PROCESS": "0", "COORDINATOR": coordinator}.items():
+                monkeypatch.setenv(f"MMJAX_{name}", value)
+            expected = f"process 0 cannot listen at {coordinator}: Address already in use; choose another port in MMJ"
+            with pytest.raises(UserError, match=re.escape(expected)), coordination.process_group():
+                pass
+
+
+JOINING = """
+import os, signal, sys, threading
+from mmjax.distributed import coordination
+coordination._START_SECONDS = int(sys.argv[1])
+if len(sys.argv) > 2:
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+with coordination.process_group():
+    pass
+"""
+
+
+def joining(process: int, port: int, *words: str) -> Ended:
+    """How a process ends that waits for the others at the port of process 0, so many seconds."""
+    variables = {"MMJAX_PROCESSES": "2", "MMJAX_PROCESS": str(process), "MMJAX_COORDINATOR": f"127.0.0.1:{port}"}
+    return finish(begin([sys.executable, "-c", JOINING, *words], environment(1, **variables)), 60)
+
+
+@pytest.mark.parametrize(
+    ("process", "expected"),
+    [
+        (0, "not all have come in 1 s; see that all of them run with the same MMJAX_COORDINATOR"),
+        (1, "no connection in 1 s (Connection refused); see that process 0 runs, that this is its host"),
+    ],
+)
+def test_a_process_whose_others_do_not_come_says_what_to_look_at_and_ends(process, expected):
+    port = free_port()
+    ended = joining(process, port, "1")
+    assert ended.code == 2
+    line = f"error: process {process} of 2 cannot reach the others at 127.0.0.1:{port}: {expected}, and that its"
+    assert [x.startswith(line) for x in ended.err.splitlines() if "error: " in x] == [True], ended.err
+
+
 @pytest.mark.exhaustive
-def test_a_port_that_another_program_has_is_named_with_what_to_do():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        variables = environment(1, MMJAX_PROCESSES="2", MMJAX_PROCESS="0", MMJAX_COORDINATOR=address)
-        command = [sys.executable, "-m", "mmjax.train", TINY]
-        ended = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert f"cannot reach the others at {address}" in ended.stderr
-    assert "choose another one in MMJAX_COORDINATOR" in ended.stderr.splitlines()[-1]
+@pytest.mark.parametrize("process", [0, 1])
+def test_ctrl_c_ends_a_process_that_waits_for_the_others(process):
+    ended = joining(process, free_port(), "300", "interrupted after a second")
+    assert (ended.code, ended.err.splitlines()[-1]) == (130, "interrupted")

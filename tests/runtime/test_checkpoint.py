@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from mmjax.runtime.checkpoint import (
     CheckpointStore,
     DamagedCheckpoint,
     DataState,
+    SavedParameters,
     _bit_sums,
     checkpoint_step,
     read_metadata,
@@ -28,6 +30,7 @@ from mmjax.runtime.checkpoint import (
 )
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps
 from mmjax.runtime.device_batch import ProcessReport
+from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer, parameter_shardings
 from mmjax.runtime.step import Executor
 
@@ -67,9 +70,9 @@ def assert_equal(a, b) -> None:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-def save(folder: Path, on: Executor, state: TrainState, step=4) -> Path:
+def save(folder: Path, on: Executor, state: TrainState, step=4, config="{}") -> Path:
     checkpoints = CheckpointStore(folder, on, Retention(2))
-    checkpoints.save(state, "{}", replace(DATA, step=step))
+    checkpoints.save(state, config, replace(DATA, step=step))
     checkpoints.close()
     return folder
 
@@ -336,6 +339,36 @@ def test_a_torn_checkpoint_names_the_one_before(saved, one, tmp_path):
     with pytest.raises(UserError, match="to use step 2 instead, remove it") as error:
         restore_parameters(tmp_path, 4, one.model, parameter_shardings(one.model, one.mesh, one.rules))
     one_line(error, tmp_path)
+
+
+@pytest.mark.parametrize("whose", ["this run's", "another run's", "a run's without an id"])
+def test_a_checkpoint_in_the_place_of_another_is_refused_by_every_reader(whose, small, tmp_path):
+    """Of a run with an id; one begun before there were ids has its own checkpoints alone to compare."""
+    run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
+    for folder, name in ((run, "first"), (other, "" if "without" in whose else "second")):
+        folder.path.mkdir()
+        folder.identity.write_text(name)
+        save(folder.checkpoints, small, moved(small), step=2, config=json.dumps({"run": str(folder.path)}))
+    if whose == "this run's":
+        shutil.copytree(run.checkpoints / "2", run.checkpoints / "4")
+        step, expected = 4, "it is this run's state after step 2, in the place of step 4; put back what was there, or"
+    else:
+        shutil.rmtree(run.checkpoints / "2")
+        shutil.copytree(other.checkpoints / "2", run.checkpoints / "2")
+        step, expected = 2, f"it is the state of run {other.path} after step 2, in the place of step 2; put back what"
+    layouts = parameter_shardings(small.model, small.mesh, small.rules)
+    for read in (
+        lambda: CheckpointStore(run.checkpoints, small, Retention(2)).restore(step),  # train --resume
+        lambda: restore_parameters(run.checkpoints, step, small.model, layouts),  # evaluate, generate, init_from
+        lambda: SavedParameters(run.checkpoints, step, small.model),  # export
+    ):
+        with pytest.raises(UserError, match=re.escape(f"cannot be used: {expected}")) as refused:
+            read()
+        assert not isinstance(refused.value, DamagedCheckpoint)  # which would be set aside
+    moved_run = RunFolder(run.path.rename(tmp_path / "elsewhere"))
+    moved_run.identity.unlink()
+    if whose != "this run's":
+        assert read_metadata(moved_run.checkpoints, 2).step == 2
 
 
 def test_foreign_checkpoints_are_refused(one, tmp_path):

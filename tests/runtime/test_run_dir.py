@@ -76,7 +76,7 @@ def test_a_folder_that_is_no_run_is_never_taken(tmp_path):
 
 def test_overwriting_replaces_the_run_and_leaves_nothing_of_it(run):
     start(config_in(run, "seed=1"), "overwrite")
-    assert set(files(run)) == {"config.json", "config.py", "signatures", "written.txt"}
+    assert set(files(run)) == {"config.json", "config.py", "id", "signatures", "written.txt"}
     assert RunFolder(run).read_config().seed == 1
     assert [p.name for p in run.parent.iterdir()] == ["run"]
 

@@ -11,9 +11,10 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grain
@@ -81,6 +82,7 @@ def refuse_in_worker() -> None:
 # A terminal and a cluster send these to every process; workers leave it to their parent to heed them.
 _FOR_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SHOW_STACKS = signal.SIGQUIT
+_SHARED_MEMORY = Path("/dev/shm")  # where Linux shows blocks by their names
 
 
 @contextmanager
@@ -105,6 +107,8 @@ def _start_worker(worker: int, workers: int) -> None:
     for of_parent in _FOR_PARENTS:
         signal.signal(of_parent, signal.SIG_IGN)
     faulthandler.register(_SHOW_STACKS)
+    # Private: remove when Grain names the blocks that it makes, or frees all of them.
+    shared_memory._SHM_NAME_PREFIX = f"/{_block_prefix(os.getppid())}"
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -112,6 +116,28 @@ def _start_worker(worker: int, workers: int) -> None:
 def _end_with_parent() -> None:
     multiprocessing.parent_process().join()
     os._exit(1)  # the main thread may be in native code. Remove when Grain ends workers whose parent was killed
+
+
+def _block_prefix(parent: int) -> str:
+    """Return how the names of the shared memory of a process's data workers begin."""
+    return f"mm{parent:x}-"  # short: a whole name has 14 characters
+
+
+def kill_workers() -> None:
+    """End all data workers of this process at once, and free the memory that they shared with it."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
+    _free_blocks()
+
+
+def _free_blocks() -> None:
+    """Free what ended workers have shared and nobody has taken: Python calls it a leak at exit."""
+    for path in _SHARED_MEMORY.glob(f"{_block_prefix(os.getpid())}*"):
+        with suppress(FileNotFoundError):  # freed meanwhile
+            block = shared_memory.SharedMemory(path.name)
+            block.close()
+            block.unlink()
 
 
 def steps(loader: StepLoader, first: int, last: int, workers: int, prefetch: int) -> Iterator[LoadedStep]:
@@ -205,3 +231,4 @@ def end_workers(iterator: grain.DatasetIterator, exhausted: bool) -> None:
     # more task for it ends behind the others. Private; remove when `close` waits for that thread.
     if freeing := SharedMemoryArray._del_thread_pool:
         freeing.apply(int)
+    _free_blocks()

@@ -25,6 +25,11 @@ def worker_processes() -> list[int]:
     return [p.pid for p in multiprocessing.active_children() if p.name.startswith("grain")]
 
 
+def blocks() -> list[Path]:
+    """Memory that workers share with this process."""
+    return list(Path("/dev/shm").glob(f"mm{os.getpid():x}-*"))
+
+
 def assert_no_workers_are_left() -> None:
     wait_until(lambda: not worker_processes())
 
@@ -54,7 +59,7 @@ def blocks_held_open() -> int:
     held = 0
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed since
-            held += str(file.readlink()).startswith("/dev/shm/psm_")
+            held += str(file.readlink()).startswith(f"/dev/shm/mm{os.getpid():x}-")
     return held
 
 
@@ -153,3 +158,14 @@ def test_workers_end_when_they_are_closed(asked, tmp_path, steps):
         next(loaded)
     loaded.close()
     assert_no_workers_are_left()
+    wait_until(lambda: not blocks())  # which Python would call leaked
+
+
+@pytest.mark.exhaustive
+def test_workers_that_are_killed_leave_no_shared_memory(tmp_path, steps):
+    loaded = steps(run_folder(tmp_path), 0, 10_000, workers=1, prefetch=2)
+    next(loaded)
+    wait_until(blocks)  # of the steps that come next
+    data_workers.kill_workers()
+    assert not worker_processes()
+    assert not blocks()
