@@ -39,6 +39,8 @@ class Message:
     role: str  # "system", "user", "assistant", ...
     parts: tuple[str | MediaPlace, ...]
     weight: float = 1.0  # of the loss on an answer's tokens
+    # by key, beside the parts: what else the chat template is given ("reasoning_content", "name")
+    fields: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Rollout:
     log_probs: tuple[float, ...]  # of every token, of the model that has drawn them
     advantage: float
     reference: tuple[float, ...] = ()  # log-probabilities of every token, of the reference
+    mask: tuple[int, ...] = ()  # 1 for each token that is trained on, 0 for others; (): all are
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Conversation:
     rejected: Message | None = None  # the worse of a pair of last answers, the better of which is the last message
     reference: tuple[float, ...] = ()  # the reference's log-probabilities of both, the better one's first
     rollouts: tuple[Rollout, ...] = ()  # answers that a model has drawn to its last message
+    unread: tuple[str, ...] = field(default=(), compare=False)  # keys of the record that nothing reads
 
     def media(self) -> Iterator[MediaPlace]:
         """Iterate over the places of media in order."""

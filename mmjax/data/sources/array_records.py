@@ -6,7 +6,8 @@ the other. The header:
     {"messages": [["user", [0, "What is this?"]], ["assistant", ["A cat."]]], "media": [["image", 48211]]}
 
 where a number among a message's parts is the place of that medium, a third entry of a message is the weight of its loss
-where that is not 1, and `media` has the kind and the bytes of each. A folder holds shards `00000.arrayrecord`, ..., the
+where that is not 1 or a fourth follows: texts for the chat template by their keys; `media` has the kind and the bytes
+of each. A folder holds shards `00000.arrayrecord`, ..., the
 headers again as `00000.jsonl`, ... (so that texts are read without the media), the media's sizes (`media_sizes.py`),
 and `index.json`, which is written last: without it the folder is incomplete.
 """
@@ -54,14 +55,19 @@ def to_header(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
                 media.append([part.kind, lengths[len(media)]])
             else:
                 parts.append(part)
-        messages.append([message.role, parts] + [message.weight] * (message.weight != 1))
+        fields = [dict(message.fields)] if message.fields else []
+        weights = [message.weight] if fields or message.weight != 1 else []
+        messages.append([message.role, parts, *weights, *fields])
     header = {"messages": messages, "media": media} | (
         {"answers": conversation.answers} if conversation.answers else {}
     )
     if conversation.rejected:
         header |= {"rejected": "".join(conversation.rejected.parts), "reference": conversation.reference}
+        if conversation.rejected.fields:
+            header["rejected_fields"] = dict(conversation.rejected.fields)
     if conversation.rollouts:
-        header["rollouts"] = [asdict(rollout) for rollout in conversation.rollouts]
+        rollouts = [asdict(rollout) for rollout in conversation.rollouts]
+        header["rollouts"] = [{k: v for k, v in rollout.items() if k != "mask" or v} for rollout in rollouts]
     return header
 
 
@@ -72,15 +78,18 @@ def from_header(header: Mapping[str, Any]) -> Conversation:
         if odd := [medium.kind for medium in media if medium.kind not in get_args(Medium)]:
             raise ValueError(f"a medium of the kind {odd[0]!r}")
         messages = []
-        for role, parts, *weights in header["messages"]:
-            (weight,) = weights or (1.0,)
+        for role, parts, *more in header["messages"]:
+            weight, fields = (*more, *(1.0, {})[len(more) :])
             if not isinstance(role, str):
                 raise ValueError(f"a message of the role {role!r}")
             if type(weight) not in (int, float) or not 0 <= weight < math.inf:
                 raise ValueError(f"a message of the weight {weight!r}")
             contents = tuple(part if isinstance(part, str) else media[part] for part in parts)
-            messages.append(Message(role, contents, weight))
-        rejected = Message(messages[-1].role, (str(header["rejected"]),)) if "rejected" in header else None
+            messages.append(Message(role, contents, weight, _fields(fields)))
+        rejected = None
+        if "rejected" in header:
+            fields = _fields(header.get("rejected_fields", {}))
+            rejected = Message(messages[-1].role, (str(header["rejected"]),), fields=fields)
         return Conversation(
             messages=tuple(messages),
             answers=tuple(map(str, header.get("answers", ()))),
@@ -92,12 +101,24 @@ def from_header(header: Mapping[str, Any]) -> Conversation:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
 
 
+def _fields(fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((str(key), str(text)) for key, text in fields.items())
+
+
 def _rollout(
-    tokens: Sequence[int], log_probs: Sequence[float], advantage: float, reference: Sequence[float]
+    tokens: Sequence[int],
+    log_probs: Sequence[float],
+    advantage: float,
+    reference: Sequence[float],
+    mask: Sequence[int] = (),
 ) -> Rollout:
     """Build a rollout of what JSON holds of it."""
     return Rollout(
-        tuple(map(int, tokens)), tuple(map(float, log_probs)), float(advantage), tuple(map(float, reference))
+        tokens=tuple(map(int, tokens)),
+        log_probs=tuple(map(float, log_probs)),
+        advantage=float(advantage),
+        reference=tuple(map(float, reference)),
+        mask=tuple(map(int, mask)),
     )
 
 
