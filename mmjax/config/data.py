@@ -191,7 +191,7 @@ class RolloutsSource(ConversationFiles):
 class ParquetSource:
     """Parquet as in Hugging Face's data sets: media are {"bytes", "path"} or bytes, or lists of them.
 
-    The text is in a column of messages, or in two columns of questions and answers.
+    The text is in a column of messages, or in two columns of questions and answers, or in one of answers to `prompt`.
     """
 
     path: str  # of the training split; `*` for several files, or a URL
@@ -209,6 +209,17 @@ class ParquetSource:
     window: int = 0  # so many neighbouring samples are shuffled, of files in random order; 0: all of them
     # pair: columns prompt, chosen and rejected; rollouts: prompt, completion_ids, logprobs and advantages
     answers: Literal["one", "pair", "rollouts"] = "one"
+    prompt: str = ""  # the question of every row, where there is no column of questions; empty: none
+    media: str = (
+        ""  # folder, URL, .zip or .tar that paths in columns of media are relative to; empty: the file's folder
+    )
+
+
+@dataclass(frozen=True)
+class CsvSource(ParquetSource):
+    """CSV or TSV, whose first line names the columns; images, clips and videos are paths, or URLs of data."""
+
+    kind: Literal["csv"] = "csv"
 
 
 @dataclass(frozen=True)
@@ -263,6 +274,7 @@ FileSource = (
     | RolloutsSource
     | ManifestSource
     | ParquetSource
+    | CsvSource
     | WebDatasetSource
     | DatasetInfoSource
     | ArrayRecordSource
@@ -291,6 +303,9 @@ class ChatFormat:
     placeholders: dict[str, Placeholder] = field(default_factory=dict)  # of image, audio, video; empty: the folder's
     train_on: Literal["assistant", "last_assistant"] = "assistant"  # every answer, or each conversation's last
     loss_reduction: Literal["token", "sample", "square"] = "token"  # a sample of n tokens weighs n, 1 or sqrt(n)
+    # beside <image>, <audio> and <video>: part of the marker, so that templates write their own; or text as it stands,
+    # as for LLaMA-Factory and transformers
+    line_breaks: Literal["marker", "text"] = field(default="marker", repr=False)
     date: str = "2025-01-01"  # today's date for templates that write it; fixed, so that samples never change
 
 

@@ -6,10 +6,10 @@ the other. The header:
     {"messages": [["user", [0, "What is this?"]], ["assistant", ["A cat."]]], "media": [["image", 48211]]}
 
 where a number among a message's parts is the place of that medium, a third entry of a message is the weight of its loss
-where that is not 1 or a fourth follows: texts for the chat template by their keys; `media` has the kind and the bytes
-of each. A folder holds shards `00000.arrayrecord`, ..., the
-headers again as `00000.jsonl`, ... (so that texts are read without the media), the media's sizes (`media_sizes.py`),
-and `index.json`, which is written last: without it the folder is incomplete.
+where that is not 1 or a fourth follows (texts for the chat template, by their keys), and `media` has the kind and the
+bytes of each, and the line breaks before and behind its marker where there are any. A folder holds shards
+`00000.arrayrecord`, ..., the headers again as `00000.jsonl`, ... (so that texts are read without the media), the
+media's sizes (`media_sizes.py`), and `index.json`, which is written last: without it the folder is incomplete.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def to_header(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
         for part in message.parts:
             if isinstance(part, MediaPlace):
                 parts.append(len(media))
-                media.append([part.kind, lengths[len(media)]])
+                breaks = [part.before, part.after] if part.before or part.after else []
+                media.append([part.kind, lengths[len(media)], *breaks])
             else:
                 parts.append(part)
         fields = [dict(message.fields)] if message.fields else []
@@ -74,7 +75,7 @@ def to_header(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
 def from_header(header: Mapping[str, Any]) -> Conversation:
     """Convert JSON from `to_header` back to a conversation. Raises BadSample."""
     try:
-        media = [MediaPlace(kind) for kind, _ in header["media"]]
+        media = [MediaPlace(kind, *map(str, breaks)) for kind, _, *breaks in header["media"]]
         if odd := [medium.kind for medium in media if medium.kind not in get_args(Medium)]:
             raise ValueError(f"a medium of the kind {odd[0]!r}")
         messages = []
@@ -136,7 +137,7 @@ def decode_record(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
     stop = start + _LENGTH.unpack_from(record, len(MAGIC))[0]
     try:
         header = json.loads(record[start:stop].decode("utf-8", "surrogatepass"))
-        lengths = [length for _, length in header["media"]]
+        lengths = [length for _, length, *_ in header["media"]]
         if odd := [length for length in lengths if type(length) is not int or length < 0]:
             raise ValueError(f"a medium of {odd[0]!r} bytes")
         # Media lie one after the other behind the header: with stop 50 and lengths 7 and 3 at bounds 50, 57, 60.

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, Rollout, split_markers
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.record_keys import FIELDS, READ, TRAINED, is_absent, unread_keys
@@ -181,10 +183,10 @@ def parse_preference(record: Mapping[str, Any]) -> Record:
         raise BadSample("has no prompt")
     if record.get("prompt") and (len(chosen), len(rejected)) != (1, 1):
         raise BadSample("has several messages in chosen or rejected; they hold one answer of the assistant each")
-    return _with_unread(parse_pair(prompt, chosen[-1], rejected[-1], _media_of(record), record), unread)
+    return with_unread(parse_pair(prompt, chosen[-1], rejected[-1], _media_of(record), record), unread)
 
 
-def _with_unread(record: Record, unread: Sequence[str]) -> Record:
+def with_unread(record: Record, unread: Sequence[str]) -> Record:
     """Add keys that nothing reads to those of a record's messages."""
     if not unread:
         return record
@@ -211,7 +213,7 @@ def parse_pair(
     if messages[0].parts == messages[1].parts:
         raise BadSample("has the same chosen and rejected answer: there is nothing to learn")
     pair = replace(parsed.conversation, rejected=messages[1], reference=reference)
-    return _with_unread(replace(parsed, conversation=pair), worse.conversation.unread)
+    return with_unread(replace(parsed, conversation=pair), worse.conversation.unread)
 
 
 def parse_rollouts(record: Mapping[str, Any]) -> Record:
@@ -262,7 +264,7 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
     if not any(not rollout.mask or any(rollout.mask) for rollout in rollouts):
         raise BadSample("has a completion_mask of 0 alone: there is nothing to learn")
     parsed = parse_chat({"messages": prompt} | media, "messages", answered=False)
-    return _with_unread(replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts))), unread)
+    return with_unread(replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts))), unread)
 
 
 def _turns(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
@@ -340,7 +342,7 @@ def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
         question = prompt
     elif not isinstance(question, str):
         raise BadSample(f"has a prompt that is a {type(question).__name__}, not text")
-    return _with_unread(parse_question(question, record.get("text"), {"audio": [clip]}), unread)
+    return with_unread(parse_question(question, record.get("text"), {"audio": [clip]}), unread)
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
@@ -499,21 +501,27 @@ class ChatFiles:
         folders: Mapping[Medium, MediaFolder],
         read: Callable[[Mapping[str, Any]], Record],
         reading: str,
+        samples: int = 0,
     ) -> None:
-        """reading: a description, for the fingerprint, of everything that `read` depends on."""
+        """reading: a description, for the fingerprint, of everything that `read` depends on.
+
+        samples: so many records are drawn of all, all of them once before any comes again; 0: all.
+        """
         self._records = JsonRecords(paths, cache)
+        self._drawn = _draw(len(self._records), samples) if samples else None
         self._folders = folders
         self._read = read
         self._reading = reading
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._records) if self._drawn is None else len(self._drawn)
 
     def fingerprint(self) -> str:
+        drawn = [] if self._drawn is None else [f"num_samples={len(self._drawn)}"]
         # Where `videos` is set `_reading` has it, so that other data sets are known by what they were before it was.
         folders = {medium: folder for medium, folder in self._folders.items() if medium != "video"}
         places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in folders.items()]
-        return hash_strings(self._records.fingerprint(), self._reading, *places)
+        return hash_strings(self._records.fingerprint(), self._reading, *places, *drawn)
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -521,22 +529,36 @@ class ChatFiles:
         return tuple(f if is_url(f) else os.path.abspath(f) for f in (folder.root for folder in self._folders.values()))
 
     def files(self) -> list[tuple[str, int]]:
-        return self._records.files()
+        if self._drawn is None:
+            return self._records.files()
+        # Other records are drawn of a file that has grown, so that no number of one is known again.
+        return [(f"{len(self)} of {self._records.files()}", len(self))]
 
     def place(self, index: int) -> str:
-        return self._records.place(index)
+        return self._records.place(self._number(index))
 
     def record(self, index: int) -> dict[str, Any]:
         """Return a record as its file has it. Raises BadSample."""
-        return self._records[index]
+        return self._records[self._number(index)]
+
+    def _number(self, index: int) -> int:
+        """Return the number of a record among all of the files."""
+        return index if self._drawn is None else int(self._drawn[index])
 
     def conversation(self, index: int) -> Conversation:
-        return self._read(self._records[index]).conversation
+        return self._read(self.record(index)).conversation
 
     def media(self, index: int) -> tuple[FileRef, ...]:
-        record = self._read(self._records[index])
+        record = self._read(self.record(index))
         media = zip(record.conversation.media(), record.references, strict=True)
         return tuple(resolve_reference(reference, self._folders[medium.kind]) for medium, reference in media)
+
+
+def _draw(count: int, samples: int) -> np.ndarray:
+    """Draw so many of `count` records, int64 `[samples]`, sorted: always the same ones."""
+    rounds = np.random.default_rng(0)
+    drawn = [rounds.permutation(count) for _ in range(-(-samples // max(count, 1)))]
+    return np.sort(np.concatenate(drawn)[:samples])
 
 
 def resolve_reference(reference: Reference, folder: MediaFolder) -> FileRef:

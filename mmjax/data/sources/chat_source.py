@@ -83,7 +83,7 @@ class Quarantine:
 # Opens the conversations in another process, so it must pickle; open files and locks do not.
 Reopen = Callable[[], Conversations]
 
-_VERSION = "4"
+_VERSION = "5"
 _NAMES = ("tokens", "bad", "reason")
 _CHUNK = 8192  # records that a killed run counts again, for each core
 _ALONE = 3 * _CHUNK  # records below which starting worker processes takes longer than counting

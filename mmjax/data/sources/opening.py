@@ -14,6 +14,7 @@ from mmjax.config import (
     ArrayRecordSource,
     ChatFormat,
     Config,
+    CsvSource,
     DataConfig,
     DatasetInfoSource,
     EmbeddedSource,
@@ -41,6 +42,7 @@ from mmjax.data.sources.chat_files import (
     parse_rollouts,
 )
 from mmjax.data.sources.chat_source import ChatSource
+from mmjax.data.sources.csv_tables import TABLES
 from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.parquet import ANSWER_COLUMNS, COLUMNS, ParquetRecords, column_names
@@ -162,14 +164,8 @@ def _open_conversations(
         return ArrayRecords(path, cache)
     if isinstance(source, DatasetInfoSource):
         info = DatasetInfo.read(source.path, source.entry if split == "train" else path, key)
-        folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache))
-        return ChatFiles(
-            info.files,
-            cache,
-            folders,
-            info.record,
-            repr((info.form, info.columns, info.tags, info.roles, *(["ranking"] if info.ranking else []))),
-        )
+        folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache, f"{key}.outside"))
+        return ChatFiles(info.files, cache, folders, info.record, info.reading, info.samples)
     if isinstance(source, WebDatasetSource):
         return WebDatasetRecords(path, source, split, cache, where, spool)
     if is_dataset(path):
@@ -180,13 +176,11 @@ def _open_conversations(
     else:
         paths = list_files(path, where)
     if isinstance(source, ParquetSource):
-        return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key, spool)
-    folders = {}
-    for medium, name in FOLDERS.items():
-        root = os.path.expanduser(getattr(source, name, ""))
-        if root and not is_url(root) and not os.path.exists(root):
-            raise UserError(f"{key}.{name}={root}: there is no such folder or archive")
-        folders[medium] = MediaFolder(root or _parent(path), source.outside, cache)
+        if isinstance(source, CsvSource) != paths[0].endswith(TABLES):
+            kind = "csv" if paths[0].endswith(TABLES) else "parquet"
+            raise UserError(f"{where}={path}: is read by the kind {kind}: {key}={kind}")
+        return ParquetRecords(paths, source, _media_folder(source, "media", path, cache, key), key, spool)
+    folders = {medium: _media_folder(source, name, path, cache, key) for medium, name in FOLDERS.items()}
     videos = f" videos={source.videos}" if getattr(source, "videos", "") else ""
     if isinstance(source, ManifestSource):
         return ChatFiles(
@@ -200,6 +194,14 @@ def _open_conversations(
         return ChatFiles(paths, cache, folders, parse, source.kind + videos)
     turns = TURNS[source.kind]
     return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns + videos)
+
+
+def _media_folder(source: Any, name: str, path: str, cache: Path, key: str) -> MediaFolder:
+    """Return where media are looked for: the folder under this key of the source, or that of its file."""
+    root = os.path.expanduser(getattr(source, name, ""))
+    if root and not is_url(root) and not os.path.exists(root):
+        raise UserError(f"{key}.{name}={root}: there is no such folder or archive")
+    return MediaFolder(root or _parent(path), source.outside, cache, f"{key}.outside")
 
 
 def _parent(path: str) -> str:

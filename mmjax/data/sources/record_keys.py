@@ -51,7 +51,8 @@ READ: Mapping[str, frozenset[str]] = {
 class Refusal:
     """Keys that change what is trained elsewhere, and that are not read here.
 
-    values: types of the values that are an order; other values are a description. columns: whether a Parquet column of
+    values: types of the values that are an order; other values are a description. neutral: values that ask for what is
+    done anyway. columns: whether a Parquet column of
     this name is an order too, though no key of the source names it.
     """
 
@@ -59,7 +60,12 @@ class Refusal:
     obeyed: str  # by which stacks
     remedy: str
     values: tuple[type, ...] = (object,)
+    neutral: tuple[Any, ...] = ()
     columns: bool = False
+
+    def applies(self, value: Any) -> bool:
+        """Tell whether a value is an order."""
+        return isinstance(value, self.values) and value not in self.neutral
 
 
 _MEDIA_OPTIONS = Refusal(
@@ -71,7 +77,7 @@ _MEDIA_OPTIONS = Refusal(
     "leave the key out",
     values=(bool, int, float, str, list, dict),
 )
-_SKIPPED = Refusal("_skipme", "NeMo", "leave the record out", columns=True)
+_SKIPPED = Refusal("_skipme", "NeMo", "leave the record out", neutral=(False,), columns=True)
 _IN_MESSAGE = "it belongs to a message of the assistant"
 _TEXT_CALLS = "write calls and their results as text, in messages of the assistant and of the role tool"
 REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
@@ -80,6 +86,7 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "tools functions function_call tool_choice",
             "transformers, LLaMA-Factory, ms-swift, OpenAI",
             _TEXT_CALLS,
+            neutral=(False, "none"),
             columns=True,
         ),
         Refusal("documents", "transformers", "write them into a message", columns=True),
@@ -194,7 +201,9 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "axolotl, ms-swift",
             "say weight, or loss or train as true or false, of the whole message",
         ),
-        Refusal("prefix partial prefill", "Mistral, DeepSeek", "write the whole answer as its content"),
+        Refusal(
+            "prefix partial prefill", "Mistral, DeepSeek", "write the whole answer as its content", neutral=(False,)
+        ),
         Refusal("refusal annotations", "OpenAI", "write what is learned as its content"),
         Refusal(
             " ".join((*MEDIA, "image_path image_url img imgs audio_path audio_url video_path video_url media files")),
@@ -218,12 +227,12 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "axolotl",
             f"{_IN_MESSAGE} as a whole",
         ),
-        Refusal("detail", "OpenAI", "say sizes for the whole source (model.encoders.NAME.images)"),
+        Refusal("detail", "OpenAI", "say sizes for the whole source (model.encoders.NAME.images)", neutral=("auto",)),
         Refusal("reasoning_content tool_calls", "OpenAI", "it belongs to a message"),
         _MEDIA_OPTIONS,
     ),
     "file": (
-        Refusal("detail", "OpenAI", "say sizes for the whole source (model.encoders.NAME.images)"),
+        Refusal("detail", "OpenAI", "say sizes for the whole source (model.encoders.NAME.images)", neutral=("auto",)),
         _MEDIA_OPTIONS,
     ),
 }
@@ -263,7 +272,7 @@ def unread_keys(values: Mapping[str, Any], level: Level, read: Set[str], where: 
         if is_absent(values[name]) or name in DESCRIPTIONS[level]:
             continue
         for refusal in _refusals(level).get(name, ()):
-            if isinstance(values[name], refusal.values):
+            if refusal.applies(values[name]):
                 raise BadSample(f"{where}has {name}, which is not read ({refusal.obeyed}); {refusal.remedy}")
         if meant := _meant(name, frozenset(read)):
             raise BadSample(f"{where}has {name}, which is not read; did you mean {meant}?")

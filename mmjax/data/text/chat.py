@@ -34,6 +34,7 @@ from mmjax.data.text.chat_template import (
     ASSISTANT,
     BEGIN,
     END,
+    REASONING,
     RenderedChat,
     Template,
     TokenizerInput,
@@ -155,6 +156,8 @@ class Chat:
         """Hash everything that a conversation's tokens and weights depend on."""
         media = {kind: asdict(p) for kind, p in self.placeholders.items()}
         parts = [self.tokenizer.fingerprint(), self.template.source, repr(self.form), repr(media)]
+        if self.form.line_breaks == "text":
+            parts.append("line breaks are text")
         if not isinstance(self.loss, CrossEntropy):
             parts.append(repr((self.loss.kind, self.loss.loss_type, loss_inputs(self.loss))))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -220,6 +223,13 @@ class Chat:
             media = any(not isinstance(part, str) for part in message.parts)
             if not (text.strip() or media or message.role == "system"):
                 raise BadSample(f"message {k} ({message.role}) is empty")
+            fields = dict(message.fields)
+            if REASONING in fields and REASONING not in self.template.source:
+                raise BadSample(
+                    f"message {k} ({message.role}) has {REASONING}, which the chat template {self.template.where} does "
+                    "not write; write it into the content as the model has it, or leave the key out"
+                )
+            text = "\n".join((text, *fields.values()))
             # A user's "<|im_end|>" would end the turn, and its "<image>" would stand for a medium.
             if match := self.control.search(text):
                 raise BadSample(
@@ -314,7 +324,8 @@ class Chat:
     def _rollout(self, rollout: Rollout, last: np.ndarray) -> Text:
         """Build the branch of an answer that a model has drawn. last: token of the prompt."""
         count = len(rollout.tokens)
-        weight = 1.0 if self.loss.loss_type == "dapo" else 1 / count
+        mask = rollout.mask or (1,) * count
+        weight = 1.0 if self.loss.loss_type == "dapo" else 1 / max(sum(mask), 1)
         values = {
             "old_log_probs": rollout.log_probs,
             "advantages": [rollout.advantage] * count,
@@ -322,7 +333,7 @@ class Chat:
         }
         return Text(
             np.concatenate([last, np.array(rollout.tokens, np.int32)]),
-            np.array([0, *[weight] * count], np.float32),
+            np.array([0, *(weight * trained for trained in mask)], np.float32),
             loss_inputs={name: np.array([0, *values[name]], np.float32) for name in loss_inputs(self.loss)},
         )
 
