@@ -241,6 +241,10 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
     for number, (tokens, log_probs, advantage, reference, mask) in enumerate(zip(*columns, strict=True)):
         if not _are_numbers(tokens, int) or not tokens or not _are_numbers([advantage]):
             raise BadSample(f"has no tokens, or no advantage, of answer {number}")
+        if min(tokens) < 0:
+            raise BadSample(
+                f"has a token {min(tokens)} in answer {number}; leave out what is no token, with its logprob"
+            )
         if not _are_numbers(log_probs) or len(log_probs) != len(tokens):
             raise BadSample(f"has not a log-probability of every token of answer {number}")
         if not _are_numbers(reference):

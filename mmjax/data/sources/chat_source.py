@@ -248,6 +248,11 @@ class ChatSource:
         """Tokenize all text, unless that was done for these records and this template."""
         self._text = count_text(self.conversations, self._reopen, self.chat, self._cache, progress)
 
+    @property
+    def unread_keys(self) -> dict[str, int]:
+        """Return in how many records each key stands that nothing reads."""
+        return self._facts.unread
+
     @cached_property
     def _facts(self) -> MediaFacts:
         known = open_facts(self._heard, self._cache, self._limits)

@@ -262,8 +262,18 @@ def files_of(source: Source) -> Files:
 
 
 def notes_of(sources: Mapping[str, Source]) -> list[str]:
-    """Return notes for the user on how conversations become tokens."""
-    return list(dict.fromkeys(note for s in sources.values() if isinstance(s, ChatSource) for note in s.chat.notes))
+    """Return notes for the user on how conversations become tokens, and on keys of records that nothing reads."""
+    chats = {name: source for name, source in sources.items() if isinstance(source, ChatSource)}
+    notes = dict.fromkeys(note for source in chats.values() for note in source.chat.notes)
+    return [*notes, *(line for name, source in chats.items() for line in describe_unread(name, source.unread_keys))]
+
+
+def describe_unread(name: str, counts: Mapping[str, int]) -> list[str]:
+    """Say which keys of a source's records nothing reads; nothing where there are none."""
+    if not counts:
+        return []
+    keys = ", ".join(f"`{key}` in {count:,} record{'s' * (count != 1)}" for key, count in counts.items())
+    return [f"ignored keys of {name}: {keys}"]
 
 
 def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:

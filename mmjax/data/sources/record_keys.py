@@ -148,7 +148,7 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
         Refusal("history", "LLaMA-Factory, ms-swift", "write it as messages, or name it in columns of a dataset_info"),
         Refusal(
             "messages conversations instruction",
-            "every stack",
+            "all stacks",
             "one record has one conversation: keep the key that the source's kind reads",
             values=(str, list),
         ),
@@ -157,25 +157,25 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
         Refusal(
             "image_path image_paths image_file image_files image_url image_urls image_bytes image_base64 img imgs "
             "img_path img_paths image_list images_list pics pictures photos",
-            "data sets of their own",
+            "other loaders",
             "name it images",
             values=(str, list, dict),
         ),
         Refusal(
             "audio_path audio_paths audio_file audio_files audio_url audio_urls audio_filepath wav wavs sound sounds "
             "speech",
-            "data sets of their own",
+            "other loaders",
             "name it audios",
             values=(str, list, dict),
         ),
         Refusal(
             "video_path video_paths video_file video_files video_url video_urls vid vids frames",
-            "data sets of their own",
+            "other loaders",
             "name it videos",
             values=(str, list, dict),
         ),
-        Refusal("media medias files attachments", "data sets of their own", "name them images, audios or videos"),
-        Refusal("role from content value", "every stack", "it belongs to a message", values=(list, dict)),
+        Refusal("media medias files attachments", "other loaders", "name them images, audios or videos"),
+        Refusal("role from content value", "all stacks", "it belongs to a message", values=(list, dict)),
         _MEDIA_OPTIONS,
     ),
     "manifest": (
@@ -187,8 +187,8 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
         Refusal("answer answers", "NeMo (SALM)", "name it text"),
         Refusal("channel_selector", "NeMo", "leave the key out: channels are averaged"),
         Refusal("weight loss loss_weight", "NeMo", "data.sources.NAME.weight weighs a source"),
-        Refusal("messages conversations system", "every stack", "conversations are read by other kinds of sources"),
-        Refusal("audio audios audio_path wav path video image", "data sets of their own", "name it audio_filepath"),
+        Refusal("messages conversations system", "all stacks", "conversations are read by other kinds of sources"),
+        Refusal("audio audios audio_path wav path video image", "other loaders", "name it audio_filepath"),
         Refusal("start end start_time end_time begin_time", "Kaldi", "name it offset and duration, in seconds"),
         _SKIPPED,
     ),
@@ -207,11 +207,11 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
         Refusal("refusal annotations", "OpenAI", "write what is learned as its content"),
         Refusal(
             " ".join((*MEDIA, "image_path image_url img imgs audio_path audio_url video_path video_url media files")),
-            "data sets of their own",
+            "other loaders",
             "name files in a part of the content, or beside the messages",
         ),
-        Refusal("system messages conversations", "every stack", "it belongs to the record"),
-        Refusal("text", "data sets of their own", "name it content", values=(str, list)),
+        Refusal("system messages conversations", "all stacks", "it belongs to the record"),
+        Refusal("text", "other loaders", "name it content", values=(str, list)),
         Refusal("rejected chosen rejected_response", "ms-swift", "pairs are read by the kind preference"),
         _MEDIA_OPTIONS,
     ),
@@ -221,7 +221,7 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "transformers, OpenAI",
             "a part is one text or one medium, which its type names",
         ),
-        Refusal("content value file image_path img audio_path video_path", "data sets of their own", "name it by type"),
+        Refusal("content value file image_path img audio_path video_path", "other loaders", "name it by type"),
         Refusal(
             " ".join((*TRAINED, "masked mask loss_mask loss_scale loss_weight train_detail")),
             "axolotl",
@@ -273,7 +273,9 @@ def unread_keys(values: Mapping[str, Any], level: Level, read: Set[str], where: 
             continue
         for refusal in _refusals(level).get(name, ()):
             if refusal.applies(values[name]):
-                raise BadSample(f"{where}has {name}, which is not read ({refusal.obeyed}); {refusal.remedy}")
+                raise BadSample(
+                    f"{where}has {name}, which is not read here ({refusal.obeyed} obey it); {refusal.remedy}"
+                )
         if meant := _meant(name, frozenset(read)):
             raise BadSample(f"{where}has {name}, which is not read; did you mean {meant}?")
         unread.append(name if level in ("record", "manifest") else f"{level}.{name}")

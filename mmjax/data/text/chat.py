@@ -282,7 +282,8 @@ class Chat:
         if isinstance(self.loss, Grpo):
             begin = len(tokens.ids)
             answers = [
-                self._rollout(rollout, tokens.ids[-1:]) for rollout in _checked(conversation.rollouts, self.loss)
+                self._rollout(rollout, tokens.ids[-1:])
+                for rollout in _checked(conversation.rollouts, self.loss, len(self.tokenizer))
             ]
         else:
             begin, rejected_begin = (int(np.flatnonzero(one.weights)[0]) for one in lines_tokens)
@@ -410,14 +411,16 @@ def _remedy(text: str, end: int) -> str:
     return "end the template's generation prompt where a token ends"
 
 
-def _checked(rollouts: Sequence[Rollout], loss: Grpo) -> Sequence[Rollout]:
-    """Check that rollouts have what the loss reads of every token. Raises BadSample."""
+def _checked(rollouts: Sequence[Rollout], loss: Grpo, vocab: int) -> Sequence[Rollout]:
+    """Check that rollouts have tokens, and what the loss reads of every token. Raises BadSample."""
     if len(rollouts) > MAX_BRANCHES:
         raise BadSample(
             f"has {len(rollouts)} answers, and a sample takes {MAX_BRANCHES}; divide it into several records, since "
             "every answer has an advantage of its own"
         )
     for rollout in rollouts:
+        if (largest := max(rollout.tokens)) >= vocab:
+            raise BadSample(f"has the token {largest} in an answer, and the tokenizer has {vocab}")
         if "reference_log_probs" in loss_inputs(loss) and len(rollout.reference) != len(rollout.tokens):
             raise BadSample("has no ref_logprobs of every token, which loss.reference=stored reads")
     return rollouts
