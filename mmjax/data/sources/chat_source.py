@@ -305,7 +305,16 @@ class ChatSource:
         return self._media.place(index, partial(self.chat.sample, conversation))
 
     def item(self, index: int, number: int) -> np.ndarray:
-        return self._media.item(index, number)
+        item = self._media.item(index, number)
+        _, size = [item for medium in self._media.items(index) for item in medium.items][number]
+        if item.shape[: len(size)] != tuple(size):
+            sizes = ["x".join(map(str, sides)) for sides in (item.shape[: len(size)], size)]
+            raise BadMedia(
+                f"{self.place(index)}: a file of it is decoded to {sizes[0]}, and its header said {sizes[1]} when it "
+                "was read first: another file has taken its place, with the same size and time of change. Headers are "
+                f"remembered in {self._cache / 'media'}: remove that, and go on with --resume --new-data"
+            )
+        return item
 
     def question(self, index: int) -> Question:
         """Return the conversation up to its last answer, and that answer. Raises BadSample where it ends otherwise."""
