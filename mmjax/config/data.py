@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,17 @@ class FunctionSource:
 class ConversationFiles:
     """Fields that all sources of JSON or JSON lines share."""
 
+    # Fields that mean the same in other kinds of sources, which take them over where a config is given another kind.
+    carried: ClassVar[tuple[str, ...]] = (
+        "path",
+        "images",
+        "audio",
+        "videos",
+        "validation",
+        "test",
+        "outside",
+        "weight",
+    )
     path: str  # of the training split; `*` for several files, or a URL
     images: str = ""  # folder, URL, .zip or .tar of the images; empty: the file's folder
     audio: str = ""  # the same for the clips
@@ -163,6 +174,7 @@ class QuestionsSource(ConversationFiles):
 class ManifestSource:
     """NeMo's audio manifests, JSON lines: {"audio_filepath": "a.wav", "text": "...", "offset": 0, "duration": 2.5}."""
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "audio", "validation", "test", "outside", "weight")
     path: str  # of the training split; `*` for several files, or a URL
     audio: str = ""  # folder, URL, .zip or .tar of the clips; empty: the file's folder
     prompt: str = "Transcribe the audio."  # follows the clip, unless the line has a prompt of its own
@@ -194,6 +206,7 @@ class ParquetSource:
     The text is in a column of messages, or in two columns of questions and answers, or in one of answers to `prompt`.
     """
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "outside", "weight")
     path: str  # of the training split; `*` for several files, or a URL
     messages: str = ""  # column of messages; empty: none
     question: str = ""  # column of questions
@@ -226,6 +239,7 @@ class CsvSource(ParquetSource):
 class DatasetInfoSource:
     """A data set that LLaMA-Factory's dataset_info.json describes, in alpaca's or ShareGPT's form."""
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "outside", "weight")
     path: str  # the dataset_info.json, or its folder
     entry: str  # name of the training split's data set in it
     validation: str = ""  # name of that split's data set
@@ -242,6 +256,7 @@ class WebDatasetSource:
     Its text is its .json (messages, conversations, or a question and an answer) or its .txt, an answer to `prompt`.
     """
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "weight")
     # shards of the training split: `*`, {000..127}, a URL or pipe:COMMAND; or a folder of Energon's, with all splits
     path: str
     question: str = "question"  # key of the question in a .json
@@ -258,6 +273,7 @@ class WebDatasetSource:
 class ArrayRecordSource:
     """A folder written by `python -m mmjax.index --to arrayrecord`: the format to train on at scale."""
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "weight")
     path: str  # the folder
     validation: str = ""  # a folder of that split
     test: str = ""  # a folder of that split
