@@ -404,6 +404,11 @@ class Chat:
 
 def _remedy(text: str, end: int) -> str:
     """Return advice for a prompt that ends there and has other tokens when its answer follows."""
+    if text[end:].lstrip().startswith("</think>"):
+        return (
+            f"its prompt begins a thought, and the answer has none: give it {REASONING}, or say by the template's "
+            "variables that there is none (data.chat.variables.enable_thinking=false)"
+        )
     if text[end : end + 1].isspace():
         return "strip the answer"
     if text[end - 1 : end].isspace():
@@ -549,14 +554,20 @@ def _example(template: Template, roles: Sequence[str]) -> str:
 def _try_out(chat: Chat) -> tuple[str, ...]:
     """Try the template on one question and answer. Raises UserError where their loss mask cannot be determined."""
     where = chat.template.where
-    try:
-        line = chat._line(Conversation((Message("user", ("What?",)), Message(ASSISTANT, ("This.",)))))
-        chat._tokens(line, chat.tokenizer.encode(line.text))
-    except BadSample as bad:
-        raise UserError(
-            f"the chat template {where} can't be trained with, not even on a question and its answer: {bad}; change a "
-            "copy of it, and give that as chat.template"
-        ) from None
+    answers = [Message(ASSISTANT, ("This.",))]
+    if REASONING in chat.template.source:  # whose prompts may begin what is thought, so that no answer is without
+        answers.append(replace(answers[0], fields=((REASONING, "Because."),)))
+    for left, answer in zip(range(len(answers))[::-1], answers, strict=True):
+        try:
+            line = chat._line(Conversation((Message("user", ("What?",)), answer)))
+            chat._tokens(line, chat.tokenizer.encode(line.text))
+            break
+        except BadSample as bad:
+            if not left:
+                raise UserError(
+                    f"the chat template {where} can't be trained with, not even on a question and its answer: {bad}; "
+                    "change a copy of it, and give that as chat.template"
+                ) from None
     if line.text[slice(*line.answers[-1])].rstrip().endswith(chat.template.special):
         return ()
     return (

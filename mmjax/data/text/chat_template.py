@@ -205,6 +205,12 @@ class Template:
         """
         weights = [1.0] * len(messages) if weights is None else weights
         text, marks = self.render(messages, False)
+        thought = str(messages[-1].get(REASONING, "")).strip()
+        if thought not in text:
+            raise BadSample(
+                f"the chat template {self.where} leaves the {REASONING} of its last answer out; make it write that by "
+                "its variables (data.chat.variables), or leave the key out"
+            )
         answered = [k for k, message in enumerate(messages) if message["role"] == ASSISTANT]
         answered = answered[-1:] if last_only else answered
         trained = [k for k in answered if weights[k]]
@@ -268,15 +274,15 @@ class Template:
         prompt, _ = self.render(messages[:k], True)
         until = self.render(messages[: k + 1], False)[0] if k + 1 < len(messages) else text
         if not (text.startswith(prompt) and text.startswith(until) and len(prompt) <= len(until)):
-            if k + 1 == len(messages) and messages[k].get(REASONING):
+            if k + 1 == len(messages):
                 raise _other_prompt(prompt)
             remedies = [f"data.chat.variables.{name}={value}" for name, value in self._variables_that_keep(messages, k)]
-            remedies += ["data.chat.train_on=last_assistant trains on each conversation's last answer alone"]
+            remedies.append("data.chat.train_on=last_assistant, which trains on each conversation's last answer alone")
             raise UserError(
                 f"the chat template {self.where} writes an answer otherwise once more follows it than as its prompt "
                 "begins or ends it, so what the assistant says can't be told apart; put {% generation %} and "
                 "{% endgeneration %} around that in a copy of it, and give the copy as chat.template; or say "
-                f"{', or '.join(remedies)}"
+                f"{', or say '.join(remedies)}"
             )
         begin = len(prompt)
         end = len(until)
