@@ -2,18 +2,23 @@
 
 Reads the headers of all media, once for each file, lists the bad samples, and draws the lengths of all others; in
 tokens where the config has a chat format. Training reuses the results from a cache. ``--to arrayrecord OUT`` writes the
-format to train on at scale. ``--latents`` makes the latents of the images that generators learn to make.
+format to train on at scale. ``--latents`` makes the latents of the images that generators learn to make. ``--json``
+prints the bad records and the keys that nothing reads, for programs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,7 +33,15 @@ from mmjax.data.sample import Split
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
 from mmjax.data.sources.chat_source import BadSampleEntry
 from mmjax.data.sources.media_sizes import MediaFacts, Progress, read_facts
-from mmjax.data.sources.opening import SPLITS, cache_folder, open_conversations, open_sources, part_name, path_of
+from mmjax.data.sources.opening import (
+    SPLITS,
+    cache_folder,
+    describe_unread,
+    open_conversations,
+    open_sources,
+    part_name,
+    path_of,
+)
 from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.files import Conversations
 from mmjax.disk import json_lines
@@ -60,10 +73,29 @@ class Part:
         bad = zip(self.facts.bad.tolist(), self.facts.reason.tolist(), strict=True)
         return {index: f"{self.conversations.place(index)}: {reason}" for index, reason in bad}
 
+    def bad_records(self) -> list[dict[str, Any]]:
+        """Describe the bad records by file, line and reason. A file without lines has numbers or keys of records."""
+        described = []
+        for index, reason in self.bad.items():
+            place = self.conversations.place(index)
+            file, line = split_place(place)
+            described.append({"file": file, "line": line, "reason": reason.removeprefix(f"{place}: ")})
+        return described
+
     @property
     def name(self) -> str:
         """Name of the source and the split."""
         return part_name(self.source, self.split)
+
+
+def split_place(place: str) -> tuple[str, int | str]:
+    """Split the place of a record into its file and its line; what has none has `[number]` from 0, or a key."""
+    if match := re.fullmatch(r"(.*):(\d+)", place, re.DOTALL):
+        return match[1], int(match[2])
+    if match := re.fullmatch(r"(.*)(\[\d+\])", place, re.DOTALL):
+        return match[1], match[2]
+    file, _, key = place.rpartition("::")
+    return file, key
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,22 +119,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="make the latents of the images that generators learn to make, with their frozen VAE, and nothing else",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
     if args.video_tokens is not None and args.video_tokens < 1:
         raise UserError(f"--video-tokens {args.video_tokens}: give at least 1")
     if args.to and args.to[0] != ARRAY_RECORD:
         raise UserError(f"--to {args.to[0]}: there is no writing that; say --to {ARRAY_RECORD} {args.to[1]}")
+    if args.json and (args.to or args.latents or args.video_tokens):
+        raise UserError("--json prints what is in the data; leave --to, --latents and --video-tokens out")
     named = next((word for word in args.words if "=" not in word), "")
     config = load(find_config(named) if named else default_config(), [word for word in args.words if word is not named])
+    if args.json:
+        with contextlib.redirect_stdout(sys.stderr):
+            parts = list(read_parts(config))
+            if args.out:
+                _list_bad(parts, _make_folder("--out", args.out) / BAD)
+        print_lines(json.dumps(as_json(parts)))
+        return
     out = _make_folder("--out", args.out or Path("index") / config.name)
     if args.latents:
         from mmjax.runtime.latents import make_all_latents  # starts JAX
 
-        _list_bad(list(make_all_latents(config)), out / BAD)
+        _write_bad(list(make_all_latents(config)), out / BAD)
         return
     parts = list(read_parts(config))
-    print_lines(*report(parts), *report_rates(config, parts, args.video_tokens))
-    _list_bad([BadSampleEntry(f"{p.name}[{i}]", reason) for p in parts for i, reason in p.bad.items()], out / BAD)
+    unread = [line for part in parts for line in describe_unread(part.name, part.facts.unread)]
+    print_lines(*report(parts), *unread, *report_rates(config, parts, args.video_tokens))
+    _list_bad(parts, out / BAD)
     for part in parts:
         if len(part.bad) == len(part.conversations):
             raise UserError(f"{part.name}: none of its {len(part.bad):,} records can be used; see {out / BAD}")
@@ -110,6 +153,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_lines(*_describe_training(config, [part for part in parts if part.split == "train"]))
     if args.to:
         _convert(parts, _make_folder("--to", Path(args.to[1])))
+
+
+def as_json(parts: Sequence[Part]) -> dict[str, Any]:
+    """Build the JSON object of `--json`: how many records there are, the bad ones, and by source the unread keys."""
+    ignored: dict[str, Counter[str]] = {}
+    for part in parts:
+        ignored.setdefault(part.source, Counter()).update(part.facts.unread)
+    return {
+        "records": sum(len(part.conversations) for part in parts),
+        "bad": [record for part in parts for record in part.bad_records()],
+        "ignored_keys": {source: dict(sorted(keys.items())) for source, keys in ignored.items() if keys},
+    }
 
 
 def _describe_training(config: Config, parts: Sequence[Part]) -> list[str]:
@@ -293,7 +348,11 @@ def _video_tokens(encoder: VisionConfig, size: tuple[int, int]) -> int:
     return patches * item_size(encoder, (encoder.frames, *video.size)).tokens
 
 
-def _list_bad(bad: Sequence[BadSampleEntry], path: Path) -> None:
+def _list_bad(parts: Sequence[Part], path: Path) -> None:
+    _write_bad([BadSampleEntry(f"{p.name}[{i}]", reason) for p in parts for i, reason in p.bad.items()], path)
+
+
+def _write_bad(bad: Sequence[BadSampleEntry], path: Path) -> None:
     path.write_text(json_lines(map(asdict, bad)))
     if bad:
         print_lines(f"bad    {len(bad):,} records cannot be used; the first, {bad[0].sample}: {bad[0].reason}")

@@ -16,6 +16,7 @@ from mmjax.config.data import (
     BatchConfig,
     ChatFormat,
     ConversationFiles,
+    CsvSource,
     DataConfig,
     DatasetInfoSource,
     EmbeddedSource,

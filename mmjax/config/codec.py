@@ -350,13 +350,22 @@ def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
         if text not in by_kind:
             raise _mismatch(hint, repr(text), text, where)
         # Naming the kind that is set already must not reset its fields.
-        return old if isinstance(old, dict) and old.get("kind") == text else defaults(by_kind[text], where)
+        if isinstance(old, dict) and old.get("kind") == text:
+            return old
+        carried = _carried(by_kind, old, text) if isinstance(old, dict) else {}
+        return defaults(by_kind[text], where) | carried
     if section := next((m for m in union_members(hint) if dataclasses.is_dataclass(m)), None):
         if text == "none" and type(None) in union_members(hint):
             return None
         fields = ", ".join(join(where, name) for name in field_hints(section))
         raise UserError(f"{where}: got {text!r}, but it has fields; set one of {fields}")
     return parse(hint, text, where)
+
+
+def _carried(by_kind: Mapping[str, type], old: Mapping[str, Tree], kind: str) -> dict[str, Tree]:
+    """Return the values that another kind takes over: of fields that both list as `carried`."""
+    before, after = (set(getattr(by_kind.get(name), "carried", ())) for name in (str(old.get("kind")), kind))
+    return {name: value for name, value in old.items() if name in before & after}
 
 
 def _unknown(key: str, level: str, hint: Hint, cls: type, root: Tree) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,17 @@ class FunctionSource:
 class ConversationFiles:
     """Fields that all sources of JSON or JSON lines share."""
 
+    # Fields that mean the same in other kinds of sources, which take them over where a config is given another kind.
+    carried: ClassVar[tuple[str, ...]] = (
+        "path",
+        "images",
+        "audio",
+        "videos",
+        "validation",
+        "test",
+        "outside",
+        "weight",
+    )
     path: str  # of the training split; `*` for several files, or a URL
     images: str = ""  # folder, URL, .zip or .tar of the images; empty: the file's folder
     audio: str = ""  # the same for the clips
@@ -163,6 +174,7 @@ class QuestionsSource(ConversationFiles):
 class ManifestSource:
     """NeMo's audio manifests, JSON lines: {"audio_filepath": "a.wav", "text": "...", "offset": 0, "duration": 2.5}."""
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "audio", "validation", "test", "outside", "weight")
     path: str  # of the training split; `*` for several files, or a URL
     audio: str = ""  # folder, URL, .zip or .tar of the clips; empty: the file's folder
     prompt: str = "Transcribe the audio."  # follows the clip, unless the line has a prompt of its own
@@ -191,9 +203,10 @@ class RolloutsSource(ConversationFiles):
 class ParquetSource:
     """Parquet as in Hugging Face's data sets: media are {"bytes", "path"} or bytes, or lists of them.
 
-    The text is in a column of messages, or in two columns of questions and answers.
+    The text is in a column of messages, or in two columns of questions and answers, or in one of answers to `prompt`.
     """
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "outside", "weight")
     path: str  # of the training split; `*` for several files, or a URL
     messages: str = ""  # column of messages; empty: none
     question: str = ""  # column of questions
@@ -209,12 +222,24 @@ class ParquetSource:
     window: int = 0  # so many neighbouring samples are shuffled, of files in random order; 0: all of them
     # pair: columns prompt, chosen and rejected; rollouts: prompt, completion_ids, logprobs and advantages
     answers: Literal["one", "pair", "rollouts"] = "one"
+    prompt: str = ""  # the question of every row, where there is no column of questions; empty: none
+    media: str = (
+        ""  # folder, URL, .zip or .tar that paths in columns of media are relative to; empty: the file's folder
+    )
+
+
+@dataclass(frozen=True)
+class CsvSource(ParquetSource):
+    """CSV or TSV, whose first line names the columns; images, clips and videos are paths, or URLs of data."""
+
+    kind: Literal["csv"] = "csv"
 
 
 @dataclass(frozen=True)
 class DatasetInfoSource:
     """A data set that LLaMA-Factory's dataset_info.json describes, in alpaca's or ShareGPT's form."""
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "outside", "weight")
     path: str  # the dataset_info.json, or its folder
     entry: str  # name of the training split's data set in it
     validation: str = ""  # name of that split's data set
@@ -231,6 +256,7 @@ class WebDatasetSource:
     Its text is its .json (messages, conversations, or a question and an answer) or its .txt, an answer to `prompt`.
     """
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "weight")
     # shards of the training split: `*`, {000..127}, a URL or pipe:COMMAND; or a folder of Energon's, with all splits
     path: str
     question: str = "question"  # key of the question in a .json
@@ -247,6 +273,7 @@ class WebDatasetSource:
 class ArrayRecordSource:
     """A folder written by `python -m mmjax.index --to arrayrecord`: the format to train on at scale."""
 
+    carried: ClassVar[tuple[str, ...]] = ("path", "validation", "test", "weight")
     path: str  # the folder
     validation: str = ""  # a folder of that split
     test: str = ""  # a folder of that split
@@ -263,6 +290,7 @@ FileSource = (
     | RolloutsSource
     | ManifestSource
     | ParquetSource
+    | CsvSource
     | WebDatasetSource
     | DatasetInfoSource
     | ArrayRecordSource
@@ -291,6 +319,9 @@ class ChatFormat:
     placeholders: dict[str, Placeholder] = field(default_factory=dict)  # of image, audio, video; empty: the folder's
     train_on: Literal["assistant", "last_assistant"] = "assistant"  # every answer, or each conversation's last
     loss_reduction: Literal["token", "sample", "square"] = "token"  # a sample of n tokens weighs n, 1 or sqrt(n)
+    # beside <image>, <audio> and <video>: part of the marker, so that templates write their own; or text as it stands,
+    # as for LLaMA-Factory and transformers
+    line_breaks: Literal["marker", "text"] = field(default="marker", repr=False)
     date: str = "2025-01-01"  # today's date for templates that write it; fixed, so that samples never change
 
 

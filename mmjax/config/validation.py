@@ -79,14 +79,16 @@ def check_data(data: DataConfig) -> None:
 def _check_files(where: str, source: FileSource) -> None:
     check(bool(source.path), f"{where}.path is empty; name a file, a folder or a URL")
     if isinstance(source, ParquetSource) and source.answers != "one":
-        named = next((key for key in ("messages", "question", "answer") if getattr(source, key)), "")
+        named = next((key for key in ("messages", "question", "answer", "prompt") if getattr(source, key)), "")
         check(not named, f"{where}.{named}: the columns of answers={source.answers} have TRL's names; leave it empty")
     elif isinstance(source, ParquetSource):
-        paired = bool(source.question) and bool(source.answer)
+        questions = [key for key in ("question", "prompt") if getattr(source, key)]
+        named = (bool(source.messages), len(questions), bool(source.answer))
         check(
-            paired != bool(source.messages) and bool(source.question) == bool(source.answer),
+            named in ((True, 0, False), (False, 1, True)),
             f"{where}: name the columns that hold the text, either {where}.messages=messages or both "
-            f"{where}.question=question and {where}.answer=answer",
+            f"{where}.question=question and {where}.answer=answer; in place of a column of questions all rows may have "
+            f'one: "{where}.prompt=Describe the image."',
         )
 
 

@@ -30,6 +30,9 @@ class MediaPlace:
     """A place of an image, clip or video in a message; the n-th place of a conversation is that of its n-th medium."""
 
     kind: Medium | Literal["sound"]
+    # white space with a line break before and behind its marker, which is text where `ChatFormat.line_breaks` says so
+    before: str = field(default="", compare=False)
+    after: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Message:
     role: str  # "system", "user", "assistant", ...
     parts: tuple[str | MediaPlace, ...]
     weight: float = 1.0  # of the loss on an answer's tokens
+    # by key, beside the parts: what else the chat template is given ("reasoning_content", "name")
+    fields: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Rollout:
     log_probs: tuple[float, ...]  # of every token, of the model that has drawn them
     advantage: float
     reference: tuple[float, ...] = ()  # log-probabilities of every token, of the reference
+    mask: tuple[int, ...] = ()  # 1 for each token that is trained on, 0 for others; (): all are
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Conversation:
     rejected: Message | None = None  # the worse of a pair of last answers, the better of which is the last message
     reference: tuple[float, ...] = ()  # the reference's log-probabilities of both, the better one's first
     rollouts: tuple[Rollout, ...] = ()  # answers that a model has drawn to its last message
+    unread: tuple[str, ...] = field(default=(), compare=False)  # keys of the record that nothing reads
 
     def media(self) -> Iterator[MediaPlace]:
         """Iterate over the places of media in order."""
@@ -74,18 +81,35 @@ def split_markers(text: str) -> list[str | MediaPlace]:
     """
     pieces = MARKER.split(text)
     parts: list[str | MediaPlace] = []
-    for k, piece in enumerate(pieces):
-        if k % 2:  # re.split alternates texts with the marker's group
-            parts.append(MediaPlace(cast(Medium, piece)))
-            continue
+    before = ""
+    for k in range(0, len(pieces), 2):  # re.split alternates texts with the marker's group
+        piece = pieces[k]
         # A piece's start follows a marker unless it is the first, its end precedes one unless it is the last.
         if k > 0:
-            piece = _BREAK_AFTER.sub("", piece)
+            stripped = _BREAK_AFTER.sub("", piece)
+            parts.append(MediaPlace(cast(Medium, pieces[k - 1]), before, piece[: len(piece) - len(stripped)]))
+            piece = stripped
+        before = ""
         if k < len(pieces) - 1:
-            piece = _BREAK_BEFORE.sub("", piece)
+            stripped = _BREAK_BEFORE.sub("", piece)
+            before = piece[len(stripped) :]
+            piece = stripped
         if piece:
             parts.append(piece)
     return parts
+
+
+def with_line_breaks(parts: Sequence[str | MediaPlace]) -> tuple[str | MediaPlace, ...]:
+    """Return a message's parts with the line breaks beside its markers as text, as its record has them."""
+    pieces: list[str | MediaPlace] = []
+    for part in parts:
+        texts = (part,) if isinstance(part, str) else (part.before, part, part.after)
+        for text in texts:
+            if isinstance(text, str) and pieces and isinstance(pieces[-1], str):
+                pieces[-1] += text
+            elif text:
+                pieces.append(text)
+    return tuple(pieces)
 
 
 MAX_BRANCHES = 18  # of a sample: the attention mask has a bit for each

@@ -54,6 +54,7 @@ AGREEING = 3  # people whose answer it must be to be wholly right (VQA)
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 DIGITS = {word: str(number) for number, word in enumerate(NUMBERS)} | {"none": "0"}
 ARTICLES = ("a", "an", "the")
+END_OF_THINKING = "</think>"  # behind which an answer stands, where a model writes what it thinks
 
 
 @dataclass(frozen=True)
@@ -434,15 +435,19 @@ class Evaluator:
         source: Any = self.sources[name]
         question: Question = source.question(sample)
         family, task = _family_and_task(question, name)
+        references = question.answers or (question.answer,)
+        prediction = decode_answer(source, answer.tokens)
+        if not any(END_OF_THINKING in right for right in references):
+            prediction = prediction.rpartition(END_OF_THINKING)[2].strip()
         return Answered(
             sample=sample,
             family=family,
             task=task,
             question=readable(question.prompt, source),
             answer=question.answer,
-            prediction=decode_answer(source, answer.tokens),
+            prediction=prediction,
             needs=question.needs,
-            references=question.answers or (question.answer,),
+            references=references,
             ended=answer.ended,
         )
 

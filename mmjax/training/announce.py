@@ -18,6 +18,7 @@ from mmjax.config import Config, Generator
 from mmjax.config.model import quantized_layers
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.plan.grouping import StepGrouper, long_samples
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, parameter_group
 from mmjax.models.quantization import parameter_shapes
@@ -68,7 +69,9 @@ def print_run_summary(
     for name, source in loader.sources.items() if config.model.encoders else ():
         for what, column in getattr(getattr(source, "conversations", None), "unread", {}).items():
             print_lines(f"       {name} has a column {column} that is not read: data.sources.{name}.{what}={column}")
-    for note in (*loader.budget.notes, *grouper.epoch_notes()):
+    for line in _describe_sources(config, grouper):
+        print_lines(line)
+    for note in (*loader.budget.notes, *_describe_long_samples(config, loader), *grouper.epoch_notes()):
         print_lines(f"       {note}")
     print_lines(
         f"rows   of each module, grouping {config.batch.grouping.kind}, {config.batch.microbatches} microbatch(es), "
@@ -86,6 +89,47 @@ def print_run_summary(
     print_lines(*table(lines))
     if layout.topology.ranks * layout.topology.encoders_per_rank > 1:
         print_lines(*_describe_ranks(config, layout))
+
+
+NAMED = 3  # samples of several that are named
+OFTEN = 4.0  # times as often as another: from there on it is said how all sources are read alike
+
+
+def _describe_sources(config: Config, grouper: StepGrouper) -> list[str]:
+    """Describe each source's share of the samples and its own epochs in this run, where there are several."""
+    shares = grouper.source_shares(config.training.steps - grouper.first)
+    if len(shares) < 2:
+        return []
+    lines = [("", "source", "samples", "share", "epochs in this run")]
+    lines += [("", name, f"{samples:,}", f"{share:.0%}", f"{epochs:.2f}") for name, samples, share, epochs in shares]
+    epochs = [epochs for *_, epochs in shares]
+    if config.data.temperature or max(epochs) < OFTEN * min(epochs):
+        return table(lines)
+    remedy = "data.temperature=1 reads every source as often as the others, times data.sources.NAME.weight"
+    return [*table(lines), f"       {remedy}"]
+
+
+def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
+    """Name the few samples that make rows long, and say what leaving them out would save."""
+    grouper = loader.planner.grouper
+    found = long_samples(grouper.index, config, grouper.weights, loader.budget)
+    if found is None:
+        return []
+    names = []
+    for sample in found.samples[:NAMED].tolist():
+        number = int(grouper.index.source_of(np.array(sample)))
+        source = list(loader.sources.values())[number]
+        place = source.place(sample - int(grouper.index.source_start[number])) if hasattr(source, "place") else ""
+        names.append(place or grouper.index.name(sample))
+    others = f" and {len(found.samples) - NAMED:,} more" if len(found.samples) > NAMED else ""
+    (rows, length), (fewer_rows, shorter) = found.row, found.row_without
+    verb, pronoun = ("sets", "it") if len(found.samples) == 1 else ("set", "them")
+    return [
+        f"{', '.join(names)}{others} {verb} the rows of {found.module}: "
+        f"{found.positions:,} positions, where no other sample takes more than {found.largest_other:,}. With {pronoun} "
+        f"left out of the data, rows would be {fewer_rows} x {shorter:,} instead of {rows} x {length:,}: "
+        f"{found.room_without:,.0f} instead of {found.room:,.0f} positions for a sample"
+    ]
 
 
 def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:

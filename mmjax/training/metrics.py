@@ -164,6 +164,7 @@ class StepMetrics:
         token_bytes = self._config.model.llm.width * self._executor.model.dtype.itemsize
         tokens = dict(zip(("text", *modules[1:]), loaded.tokens.tolist(), strict=True))
         by_source = zip(self._config.data.sources, report.loss, report.weight, strict=True)
+        own_epochs = dict(zip(self._config.data.sources, loaded.source_epochs.tolist(), strict=True))
         memory = peak_memory_used(self._executor.mesh)
         return {
             "loss": float(report.loss.sum() / (report.weight.sum() or 1.0)),
@@ -177,6 +178,7 @@ class StepMetrics:
             **balance_scalars(loaded, modules, layout, self._loader.planner.placer.flops),
             **exchange_scalars(loaded, modules[1:], layout.topology, token_bytes),
             "epoch": float(loaded.epoch),
+            **({f"epoch/{name}": epochs for name, epochs in own_epochs.items()} if len(own_epochs) > 1 else {}),
             # Without those that could not be read.
             "samples": len(loaded.samples) - int(report.unreadable_count),
             "samples/s": len(loaded.samples) / seconds,

@@ -101,6 +101,7 @@ class LoadedStep(NamedTuple):
     samples: np.ndarray  # int64 [n]
     unreadable: dict[int, str]  # reasons why samples of this process's rows could not be read, by id
     epoch: np.ndarray  # float64 []: epochs that are done after this step
+    source_epochs: np.ndarray  # float64 [sources]: the same of each source
     plan_seconds: np.ndarray  # float64 []
     load_seconds: np.ndarray  # float64 []: opening, decoding and packing
     needed_flops: np.ndarray  # float64 []: forward and backward of this process's ranks, no padding
@@ -153,6 +154,7 @@ class StepLoader:
             samples=plan.samples(),
             unreadable=unreadable,
             epoch=np.float64(self.planner.grouper.epochs_after(int(step))),
+            source_epochs=self.planner.grouper.source_epochs_after(int(step)),
             plan_seconds=np.float64(planned - begin),
             load_seconds=np.float64(time.perf_counter() - planned),
             needed_flops=np.float64(sum(map(self._needed_flops, batches))),

@@ -93,6 +93,64 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
             return _budget(rows, -(-np.maximum(needs.max(0), 1) // alignment) * alignment, samples, longest)
 
 
+class LongSamples(NamedTuple):
+    """The few samples by which the rows of a module are much longer than the others need."""
+
+    module: str
+    samples: np.ndarray  # int64 [n]: the largest first
+    positions: int  # of the largest one
+    largest_other: int  # positions of the largest of all others
+    row: tuple[int, int]  # rows and their length
+    row_without: tuple[int, int]
+    room: float  # positions of all rows for a sample of a step
+    room_without: float
+
+
+_FEW = 0.05  # of the samples
+_MANY_NAMED = 1000
+_MUCH_LONGER = 2.0  # than any other
+
+
+def long_samples(index: LengthIndex, config: Config, weights: Sequence[float], budget: Budget) -> LongSamples | None:
+    """Find the few samples that make rows long, and what leaving them out would save; None where there are none."""
+    good = np.setdiff1d(np.arange(len(index)), index.bad)
+    good = good[np.array(weights)[index.source_of(good)] > 0]
+    good = good[index.llm_tokens[good] <= budget.longest]
+    names = ("llm", *config.model.item_modules)
+    gaps = []
+    for module in range(len(names)):
+        totals = index.totals[good, module]
+        few = min(max(1, int(_FEW * len(good))), _MANY_NAMED, len(good) - 1)
+        order = np.argpartition(-totals, few) if few else np.arange(0)
+        order = good[order[: few + 1]]
+        order = order[np.argsort(-index.totals[order, module], kind="stable")]
+        largest = index.totals[order, module].astype(float)
+        ratio = largest[:-1] / np.maximum(largest[1:], 1)
+        if len(ratio) and largest[-1] > 0 and ratio.max() >= _MUCH_LONGER:
+            gaps.append((ratio.max(), module, order[: int(ratio.argmax()) + 1], int(largest[ratio.argmax() + 1])))
+    if not gaps:
+        return None
+    _, module, samples, other = max(gaps, key=lambda gap: gap[0])
+    reasons = dict(zip(index.bad.tolist(), index.reason.tolist(), strict=True)) | dict.fromkeys(samples.tolist(), "")
+    bad = np.array(sorted(reasons), np.int64)
+    without = make_budget(replace(index, bad=bad, reason=np.array([reasons[k] for k in bad.tolist()])), config, weights)
+    room, room_without = (
+        budgets.rows[module] * budgets.lengths[module] / budgets.samples_per_step for budgets in (budget, without)
+    )
+    if room_without * _MUCH_LONGER > room:
+        return None
+    return LongSamples(
+        module=names[module],
+        samples=samples,
+        positions=int(index.totals[samples[0], module]),
+        largest_other=other,
+        row=(budget.rows[module], budget.lengths[module]),
+        row_without=(without.rows[module], without.lengths[module]),
+        room=room,
+        room_without=room_without,
+    )
+
+
 def stream_of(
     batch: BatchConfig, samples_per_step: float, pools: Sequence[Pool], weights: Sequence[float], seed: int
 ) -> Stream:
@@ -298,6 +356,27 @@ class StepGrouper:
         # First the remainder of an epoch begun with other data, then whole ones.
         epochs = rest * drawn / due if drawn < due else rest + (drawn - due) / self.epoch_samples
         return self.epochs_before + epochs
+
+    def source_epochs_after(self, step: int) -> np.ndarray:
+        """Return how often each source's samples came until after a step, float64 `[sources]`.
+
+        Of the data of this segment of the run: what was due of an epoch begun before it does not count.
+        """
+        chunk, position = self._place_of(step)
+        samples = self._chunk(chunk).samples[: self._chunk(chunk).step_start[position + 1]]
+        drawn = np.bincount(self.index.source_of(samples), minlength=len(self.pools)).astype(np.float64)
+        for source, draw in self._stream.draws(chunk).items():
+            drawn[source] += draw.begin - len(self.pools[source].due)
+        return np.maximum(drawn, 0) / np.maximum(list(map(len, self.pools)), 1)
+
+    def source_shares(self, steps: int) -> list[tuple[str, int, float, float]]:
+        """List each source that is drawn from: its name, samples, share of all, and its own epochs in so many steps."""
+        drawn = steps * self.samples_per_step
+        return [
+            (str(name), len(pool), float(share), float(share) * drawn / len(pool))
+            for name, pool, share in zip(self.index.source_name, self.pools, shares(self.weights), strict=True)
+            if share > 0
+        ]
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Return with which number of steps of the run so many epochs are done. Groups every chunk up to there."""

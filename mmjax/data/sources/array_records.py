@@ -6,9 +6,10 @@ the other. The header:
     {"messages": [["user", [0, "What is this?"]], ["assistant", ["A cat."]]], "media": [["image", 48211]]}
 
 where a number among a message's parts is the place of that medium, a third entry of a message is the weight of its loss
-where that is not 1, and `media` has the kind and the bytes of each. A folder holds shards `00000.arrayrecord`, ..., the
-headers again as `00000.jsonl`, ... (so that texts are read without the media), the media's sizes (`media_sizes.py`),
-and `index.json`, which is written last: without it the folder is incomplete.
+where that is not 1 or a fourth follows (texts for the chat template, by their keys), and `media` has the kind and the
+bytes of each, and the line breaks before and behind its marker where there are any. A folder holds shards
+`00000.arrayrecord`, ..., the headers again as `00000.jsonl`, ... (so that texts are read without the media), the
+media's sizes (`media_sizes.py`), and `index.json`, which is written last: without it the folder is incomplete.
 """
 
 from __future__ import annotations
@@ -51,36 +52,45 @@ def to_header(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
         for part in message.parts:
             if isinstance(part, MediaPlace):
                 parts.append(len(media))
-                media.append([part.kind, lengths[len(media)]])
+                breaks = [part.before, part.after] if part.before or part.after else []
+                media.append([part.kind, lengths[len(media)], *breaks])
             else:
                 parts.append(part)
-        messages.append([message.role, parts] + [message.weight] * (message.weight != 1))
+        fields = [dict(message.fields)] if message.fields else []
+        weights = [message.weight] if fields or message.weight != 1 else []
+        messages.append([message.role, parts, *weights, *fields])
     header = {"messages": messages, "media": media} | (
         {"answers": conversation.answers} if conversation.answers else {}
     )
     if conversation.rejected:
         header |= {"rejected": "".join(conversation.rejected.parts), "reference": conversation.reference}
+        if conversation.rejected.fields:
+            header["rejected_fields"] = dict(conversation.rejected.fields)
     if conversation.rollouts:
-        header["rollouts"] = [asdict(rollout) for rollout in conversation.rollouts]
+        rollouts = [asdict(rollout) for rollout in conversation.rollouts]
+        header["rollouts"] = [{k: v for k, v in rollout.items() if k != "mask" or v} for rollout in rollouts]
     return header
 
 
 def from_header(header: Mapping[str, Any]) -> Conversation:
     """Convert JSON from `to_header` back to a conversation. Raises BadSample."""
     try:
-        media = [MediaPlace(kind) for kind, _ in header["media"]]
+        media = [MediaPlace(kind, *map(str, breaks)) for kind, _, *breaks in header["media"]]
         if odd := [medium.kind for medium in media if medium.kind not in get_args(Medium)]:
             raise ValueError(f"a medium of the kind {odd[0]!r}")
         messages = []
-        for role, parts, *weights in header["messages"]:
-            (weight,) = weights or (1.0,)
+        for role, parts, *more in header["messages"]:
+            weight, fields = (*more, *(1.0, {})[len(more) :])
             if not isinstance(role, str):
                 raise ValueError(f"a message of the role {role!r}")
             if type(weight) not in (int, float) or not 0 <= weight < math.inf:
                 raise ValueError(f"a message of the weight {weight!r}")
             contents = tuple(part if isinstance(part, str) else media[part] for part in parts)
-            messages.append(Message(role, contents, weight))
-        rejected = Message(messages[-1].role, (str(header["rejected"]),)) if "rejected" in header else None
+            messages.append(Message(role, contents, weight, _fields(fields)))
+        rejected = None
+        if "rejected" in header:
+            fields = _fields(header.get("rejected_fields", {}))
+            rejected = Message(messages[-1].role, (str(header["rejected"]),), fields=fields)
         return Conversation(
             messages=tuple(messages),
             answers=tuple(map(str, header.get("answers", ()))),
@@ -92,12 +102,24 @@ def from_header(header: Mapping[str, Any]) -> Conversation:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
 
 
+def _fields(fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((str(key), str(text)) for key, text in fields.items())
+
+
 def _rollout(
-    tokens: Sequence[int], log_probs: Sequence[float], advantage: float, reference: Sequence[float]
+    tokens: Sequence[int],
+    log_probs: Sequence[float],
+    advantage: float,
+    reference: Sequence[float],
+    mask: Sequence[int] = (),
 ) -> Rollout:
     """Build a rollout of what JSON holds of it."""
     return Rollout(
-        tuple(map(int, tokens)), tuple(map(float, log_probs)), float(advantage), tuple(map(float, reference))
+        tokens=tuple(map(int, tokens)),
+        log_probs=tuple(map(float, log_probs)),
+        advantage=float(advantage),
+        reference=tuple(map(float, reference)),
+        mask=tuple(map(int, mask)),
     )
 
 
@@ -115,7 +137,7 @@ def decode_record(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
     stop = start + _LENGTH.unpack_from(record, len(MAGIC))[0]
     try:
         header = json.loads(record[start:stop].decode("utf-8", "surrogatepass"))
-        lengths = [length for _, length in header["media"]]
+        lengths = [length for _, length, *_ in header["media"]]
         if odd := [length for length in lengths if type(length) is not int or length < 0]:
             raise ValueError(f"a medium of {odd[0]!r} bytes")
         # Media lie one after the other behind the header: with stop 50 and lengths 7 and 3 at bounds 50, 57, 60.

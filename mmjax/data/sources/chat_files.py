@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, Rollout, split_markers
 from mmjax.data.sources.json_records import JsonRecords
+from mmjax.data.sources.record_keys import FIELDS, READ, TRAINED, is_absent, unread_keys
 from mmjax.data.storage.archives import MediaFolder, unbase64
 from mmjax.data.storage.files import AudioSegment, FileRef, FrameFiles, InlineBytes, hash_strings, is_url
 
@@ -49,6 +52,8 @@ _PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {
     "video_url": ("video", ("video_url",)),
 }
 
+_READ_BY_TURNS = {"conversations": READ["llava"], "messages": READ["messages"]}
+
 # A path, a URL, bytes, {"bytes", "path"}, ... as the record has it; for a manifest a ClipSpan; for a video also a list
 # of its frames' images.
 Reference = Any
@@ -81,8 +86,7 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
     turn_list = record.get(turns)
     if not isinstance(turn_list, Sequence) or isinstance(turn_list, str) or not turn_list:
         raise BadSample(f"has no {turns}")
-    if record.get("tools"):
-        raise BadSample("has tools, which are not read")
+    unread = unread_keys(record, "record", _READ_BY_TURNS[turns])
     # Files named beside the messages, which places marked in the text take in order.
     files = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
     image_is_video = bool(files["video"]) and not files["image"] and not _marks_video(turn_list)
@@ -93,8 +97,9 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
         messages.append(Message("system", system))
     for number, turn in enumerate(turn_list, start=1):
         role, content, weight = _turn(turn, number)
+        unread += unread_keys(turn, "message", READ["message"], f"message {number} ")
         parts: list[str | MediaPlace] = []
-        for part in _parts(content, number):
+        for part in _parts(content, number, unread):
             if isinstance(part, str):
                 parts.append(part)
                 continue
@@ -108,7 +113,7 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
             references.append(reference)
             parts.append(MediaPlace(medium))
         if any(isinstance(part, MediaPlace) or part.strip() for part in parts):
-            messages.append(Message(role, tuple(parts), weight))
+            messages.append(Message(role, tuple(parts), weight, _fields(turn, role, number)))
         elif role != "system":  # many data sets have an empty system message, which changes nothing
             raise BadSample(f"message {number} ({role}) is empty")
     for medium, listed in files.items():
@@ -117,7 +122,10 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
     _check_texts(messages)
     if answered:
         _check_trainable(messages)
-    return Record(Conversation(tuple(messages)), tuple(references))
+    for reference in references:
+        if isinstance(reference, Mapping):
+            unread += unread_keys(reference, "file", READ["file"], "a file of it ")
+    return Record(Conversation(tuple(messages), unread=tuple(sorted(set(unread)))), tuple(references))
 
 
 def _marks_video(turns: Sequence[Any]) -> bool:
@@ -126,8 +134,13 @@ def _marks_video(turns: Sequence[Any]) -> bool:
     return any("<video>" in c if isinstance(c, str) else "'video" in repr(c) for c in contents)
 
 
-def parse_question(question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]]) -> Record:
-    """Build a record of a question and its answer; unmarked media come before the question. Raises BadSample."""
+def parse_question(
+    question: Any, answer: Any, media: Mapping[Medium, Sequence[Reference]], beside: Mapping[str, Any] | None = None
+) -> Record:
+    """Build a record of a question and its answer; unmarked media come before the question. Raises BadSample.
+
+    beside: other keys of the record, which are checked: a system message is read.
+    """
     answers: tuple[str, ...] = ()
     if isinstance(answer, Sequence) and not isinstance(answer, str) and len(answer):
         # The first of several right answers is trained on. VQA has one of each annotator: {"answer": "red", ...}.
@@ -140,7 +153,8 @@ def parse_question(question: Any, answer: Any, media: Mapping[Medium, Sequence[R
     if not MARKER.search(question):
         question = "".join(f"<{medium}>" * len(files) for medium, files in media.items()) + question
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    record = parse_chat({"messages": turns} | {KEYS[medium][0]: files for medium, files in media.items()}, "messages")
+    files_by_key = {KEYS[medium][0]: files for medium, files in media.items()}
+    record = parse_chat({**(beside or {}), "messages": turns} | files_by_key, "messages")
     return replace(record, conversation=replace(record.conversation, answers=answers))
 
 
@@ -148,7 +162,10 @@ def parse_question_record(record: Mapping[str, Any], question: str, answer: str)
     """Parse a question under one key, and its answer, or several right ones, under another. Raises BadSample."""
     media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
     answers = _value_of_one(record, (answer, f"{answer}s"))
-    return parse_question(record.get(question), answers, {medium: files for medium, files in media.items() if files})
+    read = {question, answer, f"{answer}s", *(key for keys in KEYS.values() for key in keys)}
+    beside = {key: value for key, value in record.items() if key not in read}
+    files_of = {medium: files for medium, files in media.items() if files}
+    return parse_question(record.get(question), answers, files_of, beside)
 
 
 def parse_preference(record: Mapping[str, Any]) -> Record:
@@ -157,6 +174,7 @@ def parse_preference(record: Mapping[str, Any]) -> Record:
     Without a prompt both have it, and it is what they share. Log-probabilities of a reference may stand under
     "ref_chosen_logps" and "ref_rejected_logps". Raises BadSample.
     """
+    unread = unread_keys(record, "record", READ["preference"])
     chosen, rejected = (_turns(record, key, "assistant") for key in ("chosen", "rejected"))
     prompt = _turns(record, "prompt", "user") if record.get("prompt") else chosen[:-1]
     if not record.get("prompt") and rejected[:-1] != prompt:
@@ -165,7 +183,15 @@ def parse_preference(record: Mapping[str, Any]) -> Record:
         raise BadSample("has no prompt")
     if record.get("prompt") and (len(chosen), len(rejected)) != (1, 1):
         raise BadSample("has several messages in chosen or rejected; they hold one answer of the assistant each")
-    return parse_pair(prompt, chosen[-1], rejected[-1], _media_of(record), record)
+    return with_unread(parse_pair(prompt, chosen[-1], rejected[-1], _media_of(record), record), unread)
+
+
+def with_unread(record: Record, unread: Sequence[str]) -> Record:
+    """Add keys that nothing reads to those of a record's messages."""
+    if not unread:
+        return record
+    names = tuple(sorted({*record.conversation.unread, *unread}))
+    return replace(record, conversation=replace(record.conversation, unread=names))
 
 
 def parse_pair(
@@ -186,15 +212,18 @@ def parse_pair(
         raise BadSample("has a medium in a chosen or rejected answer; loss=dpo is of text")
     if messages[0].parts == messages[1].parts:
         raise BadSample("has the same chosen and rejected answer: there is nothing to learn")
-    return replace(parsed, conversation=replace(parsed.conversation, rejected=messages[1], reference=reference))
+    pair = replace(parsed.conversation, rejected=messages[1], reference=reference)
+    return with_unread(replace(parsed, conversation=pair), worse.conversation.unread)
 
 
 def parse_rollouts(record: Mapping[str, Any]) -> Record:
     """Parse answers that a model has drawn: {"prompt", "completion_ids", "logprobs", "advantages"}. Raises BadSample.
 
     The latter three have an entry for each answer: its tokens, their log-probabilities when they were drawn, and a
-    number. "ref_logprobs", where there are any, are the reference's.
+    number. "ref_logprobs", where there are any, are the reference's; "completion_mask" has a 0 for each token that is
+    not trained on, as a tool's.
     """
+    unread = unread_keys(record, "record", READ["rollouts"])
     media = _media_of(record)
     prompt = _with_media_first(_turns(record, "prompt", "user"), media)
     if not isinstance(record.get("completion_ids"), list | tuple) or not record["completion_ids"]:
@@ -203,18 +232,43 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
     columns = [record.get(key) for key in ("completion_ids", "logprobs", "advantages")]
     if any(not isinstance(values, list | tuple) or len(values) != len(columns[0]) for values in columns):
         raise BadSample("has not as many logprobs and advantages as completion_ids")
-    columns.append(record.get("ref_logprobs") or [()] * len(columns[0]))
+    for key in ("ref_logprobs", "completion_mask"):
+        values = [()] * len(columns[0]) if is_absent(record.get(key)) else record[key]
+        if not isinstance(values, list | tuple) or len(values) != len(columns[0]):
+            raise BadSample(f"has not as many {key} as completion_ids")
+        columns.append(values)
     rollouts = []
-    for number, (tokens, log_probs, advantage, reference) in enumerate(zip(*columns, strict=True)):
+    for number, (tokens, log_probs, advantage, reference, mask) in enumerate(zip(*columns, strict=True)):
         if not _are_numbers(tokens, int) or not tokens or not _are_numbers([advantage]):
             raise BadSample(f"has no tokens, or no advantage, of answer {number}")
+        if min(tokens) < 0:
+            raise BadSample(
+                f"has a token {min(tokens)} in answer {number}; leave out what is no token, with its logprob"
+            )
         if not _are_numbers(log_probs) or len(log_probs) != len(tokens):
             raise BadSample(f"has not a log-probability of every token of answer {number}")
         if not _are_numbers(reference):
             raise BadSample(f"has ref_logprobs of answer {number} that are no numbers")
-        rollouts.append(Rollout(tuple(tokens), tuple(log_probs), float(advantage), tuple(reference)))
+        mask = () if mask is None else mask
+        if (
+            not isinstance(mask, list | tuple)
+            or any(m not in (0, 1) for m in mask)
+            or len(mask) not in (0, len(tokens))
+        ):
+            raise BadSample(f"has a completion_mask of answer {number} that is no 0 or 1 for every token")
+        rollouts.append(
+            Rollout(
+                tokens=tuple(tokens),
+                log_probs=tuple(log_probs),
+                advantage=float(advantage),
+                reference=tuple(reference),
+                mask=() if all(mask) else tuple(map(int, mask)),
+            )
+        )
+    if not any(not rollout.mask or any(rollout.mask) for rollout in rollouts):
+        raise BadSample("has a completion_mask of 0 alone: there is nothing to learn")
     parsed = parse_chat({"messages": prompt} | media, "messages", answered=False)
-    return replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts)))
+    return with_unread(replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts))), unread)
 
 
 def _turns(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
@@ -279,6 +333,7 @@ def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
 
     The clip comes before the prompt, for which `prompt` is the default. Raises BadSample.
     """
+    unread = unread_keys(record, "manifest", READ["manifest"])
     path = record.get("audio_filepath")
     if not isinstance(path, str) or not path:
         raise BadSample("has no audio_filepath")
@@ -291,7 +346,7 @@ def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
         question = prompt
     elif not isinstance(question, str):
         raise BadSample(f"has a prompt that is a {type(question).__name__}, not text")
-    return parse_question(question, record.get("text"), {"audio": [clip]})
+    return with_unread(parse_question(question, record.get("text"), {"audio": [clip]}), unread)
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
@@ -340,31 +395,52 @@ def _turn(turn: Any, number: int) -> tuple[str, Any, float]:
     """Return the role, content and weight of a message."""
     if not isinstance(turn, Mapping):
         raise BadSample(f"message {number} is not an object")
-    if turn.get("tool_calls"):
-        raise BadSample(f"message {number} has tool_calls, which are not read")
     where = f"message {number} "
     name = _value_of_one(turn, ("role", "from"), where)
     content = _value_of_one(turn, ("content", "value"), where)
     if not isinstance(name, str) or name not in ROLES:
         raise BadSample(f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}")
-    return ROLES[name], content, _weight(turn.get("weight"), ROLES[name], number)
+    return ROLES[name], content, _weight(turn, ROLES[name], number)
 
 
-def _weight(weight: Any, role: str, number: int) -> float:
-    """Check the weight of a message, by default 1."""
-    if weight is None:
+def _weight(turn: Mapping[str, Any], role: str, number: int) -> float:
+    """Return the weight of a message, by default 1; other stacks say by true or false whether it is trained on."""
+    present = [key for key in (*TRAINED, "masked") if turn.get(key) is not None]
+    if not present:
         return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
-        raise BadSample(f"message {number} has weight={weight!r}; give a number from 0 to {MAX_WEIGHT:g}")
-    if role != "assistant" and weight:
+    if len(present) > 1:
+        raise BadSample(f"message {number} has both {present[0]} and {present[1]}; keep the one that is meant")
+    key = present[0]
+    value = turn[key]
+    if key == "weight":
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WEIGHT:
+            raise BadSample(f"message {number} has weight={value!r}; give a number from 0 to {MAX_WEIGHT:g}")
+    elif not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise BadSample(f"message {number} has {key}={value!r}; give true or false, or a number as its weight")
+    weight = 1.0 - value if key == "masked" else float(value)
+    if role != "assistant" and weight and key != "masked":
         raise BadSample(
-            f"message {number} ({role}) has weight={weight!r}, but only what the assistant says is trained on"
+            f"message {number} ({role}) has {key}={value!r}, but only what the assistant says is trained on"
         )
-    return float(weight)
+    return weight
 
 
-def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference | None]]:
-    """Yield texts, and media with their references; None for a reference beside the messages."""
+def _fields(turn: Mapping[str, Any], role: str, number: int) -> tuple[tuple[str, str], ...]:
+    """Return what a message has for the chat template beside its content. Raises BadSample."""
+    fields = tuple((key, turn[key]) for key in FIELDS if not is_absent(turn.get(key)))
+    for key, value in fields:
+        if not isinstance(value, str):
+            raise BadSample(f"message {number} has a {key} that is a {type(value).__name__}, not text")
+        if key == "reasoning_content" and role != "assistant":
+            raise BadSample(f"message {number} ({role}) has {key}, which an answer of the assistant may have alone")
+    return fields
+
+
+def _parts(content: Any, number: int, unread: list[str]) -> Iterator[str | tuple[Medium, Reference | None]]:
+    """Yield texts, and media with their references; None for a reference beside the messages.
+
+    unread: to which keys that nothing reads are added.
+    """
     # marked_parts cuts LLaVA's "<image>" out of a string; lists of parts have no markers in their texts.
     if isinstance(content, str):
         yield from ((part.kind, None) if isinstance(part, MediaPlace) else part for part in split_markers(content))
@@ -376,10 +452,12 @@ def _parts(content: Any, number: int) -> Iterator[str | tuple[Medium, Reference 
         if kind in ("text", "input_text"):
             if not isinstance(part.get("text"), str):
                 raise BadSample(f"message {number} has a text part without text")
+            unread += unread_keys(part, "part", READ["text part"], f"message {number} has a part text that ")
             if part["text"]:
                 yield part["text"]
         elif isinstance(kind, str) and kind in _PART_KEYS:
             medium, keys = _PART_KEYS[kind]
+            unread += unread_keys(part, "part", READ[f"{medium} part"], f"message {number} has a part {kind} that ")
             present = [key for key in keys if part.get(key) is not None]
             # Hugging Face datasets' images have both path and bytes for one file.
             if len(present) > 1 and set(present) != {"path", "bytes"}:
@@ -427,21 +505,27 @@ class ChatFiles:
         folders: Mapping[Medium, MediaFolder],
         read: Callable[[Mapping[str, Any]], Record],
         reading: str,
+        samples: int = 0,
     ) -> None:
-        """reading: a description, for the fingerprint, of everything that `read` depends on."""
+        """reading: a description, for the fingerprint, of everything that `read` depends on.
+
+        samples: so many records are drawn of all, all of them once before any comes again; 0: all.
+        """
         self._records = JsonRecords(paths, cache)
+        self._drawn = _draw(len(self._records), samples) if samples else None
         self._folders = folders
         self._read = read
         self._reading = reading
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._records) if self._drawn is None else len(self._drawn)
 
     def fingerprint(self) -> str:
+        drawn = [] if self._drawn is None else [f"num_samples={len(self._drawn)}"]
         # Where `videos` is set `_reading` has it, so that other data sets are known by what they were before it was.
         folders = {medium: folder for medium, folder in self._folders.items() if medium != "video"}
         places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in folders.items()]
-        return hash_strings(self._records.fingerprint(), self._reading, *places)
+        return hash_strings(self._records.fingerprint(), self._reading, *places, *drawn)
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -449,22 +533,36 @@ class ChatFiles:
         return tuple(f if is_url(f) else os.path.abspath(f) for f in (folder.root for folder in self._folders.values()))
 
     def files(self) -> list[tuple[str, int]]:
-        return self._records.files()
+        if self._drawn is None:
+            return self._records.files()
+        # Other records are drawn of a file that has grown, so that no number of one is known again.
+        return [(f"{len(self)} of {self._records.files()}", len(self))]
 
     def place(self, index: int) -> str:
-        return self._records.place(index)
+        return self._records.place(self._number(index))
 
     def record(self, index: int) -> dict[str, Any]:
         """Return a record as its file has it. Raises BadSample."""
-        return self._records[index]
+        return self._records[self._number(index)]
+
+    def _number(self, index: int) -> int:
+        """Return the number of a record among all of the files."""
+        return index if self._drawn is None else int(self._drawn[index])
 
     def conversation(self, index: int) -> Conversation:
-        return self._read(self._records[index]).conversation
+        return self._read(self.record(index)).conversation
 
     def media(self, index: int) -> tuple[FileRef, ...]:
-        record = self._read(self._records[index])
+        record = self._read(self.record(index))
         media = zip(record.conversation.media(), record.references, strict=True)
         return tuple(resolve_reference(reference, self._folders[medium.kind]) for medium, reference in media)
+
+
+def _draw(count: int, samples: int) -> np.ndarray:
+    """Draw so many of `count` records, int64 `[samples]`, sorted: always the same ones."""
+    rounds = np.random.default_rng(0)
+    drawn = [rounds.permutation(count) for _ in range(-(-samples // max(count, 1)))]
+    return np.sort(np.concatenate(drawn)[:samples])
 
 
 def resolve_reference(reference: Reference, folder: MediaFolder) -> FileRef:

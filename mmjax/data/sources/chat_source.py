@@ -83,7 +83,7 @@ class Quarantine:
 # Opens the conversations in another process, so it must pickle; open files and locks do not.
 Reopen = Callable[[], Conversations]
 
-_VERSION = "4"
+_VERSION = "5"
 _NAMES = ("tokens", "bad", "reason")
 _CHUNK = 8192  # records that a killed run counts again, for each core
 _ALONE = 3 * _CHUNK  # records below which starting worker processes takes longer than counting
@@ -248,6 +248,11 @@ class ChatSource:
         """Tokenize all text, unless that was done for these records and this template."""
         self._text = count_text(self.conversations, self._reopen, self.chat, self._cache, progress)
 
+    @property
+    def unread_keys(self) -> dict[str, int]:
+        """Return in how many records each key stands that nothing reads."""
+        return self._facts.unread
+
     @cached_property
     def _facts(self) -> MediaFacts:
         known = open_facts(self._heard, self._cache, self._limits)
@@ -300,7 +305,16 @@ class ChatSource:
         return self._media.place(index, partial(self.chat.sample, conversation))
 
     def item(self, index: int, number: int) -> np.ndarray:
-        return self._media.item(index, number)
+        item = self._media.item(index, number)
+        _, size = [item for medium in self._media.items(index) for item in medium.items][number]
+        if item.shape[: len(size)] != tuple(size):
+            sizes = ["x".join(map(str, sides)) for sides in (item.shape[: len(size)], size)]
+            raise BadMedia(
+                f"{self.place(index)}: a file of it is decoded to {sizes[0]}, and its header said {sizes[1]} when it "
+                "was read first: another file has taken its place, with the same size and time of change. Headers are "
+                f"remembered in {self._cache / 'media'}: remove that, and go on with --resume --new-data"
+            )
+        return item
 
     def question(self, index: int) -> Question:
         """Return the conversation up to its last answer, and that answer. Raises BadSample where it ends otherwise."""

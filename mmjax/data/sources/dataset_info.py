@@ -7,12 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from mmjax.config import Outside
 from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample
-from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_pair
+from mmjax.data.sources.chat_files import KEYS, REFERENCE, Record, parse_chat, parse_pair, with_unread
+from mmjax.data.sources.record_keys import MEDIA, is_absent, unread_keys
 from mmjax.data.storage.files import file_inside, list_files
 from mmjax.errors import UserError
 
@@ -31,8 +33,13 @@ _ROLES = {  # tags of roles: what a record calls them by default, and the role
     "function_tag": ("function_call", "assistant"),
     "system_tag": ("system", "system"),
 }
-# Keys of an entry that change nothing here: where else the data lie, and how records are chosen or shown.
-_IGNORED = ("hf_hub_url", "ms_hub_url", "om_hub_url", "file_sha1", "num_samples", "split", "subset", "folder")
+# Keys of an entry that say where else the data lie, which does not matter where their files are named.
+_ELSEWHERE = (
+    *("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
+    *("file_sha1", "subset", "folder", "load_from", "revision"),
+)
+_MAX_SAMPLES = 100_000_000
+_SPLIT = "train"  # the only one that LLaMA-Factory finds in a file
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class DatasetInfo:
     tags: Mapping[str, str]
     roles: Mapping[str, str]  # by what records call them
     ranking: bool = False  # records hold pairs of answers
+    samples: int = 0  # so many records are drawn of all; 0: all
 
     @classmethod
     def read(cls, path: str, entry: str, where: str, outside: Outside = "refuse") -> DatasetInfo:
@@ -66,7 +74,7 @@ class DatasetInfo:
     @classmethod
     def parse(cls, entry: Mapping[str, Any], folder: Path, what: str, outside: Outside = "refuse") -> DatasetInfo:
         """Parse an entry. what: a description of it, for messages. Raises UserError for what is not read."""
-        known = ("file_name", "formatting", "columns", "tags", "ranking", *_IGNORED)
+        known = ("file_name", "formatting", "columns", "tags", "ranking", "num_samples", "split", *_ELSEWHERE)
         if unknown := [key for key in entry if key not in known]:
             raise UserError(f"{what} has {unknown[0]}, which is not read")
         if not (name := entry.get("file_name")):
@@ -74,8 +82,15 @@ class DatasetInfo:
         form = entry.get("formatting", "alpaca")
         if form not in _COLUMNS:
             raise UserError(f"{what} has formatting={form!r}; read are {', '.join(_COLUMNS)}")
-        columns, tags = entry.get("columns", {}), entry.get("tags", {})
-        ranking = bool(entry.get("ranking"))
+        columns = _names(entry, "columns", what)
+        tags = _names(entry, "tags", what)
+        if not isinstance(ranking := entry.get("ranking") or False, bool):
+            raise UserError(f"{what} has ranking={ranking!r}; give true or false")
+        if (split := entry.get("split") or _SPLIT) != _SPLIT:
+            raise UserError(f"{what} has split={split!r}, which its files do not have; name the files of that split")
+        samples = entry.get("num_samples")
+        if samples is not None and (type(samples) is not int or not 1 <= samples <= _MAX_SAMPLES):
+            raise UserError(f"{what} has num_samples={samples!r}; give a number of records from 1 to {_MAX_SAMPLES:,}")
         pair = {"chosen": "chosen", "rejected": "rejected"} if ranking else {}
         readable = {**_COLUMNS[form], **pair, **dict.fromkeys(_MEDIA)}
         if unknown := [key for key in columns if key not in readable]:
@@ -96,25 +111,45 @@ class DatasetInfo:
             tags=_TAGS | {key: tags[key] for key in _TAGS if key in tags},
             roles={tags.get(key, default): role for key, (default, role) in _ROLES.items()},
             ranking=ranking,
+            samples=samples or 0,
         )
+
+    @property
+    def reading(self) -> str:
+        """Describe everything that `record` depends on."""
+        return repr((self.form, self.columns, self.tags, self.roles, *(["ranking"] if self.ranking else [])))
 
     def record(self, record: Mapping[str, Any]) -> Record:
         """Parse a record of its files. Raises BadSample."""
+        unread = self._unread(record)
         media = {KEYS[kind][0]: record.get(self.columns[name] or "") for name, kind in _MEDIA.items()}
-        if tools := self._value(record, "tools"):
-            raise BadSample(f"has {self.columns['tools']}={str(tools)[:40]!r}, which are not read")
         turns = self._alpaca(record) if self.form == "alpaca" else self._sharegpt(record)
         if system := self._value(record, "system"):
             turns.insert(0, {"role": "system", "content": system})
         if self.ranking:
-            return parse_pair(turns, *(self._answer(record, key) for key in ("chosen", "rejected")), media, record)
-        return parse_chat({"messages": turns} | media, "messages")
+            chosen, rejected = (self._answer(record, key) for key in ("chosen", "rejected"))
+            return with_unread(parse_pair(turns, chosen, rejected, media, record), unread)
+        return with_unread(parse_chat({"messages": turns} | media, "messages"), unread)
+
+    def _unread(self, record: Mapping[str, Any]) -> list[str]:
+        """List the keys that no column names. Raises BadSample for those that say what is trained on."""
+        if not is_absent(tools := self._value(record, "tools")):
+            raise BadSample(f"has {self.columns['tools']}={str(tools)[:40]!r}, which are not read")
+        read = frozenset(name for name in (*self.columns.values(), *(REFERENCE if self.ranking else ())) if name)
+        unnamed = (*_MEDIA, *MEDIA, *_COLUMNS[self.form], "history")
+        for key in unnamed:
+            if key not in read and not is_absent(record.get(key)):
+                raise BadSample(f"has {key}, which the columns of its entry in dataset_info.json do not name")
+        return unread_keys(record, "record", read)
 
     def _alpaca(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         questions = [q for q in (self._value(record, "prompt"), self._value(record, "query")) if q]
         if not all(isinstance(question, str) for question in questions):
             raise BadSample(f"has a {self.columns['prompt']} that is not text")
-        pairs = [*(self._value(record, "history") or []), ("\n".join(questions), self._value(record, "response"))]
+        history = self._value(record, "history") or []
+        if not isinstance(history, list) or any(not isinstance(p, list) or len(p) != 2 for p in history):
+            raise BadSample(f"has a {self.columns['history']} that is no list of pairs of a question and an answer")
+        pairs = [*history, ("\n".join(questions), self._value(record, "response"))]
         turns = [
             {"role": role, "content": content}
             for pair in pairs
@@ -136,8 +171,17 @@ class DatasetInfo:
 
     def _message(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         role, content = (turn.get(self.tags[tag]) for tag in ("role_tag", "content_tag"))
-        return {"role": self.roles.get(str(role), role), "content": content}
+        others = {key: value for key, value in turn.items() if key not in self.tags.values()}
+        return {**others, "role": self.roles.get(str(role), role), "content": content}
 
     def _value(self, record: Mapping[str, Any], column: str) -> Any:
         name = self.columns.get(column)
         return record.get(name) if name else None
+
+
+def _names(entry: Mapping[str, Any], key: str, what: str) -> Mapping[str, Any]:
+    """Return the columns or tags of an entry. Raises UserError where they are no names."""
+    names = entry.get(key) or {}
+    if not isinstance(names, dict) or any(not isinstance(name, str | NoneType) for name in names.values()):
+        raise UserError(f"{what} has {key} that are no object of names: {names!r}")
+    return names

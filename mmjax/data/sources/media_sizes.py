@@ -11,10 +11,11 @@ import hashlib
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +51,7 @@ KINDS = ("image", "audio", "video", SOUND)
 # Read (height, width) of an image or (frames, rate) of a clip from its header. I/O errors propagate.
 Progress = Callable[[int], None]  # called with the number of records done
 
-_VERSION = "4"
+_VERSION = "5"
 _ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
 _THREADS = 96  # files requested at a time where storage is slow
 _SLOW = 0.003  # seconds; storage is slow once 4 records in a row take longer than this,
@@ -73,9 +74,18 @@ class MediaFacts:
     characters: np.ndarray  # int32 [n]: of all text; 0 for a bad record
     bad: np.ndarray  # int64 [b]: records that cannot be used, in order
     reason: np.ndarray  # str [b]
+    unread_key: np.ndarray = field(
+        default_factory=lambda: np.empty(0, "U1")
+    )  # str [k]: keys that nothing reads, sorted
+    unread_count: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int64 [k]: records that have them
 
     def __len__(self) -> int:
         return len(self.characters)
+
+    @property
+    def unread(self) -> dict[str, int]:
+        """Return in how many records each key stands that nothing reads."""
+        return dict(zip(self.unread_key.tolist(), self.unread_count.tolist(), strict=True))
 
     def of(self, kind: str) -> np.ndarray:
         """Return the sizes of all media of a kind, int64 `[k, 2]`."""
@@ -106,9 +116,12 @@ class MediaFacts:
         save_arrays(folder, {f.name: getattr(self, f.name) for f in fields(self)})
 
     @classmethod
-    def open(cls, folder: str, cache: Path) -> MediaFacts:
-        """Memory-map a saved folder; files behind a URL are copied into `cache` first. Raises Damaged."""
-        names = [f.name for f in fields(cls)]
+    def open(cls, folder: str, cache: Path, shipped: bool = False) -> MediaFacts:
+        """Memory-map a saved folder; files behind a URL are copied into `cache` first. Raises Damaged.
+
+        shipped: in a folder of ArrayRecord, whose conversations have no keys that nothing reads.
+        """
+        names = [f.name for f in fields(cls) if not (shipped and f.name.startswith("unread"))]
         if not is_url(folder):
             return cls(**open_arrays(Path(folder), names))
         sums = local_copy(os.path.join(folder, CHECKSUMS), cache / "copies")
@@ -135,7 +148,7 @@ def _shipped_facts(records: ArrayRecords, cache: Path) -> MediaFacts | None:
     """Open the facts in the records' folder. Raises UserError where they are damaged."""
     folder = os.path.join(records.folder, FACTS)
     try:
-        facts = MediaFacts.open(folder, cache)
+        facts = MediaFacts.open(folder, cache, shipped=True)
         if len(facts) != len(records):
             raise Damaged(f"{folder} has facts of {len(facts)} records, and there are {len(records)}")
         return facts
@@ -164,6 +177,7 @@ def read_facts(
     known = KnownFiles(cache / "media")
     records = range(len(conversations))
     chunks = []
+    unread = Counter[str]()
     latency = 0
 
     def read_record(index: int) -> _RecordFacts:
@@ -180,13 +194,17 @@ def read_facts(
             # All that is left of the chunk once storage is slow, else nothing.
             facts += pool.map(read_record, chunk[len(facts) :])
             chunks.append(_as_arrays(chunk.start, facts))
+            unread.update(key for record in facts for key in record.unread)
             known.write_some()
             progress(chunk.stop)
     finally:
         pool.shutdown(cancel_futures=True)
         known.write()
     known.merge()
-    joined = {f.name: np.concatenate([getattr(chunk, f.name) for chunk in chunks]) for f in fields(MediaFacts)[1:]}
+    names = ("kind", "size", "characters", "bad", "reason")
+    joined = {name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names}
+    joined["unread_key"] = np.array(sorted(unread), np.str_)
+    joined["unread_count"] = np.array([unread[key] for key in sorted(unread)], np.int64)
     media = np.concatenate([[0], *(np.diff(chunk.start) for chunk in chunks)])
     folder = _folder(conversations, cache, limits)
     MediaFacts(start=np.cumsum(media, dtype=np.int64), **joined).save(folder)
@@ -235,13 +253,16 @@ class _RecordFacts:
     sizes: tuple[tuple[int, int], ...] = ()
     characters: int = 0
     reason: str = ""  # why it is bad
+    unread: tuple[str, ...] = ()  # keys that nothing reads
 
 
 def _read_record(
     conversations: Conversations, index: int, probes: Mapping[str, Probe], known: KnownFiles, limits: MediaLimits
 ) -> _RecordFacts:
+    unread: tuple[str, ...] = ()
     try:
         conversation = conversations.conversation(index)
+        unread = conversation.unread
         media = tuple(conversation.media())
         sizes = []
         for medium, stored in zip(media, conversations.media(index) if media else (), strict=True):
@@ -254,10 +275,10 @@ def _read_record(
                 raise BadSample(f"{stored.name} is a bad {medium.kind} file: {error}") from None
             sizes.append((stored.frames(first, second) if isinstance(stored, AudioSegment) else first, second))
     except BadSample as error:
-        return _RecordFacts(reason=str(error) or "cannot be used")
+        return _RecordFacts(reason=str(error) or "cannot be used", unread=unread)
     parts = (part for message in conversation.messages for part in message.parts)
     characters = sum(len(part) for part in parts if isinstance(part, str))
-    return _RecordFacts(tuple(KINDS.index(medium.kind) for medium in media), tuple(sizes), characters)
+    return _RecordFacts(tuple(KINDS.index(medium.kind) for medium in media), tuple(sizes), characters, unread=unread)
 
 
 def _as_arrays(first: int, records: Sequence[_RecordFacts]) -> MediaFacts:

@@ -14,6 +14,7 @@ from mmjax.config import (
     ArrayRecordSource,
     ChatFormat,
     Config,
+    CsvSource,
     DataConfig,
     DatasetInfoSource,
     EmbeddedSource,
@@ -41,6 +42,7 @@ from mmjax.data.sources.chat_files import (
     parse_rollouts,
 )
 from mmjax.data.sources.chat_source import ChatSource
+from mmjax.data.sources.csv_tables import TABLES
 from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.parquet import ANSWER_COLUMNS, COLUMNS, ParquetRecords, column_names
@@ -161,16 +163,9 @@ def _open_conversations(
     if isinstance(source, ArrayRecordSource):
         return ArrayRecords(path, cache)
     if isinstance(source, DatasetInfoSource):
-        entry = source.entry if split == "train" else path
-        info = DatasetInfo.read(source.path, entry, key, source.outside)
-        folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache))
-        return ChatFiles(
-            info.files,
-            cache,
-            folders,
-            info.record,
-            repr((info.form, info.columns, info.tags, info.roles, *(["ranking"] if info.ranking else []))),
-        )
+        info = DatasetInfo.read(source.path, source.entry if split == "train" else path, key, source.outside)
+        folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache, f"{key}.outside"))
+        return ChatFiles(info.files, cache, folders, info.record, info.reading, info.samples)
     if isinstance(source, WebDatasetSource):
         return WebDatasetRecords(path, source, split, cache, where, spool)
     if is_dataset(path):
@@ -181,13 +176,11 @@ def _open_conversations(
     else:
         paths = list_files(path, where)
     if isinstance(source, ParquetSource):
-        return ParquetRecords(paths, source, MediaFolder(_parent(path), source.outside, cache), key, spool)
-    folders = {}
-    for medium, name in FOLDERS.items():
-        root = os.path.expanduser(getattr(source, name, ""))
-        if root and not is_url(root) and not os.path.exists(root):
-            raise UserError(f"{key}.{name}={root}: there is no such folder or archive")
-        folders[medium] = MediaFolder(root or _parent(path), source.outside, cache)
+        if isinstance(source, CsvSource) != paths[0].endswith(TABLES):
+            kind = "csv" if paths[0].endswith(TABLES) else "parquet"
+            raise UserError(f"{where}={path}: is read by the kind {kind}: {key}={kind}")
+        return ParquetRecords(paths, source, _media_folder(source, "media", path, cache, key), key, spool)
+    folders = {medium: _media_folder(source, name, path, cache, key) for medium, name in FOLDERS.items()}
     videos = f" videos={source.videos}" if getattr(source, "videos", "") else ""
     if isinstance(source, ManifestSource):
         return ChatFiles(
@@ -201,6 +194,14 @@ def _open_conversations(
         return ChatFiles(paths, cache, folders, parse, source.kind + videos)
     turns = TURNS[source.kind]
     return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns + videos)
+
+
+def _media_folder(source: Any, name: str, path: str, cache: Path, key: str) -> MediaFolder:
+    """Return where media are looked for: the folder under this key of the source, or that of its file."""
+    root = os.path.expanduser(getattr(source, name, ""))
+    if root and not is_url(root) and not os.path.exists(root):
+        raise UserError(f"{key}.{name}={root}: there is no such folder or archive")
+    return MediaFolder(root or _parent(path), source.outside, cache, f"{key}.outside")
 
 
 def _parent(path: str) -> str:
@@ -261,8 +262,18 @@ def files_of(source: Source) -> Files:
 
 
 def notes_of(sources: Mapping[str, Source]) -> list[str]:
-    """Return notes for the user on how conversations become tokens."""
-    return list(dict.fromkeys(note for s in sources.values() if isinstance(s, ChatSource) for note in s.chat.notes))
+    """Return notes for the user on how conversations become tokens, and on keys of records that nothing reads."""
+    chats = {name: source for name, source in sources.items() if isinstance(source, ChatSource)}
+    notes = dict.fromkeys(note for source in chats.values() for note in source.chat.notes)
+    return [*notes, *(line for name, source in chats.items() for line in describe_unread(name, source.unread_keys))]
+
+
+def describe_unread(name: str, counts: Mapping[str, int]) -> list[str]:
+    """Say which keys of a source's records nothing reads; nothing where there are none."""
+    if not counts:
+        return []
+    keys = ", ".join(f"`{key}` in {count:,} record{'s' * (count != 1)}" for key, count in counts.items())
+    return [f"ignored keys of {name}: {keys}"]
 
 
 def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:

@@ -31,7 +31,10 @@ from mmjax.data.sources.chat_files import (
     parse_question,
     parse_rollouts,
     resolve_reference,
+    with_unread,
 )
+from mmjax.data.sources.csv_tables import LINE, to_parquet
+from mmjax.data.sources.record_keys import DESCRIPTIONS, refused_columns
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import FileRef, check_unchanged, file_at, filesystem, hash_strings, is_url, one_line
 from mmjax.data.storage.spool import Spool
@@ -63,20 +66,21 @@ class ParquetRecords:
     def __init__(
         self, paths: Sequence[str], source: ParquetSource, folder: MediaFolder, key: str, spool: Spool
     ) -> None:
+        """paths: Parquet, or tables in CSV, which are read as Parquet in the folder's cache."""
         self._source = source
         self.window = source.window
         self._folder = folder
         self._paths = paths
         cache = _GroupCache()
-        self._files = [_File(path, cache, spool if source.window else None) for path in paths]
+        self._files = [_File(path, cache, spool if source.window else None) for path in to_parquet(paths, folder.cache)]
         columns = {
             name: getattr(source, name) for name in ("messages", "question", "answer", "images", "audio", "videos")
         }
         answers = ANSWER_COLUMNS.get(source.answers, ())
-        for file in self._files:
+        for path, file in zip(paths, self._files, strict=True):
             for name, column in (columns | {f"answers={source.answers}, {name}": name for name in answers}).items():
                 if column and column not in file.columns:
-                    raise UserError(f"{key}.{name}={column}: {file.path} has none{did_you_mean(column, file.columns)}")
+                    raise UserError(f"{key}.{name}={column}: {path} has none{did_you_mean(column, file.columns)}")
                 if "." in column:  # Parquet's separator between a struct and its field
                     raise UserError(
                         f"{key}.{name}={column}: a name with a point in it cannot be read; rename the column"
@@ -90,6 +94,14 @@ class ParquetRecords:
         self.unread = {what: found[0] for what, found in unread.items() if found and not columns[what]}
         media: dict[Medium, str] = {"image": source.images, "audio": source.audio, "video": source.videos}
         self._media = {medium: column for medium, column in media.items() if column}
+        # Columns that the source does not name: those that may be orders are read with the texts, others are reported.
+        named = {*self._texts, *self._media.values(), LINE}
+        others = [set(file.columns) - named for file in self._files]
+        self._orders = [(*refused_columns(columns), *sorted(columns & {"system"})) for columns in others]
+        self._unread = [
+            sorted(columns - {*orders, *self.unread.values()} - DESCRIPTIONS["record"])
+            for columns, orders in zip(others, self._orders, strict=True)
+        ]
         self._starts = np.cumsum([0, *(file.starts[-1] for file in self._files)])
         if source.window:
             spool.check_window(f"{key}.path", source.window, len(self), [s for file in self._files for s in file.sizes])
@@ -99,14 +111,24 @@ class ParquetRecords:
 
     def fingerprint(self) -> str:
         """Hash the files' names and stamps, and the columns that are read."""
-        files = [f"{os.path.basename(file.path)} {file.stamp}" for file in self._files]
-        return hash_strings(repr((self._texts, self._media)), self._folder.outside, *files)
+        files = [file.identity for file in self._files]
+        read = repr((self._texts, self._media, *([self._source.prompt] if self._source.prompt else [])))
+        return hash_strings(read, self._folder.outside, *files)
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """Return where media are looked for that columns name by their paths."""
+        root = self._folder.root
+        return (root if is_url(root) else os.path.abspath(root),)
 
     def files(self) -> list[tuple[str, int]]:
         return [(path, int(file.starts[-1])) for path, file in zip(self._paths, self._files, strict=True)]
 
     def place(self, index: int) -> str:
         number, row = self._row(index)
+        file = self._files[number]
+        if LINE in file.columns:
+            return f"{self._paths[number]}:{file.values(row, (LINE,))[LINE]}"
         return f"{self._paths[number]}[{row}]"
 
     def conversation(self, index: int) -> Conversation:
@@ -121,15 +143,18 @@ class ParquetRecords:
         number, row = self._row(index)
         file = self._files[number]
         texts = file.values(row, self._texts)
+        orders = file.values(row, self._orders[number])
         media = {medium: self._cells(file, row, column) for medium, column in self._media.items()}
         cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
         if self._source.messages:
-            record = parse_chat({"messages": texts[self._source.messages]} | cells_by_key, "messages")
+            record = parse_chat(orders | {"messages": texts[self._source.messages]} | cells_by_key, "messages")
         elif self._source.answers != "one":
             parse = parse_preference if self._source.answers == "pair" else parse_rollouts
-            record = parse(texts | cells_by_key)
+            record = parse(orders | texts | cells_by_key)
         else:
-            record = parse_question(texts[self._source.question], texts[self._source.answer], media)
+            question = texts[self._source.question] if self._source.question else self._source.prompt
+            record = parse_question(question, texts[self._source.answer], media, orders)
+        record = with_unread(record, self._unread[number])
         # References inside messages are paths or bytes; those of media columns are cells.
         files = tuple(
             ref if isinstance(ref, Cell) else resolve_reference(ref, self._folder) for ref in record.references
@@ -142,8 +167,11 @@ class ParquetRecords:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return number, index - int(self._starts[number])
 
-    def _cells(self, file: _File, row: int, column: str) -> list[Cell]:
+    def _cells(self, file: _File, row: int, column: str) -> list[Cell | str]:
         value = file.values(row, (file.shallow(column),))[column]
+        paths = value if isinstance(value, list) else [value]
+        if value and all(isinstance(path, str) for path in paths):
+            return paths  # files of their own, which may change as others do
         count = 0 if value is None else len(value) if isinstance(value, list) else 1
         return [Cell(file, column, row, number, self._folder) for number in range(count)]
 
@@ -203,6 +231,9 @@ class _File:
         self._lock = threading.Lock()
         try:
             self.stamp = file_at(path).stamp()
+            # By which it is known again: a converted table by its name, which is what it holds.
+            name = os.path.basename(path)
+            self.identity = name if name.startswith("table-") else f"{name} {self.stamp}"
             with self._open() as file:
                 self._metadata = file.metadata
                 self.columns = file.schema_arrow.names

@@ -30,7 +30,7 @@ import yaml
 from mmjax.config import WebDatasetSource
 from mmjax.data.media.decode import Probe
 from mmjax.data.sample import SOUND, BadSample, Conversation, Medium, Split
-from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference
+from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference, with_unread
 from mmjax.data.sources.media_sizes import KnownFiles
 from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.archives import MediaFolder
@@ -55,6 +55,7 @@ from mmjax.errors import UserError
 
 ENERGON = ".nv-meta"  # folder of a data set that Megatron Energon has prepared
 _ENERGON_SPLITS = {"train": "train", "validation": "val", "test": "test"}
+_ENERGON_CODE = ("sample_loader", "part_filter", "filter")  # functions by which Energon makes and chooses samples
 _ENERGON_TEXTS = {"CaptioningSample": ("caption",), "VQASample": ("context", "answers")}  # by the sample's class
 _MEDIA: Mapping[str, Medium] = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), "image"),
@@ -172,23 +173,31 @@ class WebDatasetRecords:
                 media.setdefault(medium, []).append(member)
         if self._fields:
             *question, answer = (_energon_field(members, field) for field in self._fields)
-            return parse_question(question[0] if question else self._source.prompt, answer, media)
-        if (text := next((members[name] for name in _TEXTS if name in members), None)) is not None:
-            return parse_question(self._source.prompt, _text(text), media)
+            record = parse_question(question[0] if question else self._source.prompt, answer, media)
+            return _with_unread_members(record, members, [field.partition("[")[0] for field in self._fields])
+        if (name := next((name for name in _TEXTS if name in members), None)) is not None:
+            record = parse_question(self._source.prompt, _text(members[name]), media)
+            return _with_unread_members(record, members, [name])
         if "json" not in members:
             raise BadSample(f"has neither a .json nor a .txt; its members are {', '.join(members)}")
+        return _with_unread_members(self._json_record(members, media), members, ["json"])
+
+    def _json_record(self, members: Mapping[str, Member], media: Mapping[Medium, list[Member]]) -> Record:
+        """Parse a sample's .json. Raises BadSample."""
         record = _json(members["json"])
         if not isinstance(record, dict):
             raise BadSample(f"has a .json with a {type(record).__name__}, not an object")
+        # What the record calls its files are the names of members.
+        names = {name for keys in KEYS.values() for name in keys}
         if turns := next((name for name in ("messages", "conversations") if record.get(name)), None):
-            # What the record calls its files are the names of members.
-            names = {name for keys in KEYS.values() for name in keys}
             turn_record = {name: value for name, value in record.items() if name not in names}
             return parse_chat(turn_record | {KEYS[medium][0]: files for medium, files in media.items()}, turns)
         if (answer := record.get(self._source.answer)) is None:
             keys = ", ".join(map(repr, record)) or "none"
             raise BadSample(f"has a .json with neither a conversation nor {self._source.answer!r}; its keys: {keys}")
-        return parse_question(record.get(self._source.question, self._source.prompt), answer, media)
+        read = {*names, self._source.question, self._source.answer}
+        beside = {name: value for name, value in record.items() if name not in read}
+        return parse_question(record.get(self._source.question, self._source.prompt), answer, media, beside)
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,12 @@ class Member(ArchiveMember):
             return self.content
         check_unchanged(self.file, self.file_stamp)
         return super().read()
+
+
+def _with_unread_members(record: Record, members: Mapping[str, Member], read: Sequence[str]) -> Record:
+    """Add the members of a sample that are neither media nor read as its text."""
+    others = [name for name in members if name not in read and name.rpartition(".")[2].lower() not in _MEDIA]
+    return with_unread(record, [f".{name}" for name in others])
 
 
 def list_shards(path: str, where: str) -> list[str]:
@@ -410,7 +425,15 @@ def _energon(folder: Path, split: Split, where: str) -> tuple[list[str], Sequenc
     """Return the shards of a split of a folder that Energon has prepared, and where samples have their text."""
     described = _yaml(folder / ENERGON / "dataset.yaml", where)
     listed = folder / ENERGON / "split.yaml"
-    parts = _inner(_yaml(listed, where), "split_parts").get(_ENERGON_SPLITS[split]) or []
+    splits = _yaml(listed, where)
+    orders = {"dataset.yaml": (described, _ENERGON_CODE), "split.yaml": (splits, ("exclude",))}
+    for file, (values, keys) in orders.items():
+        if order := next((key for key in keys if values.get(key)), None):
+            raise UserError(
+                f"{where}={folder}: {ENERGON}/{file} has {order}, which is not read; prepare a folder without it, or "
+                "give the shards themselves"
+            )
+    parts = _inner(splits, "split_parts").get(_ENERGON_SPLITS[split]) or []
     if not isinstance(parts, list):
         raise UserError(f"{listed}: split_parts.{_ENERGON_SPLITS[split]} is no list of shards")
     paths = [file_inside(os.path.join(folder, ""), part, str(listed)) for part in parts]

@@ -54,12 +54,14 @@ class MediaFolder:
 
     root: an archive's members are indexed once, under `cache`. Unless `outside` is "allow", a reference that leaves the
     root is refused: an absolute path, a URL, `..`, a link that leads out of it and of the Hugging Face cache's folder
-    of the data set that it is in.
+    of the data set that it is in. An absolute path into the root stays in it. outside_key: of `outside` in the config,
+    for messages; empty: there is none.
     """
 
     root: str
     outside: Outside
     cache: Path
+    outside_key: str = ""
 
     def find(self, reference: str) -> FileRef:
         """Resolve a path in this folder, or a data: URL. Raises BadSample, naming the reference."""
@@ -70,7 +72,7 @@ class MediaFolder:
         if not reference or "\0" in reference:
             raise BadSample(f"refers to a file without a name: {reference!r}")
         if is_url(reference) or os.path.isabs(reference):
-            if self.outside == "refuse":
+            if self.outside == "refuse" and not self._holds(reference):
                 raise self._points_outside(reference)
             return file_at(reference)
         unquoted = unquote(reference) if is_url(self.root) else reference  # a server would decode %2e to a dot
@@ -85,11 +87,22 @@ class MediaFolder:
         path = os.path.join(self._real_root, inside)
         target = os.path.realpath(path)
         if self.outside == "refuse" and not any(os.path.commonpath([inner, target]) == inner for inner in self._within):
-            raise BadSample(f"{reference!r} is a link that leads outside of {self.root} (outside=allow reads it)")
+            raise BadSample(f"{reference!r} is a link that leads outside of {self.root}{self._remedy}")
         return LocalFile(path)
 
+    def _holds(self, reference: str) -> bool:
+        """Tell whether an absolute path leads to a file in this folder."""
+        if is_url(reference) or is_url(self.root) or self._archive is not None:
+            return False
+        target = os.path.realpath(reference)
+        return any(os.path.commonpath([inner, target]) == inner for inner in self._within)
+
     def _points_outside(self, reference: str) -> BadSample:
-        return BadSample(f"{reference[:200]!r} points outside of {self.root} (outside=allow reads it)")
+        return BadSample(f"{reference[:200]!r} points outside of {self.root}{self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
+        return f" ({self.outside_key}=allow reads it)" if self.outside_key else ""
 
     @cached_property
     def _real_root(self) -> str:

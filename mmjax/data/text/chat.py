@@ -34,6 +34,7 @@ from mmjax.data.text.chat_template import (
     ASSISTANT,
     BEGIN,
     END,
+    REASONING,
     RenderedChat,
     Template,
     TokenizerInput,
@@ -155,6 +156,8 @@ class Chat:
         """Hash everything that a conversation's tokens and weights depend on."""
         media = {kind: asdict(p) for kind, p in self.placeholders.items()}
         parts = [self.tokenizer.fingerprint(), self.template.source, repr(self.form), repr(media)]
+        if self.form.line_breaks == "text":
+            parts.append("line breaks are text")
         if not isinstance(self.loss, CrossEntropy):
             parts.append(repr((self.loss.kind, self.loss.loss_type, loss_inputs(self.loss))))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -220,6 +223,13 @@ class Chat:
             media = any(not isinstance(part, str) for part in message.parts)
             if not (text.strip() or media or message.role == "system"):
                 raise BadSample(f"message {k} ({message.role}) is empty")
+            fields = dict(message.fields)
+            if REASONING in fields and REASONING not in self.template.source:
+                raise BadSample(
+                    f"message {k} ({message.role}) has {REASONING}, which the chat template {self.template.where} does "
+                    "not write; write it into the content as the model has it, or leave the key out"
+                )
+            text = "\n".join((text, *fields.values()))
             # A user's "<|im_end|>" would end the turn, and its "<image>" would stand for a medium.
             if match := self.control.search(text):
                 raise BadSample(
@@ -272,7 +282,8 @@ class Chat:
         if isinstance(self.loss, Grpo):
             begin = len(tokens.ids)
             answers = [
-                self._rollout(rollout, tokens.ids[-1:]) for rollout in _checked(conversation.rollouts, self.loss)
+                self._rollout(rollout, tokens.ids[-1:])
+                for rollout in _checked(conversation.rollouts, self.loss, len(self.tokenizer))
             ]
         else:
             begin, rejected_begin = (int(np.flatnonzero(one.weights)[0]) for one in lines_tokens)
@@ -314,7 +325,8 @@ class Chat:
     def _rollout(self, rollout: Rollout, last: np.ndarray) -> Text:
         """Build the branch of an answer that a model has drawn. last: token of the prompt."""
         count = len(rollout.tokens)
-        weight = 1.0 if self.loss.loss_type == "dapo" else 1 / count
+        mask = rollout.mask or (1,) * count
+        weight = 1.0 if self.loss.loss_type == "dapo" else 1 / max(sum(mask), 1)
         values = {
             "old_log_probs": rollout.log_probs,
             "advantages": [rollout.advantage] * count,
@@ -322,7 +334,7 @@ class Chat:
         }
         return Text(
             np.concatenate([last, np.array(rollout.tokens, np.int32)]),
-            np.array([0, *[weight] * count], np.float32),
+            np.array([0, *(weight * trained for trained in mask)], np.float32),
             loss_inputs={name: np.array([0, *values[name]], np.float32) for name in loss_inputs(self.loss)},
         )
 
@@ -392,6 +404,11 @@ class Chat:
 
 def _remedy(text: str, end: int) -> str:
     """Return advice for a prompt that ends there and has other tokens when its answer follows."""
+    if text[end:].lstrip().startswith("</think>"):
+        return (
+            f"its prompt begins a thought, and the answer has none: give it {REASONING}, or say by the template's "
+            "variables that there is none (data.chat.variables.enable_thinking=false)"
+        )
     if text[end : end + 1].isspace():
         return "strip the answer"
     if text[end - 1 : end].isspace():
@@ -399,14 +416,16 @@ def _remedy(text: str, end: int) -> str:
     return "end the template's generation prompt where a token ends"
 
 
-def _checked(rollouts: Sequence[Rollout], loss: Grpo) -> Sequence[Rollout]:
-    """Check that rollouts have what the loss reads of every token. Raises BadSample."""
+def _checked(rollouts: Sequence[Rollout], loss: Grpo, vocab: int) -> Sequence[Rollout]:
+    """Check that rollouts have tokens, and what the loss reads of every token. Raises BadSample."""
     if len(rollouts) > MAX_BRANCHES:
         raise BadSample(
             f"has {len(rollouts)} answers, and a sample takes {MAX_BRANCHES}; divide it into several records, since "
             "every answer has an advantage of its own"
         )
     for rollout in rollouts:
+        if (largest := max(rollout.tokens)) >= vocab:
+            raise BadSample(f"has the token {largest} in an answer, and the tokenizer has {vocab}")
         if "reference_log_probs" in loss_inputs(loss) and len(rollout.reference) != len(rollout.tokens):
             raise BadSample("has no ref_logprobs of every token, which loss.reference=stored reads")
     return rollouts
@@ -535,14 +554,20 @@ def _example(template: Template, roles: Sequence[str]) -> str:
 def _try_out(chat: Chat) -> tuple[str, ...]:
     """Try the template on one question and answer. Raises UserError where their loss mask cannot be determined."""
     where = chat.template.where
-    try:
-        line = chat._line(Conversation((Message("user", ("What?",)), Message(ASSISTANT, ("This.",)))))
-        chat._tokens(line, chat.tokenizer.encode(line.text))
-    except BadSample as bad:
-        raise UserError(
-            f"the chat template {where} can't be trained with, not even on a question and its answer: {bad}; change a "
-            "copy of it, and give that as chat.template"
-        ) from None
+    answers = [Message(ASSISTANT, ("This.",))]
+    if REASONING in chat.template.source:  # whose prompts may begin what is thought, so that no answer is without
+        answers.append(replace(answers[0], fields=((REASONING, "Because."),)))
+    for left, answer in zip(range(len(answers))[::-1], answers, strict=True):
+        try:
+            line = chat._line(Conversation((Message("user", ("What?",)), answer)))
+            chat._tokens(line, chat.tokenizer.encode(line.text))
+            break
+        except BadSample as bad:
+            if not left:
+                raise UserError(
+                    f"the chat template {where} can't be trained with, not even on a question and its answer: {bad}; "
+                    "change a copy of it, and give that as chat.template"
+                ) from None
     if line.text[slice(*line.answers[-1])].rstrip().endswith(chat.template.special):
         return ()
     return (

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -26,7 +26,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mmjax.config import ChatFormat, Placeholder
-from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message
+from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, with_line_breaks
 from mmjax.data.text.placeholders import folder_families
 from mmjax.data.text.tokenizer import Tokenizer, tokenizer_config
 from mmjax.disk import read_json
@@ -125,6 +125,8 @@ BEGIN = "\ufdd0"
 END = "\ufdd1"
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ABOUT_THINKING = re.compile("think|reason")  # in names of a template's variables
+REASONING = "reasoning_content"  # of a message: what was thought before an answer
 _PROBE = "7f3a"  # a text that no template contains
 MAX_WORK = 2_000_000  # loop iterations in one rendering: some seconds
 CALL_WORK = 10  # loop iterations that take as long as a call
@@ -151,20 +153,26 @@ class Template:
     marked: bool  # whether it marks answers with {% generation %}
     lists: frozenset[str]  # roles whose message is a list of texts and media; others are one string
     special: tuple[str, ...]  # tokens, one of which may end a turn
+    line_breaks: bool = False  # whether line breaks beside markers are text, and none is added
 
     def messages(self, conversation: Conversation, written: Mapping[str, str]) -> list[dict[str, Any]]:
         """Convert a conversation to the template's messages; where one must be a string, media are as `written`."""
         return [self._message(message, written) for message in conversation.messages]
 
     def _message(self, message: Message, written: Mapping[str, str]) -> dict[str, Any]:
+        beside = {"role": message.role, **dict(message.fields)}
+        own_parts = with_line_breaks(message.parts) if self.line_breaks else message.parts
         if (message.role if message.role in ROLES else "user") not in self.lists:
-            return {"role": message.role, "content": _as_string(message.parts, written)}
+            if self.line_breaks:
+                content = "".join(p if isinstance(p, str) else written[p.kind] for p in own_parts)
+            else:
+                content = _as_string(own_parts, written)
+            return {**beside, "content": content}
         # Templates test a medium's type or whether its key exists; none reads the value.
         parts = [
-            {"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind, p.kind: p.kind}
-            for p in message.parts
+            {"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind, p.kind: p.kind} for p in own_parts
         ]
-        return {"role": message.role, "content": parts}
+        return {**beside, "content": parts}
 
     def render(self, messages: Sequence[dict[str, Any]], prompt: bool) -> tuple[str, tuple[Span, ...]]:
         """Render the text, with a generation prompt at its end if `prompt`, and return it with the marked spans.
@@ -197,6 +205,12 @@ class Template:
         """
         weights = [1.0] * len(messages) if weights is None else weights
         text, marks = self.render(messages, False)
+        thought = str(messages[-1].get(REASONING, "")).strip()
+        if thought not in text:
+            raise BadSample(
+                f"the chat template {self.where} leaves the {REASONING} of its last answer out; make it write that by "
+                "its variables (data.chat.variables), or leave the key out"
+            )
         answered = [k for k, message in enumerate(messages) if message["role"] == ASSISTANT]
         answered = answered[-1:] if last_only else answered
         trained = [k for k in answered if weights[k]]
@@ -227,11 +241,21 @@ class Template:
             if text.startswith(prompt):
                 yield len(prompt)
             elif k == trained[-1] == len(messages) - 1:
-                raise BadSample(
-                    f"the chat template asks for its answer with a prompt that ends in {prompt[-20:]!r}, and writes "
-                    "something else before the answer where it is trained on; make both the same in a copy of it, and "
-                    "give the copy as chat.template"
-                )
+                raise _other_prompt(prompt)
+
+    def _variables_that_keep(self, messages: Sequence[dict[str, Any]], k: int) -> Iterator[tuple[str, str]]:
+        """Find the template's variables by which message `k` stays as it was when more follows it."""
+        for name in sorted(meta.find_undeclared_variables(_environment().parse(self.source))):
+            for value in (True, False) if _ABOUT_THINKING.search(name) else ():
+                try:
+                    other = replace(self, variables={**self.variables, name: value})
+                    text = other.render(messages, False)[0]
+                    until = other.render(messages[: k + 1], False)[0]
+                    prompt = other.render(messages[:k], True)[0]
+                except BadSample:
+                    continue
+                if text.startswith(until) and until.startswith(prompt):
+                    yield name, str(value).lower()
 
     def _marks_of(self, messages: Sequence[dict[str, Any]], k: int, marks: tuple[Span, ...]) -> tuple[Span, ...]:
         """Return the marks of message `k`: those that the text with it has and the text before it has not."""
@@ -250,16 +274,29 @@ class Template:
         prompt, _ = self.render(messages[:k], True)
         until = self.render(messages[: k + 1], False)[0] if k + 1 < len(messages) else text
         if not (text.startswith(prompt) and text.startswith(until) and len(prompt) <= len(until)):
+            if k + 1 == len(messages):
+                raise _other_prompt(prompt)
+            remedies = [f"data.chat.variables.{name}={value}" for name, value in self._variables_that_keep(messages, k)]
+            remedies.append("data.chat.train_on=last_assistant, which trains on each conversation's last answer alone")
             raise UserError(
                 f"the chat template {self.where} writes an answer otherwise once more follows it than as its prompt "
                 "begins or ends it, so what the assistant says can't be told apart; put {% generation %} and "
-                "{% endgeneration %} around that in a copy of it, and give the copy as chat.template"
+                "{% endgeneration %} around that in a copy of it, and give the copy as chat.template; or say "
+                f"{', or say '.join(remedies)}"
             )
         begin = len(prompt)
         end = len(until)
         # Templates often write a line break behind the end-of-turn token, which a model need not generate.
         answer = text[begin:end].rstrip()
         return begin, begin + len(answer) if answer.endswith(self.special) else end
+
+
+def _other_prompt(prompt: str) -> BadSample:
+    return BadSample(
+        f"the chat template asks for its answer with a prompt that ends in {prompt[-20:]!r}, and writes something else "
+        "before the answer where it is trained on; make both the same by its variables (data.chat.variables), or in a "
+        "copy of it, and give the copy as chat.template"
+    )
 
 
 # PaliGemma's folders have none: its processor writes images, <bos>, the prompt and a line break, then the suffix.
@@ -308,6 +345,7 @@ def load_template(form: ChatFormat, tokenizer: Tokenizer) -> Template:
         marked=bool(_MARK.search(source)),
         lists=frozenset(),
         special=tuple(tokenizer.special),
+        line_breaks=form.line_breaks == "text",
     )
     return _with_lists(template)
 

@@ -162,7 +162,7 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
         (asked("half \ud800"), "surrogate"),
         (asked("What?", video="a.mp4"), "has 0 places <video> for 1 video file(s)"),
         (asked("<image>", image="a.png", images=["b.png"]), "has both images and image; keep the one that is meant"),
-        (asked("What?", tools=[{"name": "search"}]), "has tools, which are not read"),
+        (asked("What?", tools=[{"name": "search"}]), "has tools, which is not read here (transformers, "),
         (asked("What?", system={"text": "Be kind."}), "has a system message that is a dict; write text"),
         (asked("What?", system=[{"type": "image"}]), "has a system message that is a list; write text"),
         ({"conversations": [{"from": "gpt", "value": "x", "content": "y"}]}, "message 1 has both content and value"),
