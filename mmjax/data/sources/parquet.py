@@ -300,7 +300,7 @@ class _File:
         numbers = [k for k, path in enumerate(self._leaves) if path == leaf or path.startswith(f"{leaf}.")]
         try:
             chunks = [self._unpacked(metadata.column(number)) for number in numbers]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BadSample(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
         rows = max(1, metadata.num_rows)
         values = sum(chunk.values for chunk in chunks)

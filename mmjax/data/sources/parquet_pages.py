@@ -33,22 +33,28 @@ class Unpacked(NamedTuple):
 def measure_chunk(file: BinaryIO, start: int, size: int) -> Unpacked:
     """Add up the pages of a column chunk of `size` bytes. Raises ValueError where they are damaged."""
     pages = list(_page_headers(file, start, start + size))
-    data = [page.get(_DATA) or page.get(_DATA_V2) for page in pages]
+    data = [page[field] for page in pages for field in (_DATA, _DATA_V2) if field in page]
     return Unpacked(
-        size=sum(page[_UNCOMPRESSED] for page in pages),
-        page=max((max(page[_UNCOMPRESSED], page[_COMPRESSED]) for page in pages), default=0),
-        values=sum(header[_VALUES] for header in data if header),
-        dictionary=sum(page[_UNCOMPRESSED] for page in pages if _DICTIONARY in page),
+        size=sum(_count(page, _UNCOMPRESSED) for page in pages),
+        page=max((max(_count(page, _UNCOMPRESSED), _count(page, _COMPRESSED)) for page in pages), default=0),
+        values=sum(_count(header, _VALUES) for header in data),
+        dictionary=sum(_count(page, _UNCOMPRESSED) for page in pages if _DICTIONARY in page),
     )
+
+
+def _count(fields: Any, field: int) -> int:
+    """Return a field that is a number of bytes or values. Raises ValueError where it is not there."""
+    value = fields.get(field) if isinstance(fields, dict) else None
+    if type(value) is not int or value < 0:
+        raise ValueError("the header of a page is damaged")
+    return value
 
 
 def _page_headers(file: BinaryIO, start: int, stop: int) -> Iterator[Struct]:
     while start < stop:
         header, length = _page_header(file, start, stop)
-        if any(header.get(field, -1) < 0 for field in (_UNCOMPRESSED, _COMPRESSED)):
-            raise ValueError(f"the page at byte {start} has no size")
         yield header
-        start += length + header[_COMPRESSED]
+        start += length + _count(header, _COMPRESSED)
 
 
 def _page_header(file: BinaryIO, start: int, stop: int) -> tuple[Struct, int]:
