@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mmjax.config import Glm4Video, MediaLimits, Qwen2Video, Qwen3Video, SmartResize, VisionConfig
-from mmjax.data.media.decode import IMAGE_STARTS, VideoHeader, check_media_size, decode_image, read_image_size
+from mmjax.data.media.decode import VideoHeader, check_media_size, decode_image, image_kind, read_image_size
 from mmjax.data.media.image_transforms import LazyImage, Size, smart_size, smart_size_of_frames
 from mmjax.data.media.matroska import MATROSKA_START, parse_duration, read_matroska_header
 from mmjax.errors import BadMedia, UserError
@@ -176,14 +176,14 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
     Raises BadMedia for an unknown format, and for a video without frames.
     """
     import_pyav()
-    if not (start := file.read(12)):
+    if not (start := file.read(32)):
         raise BadMedia("an empty file (0 bytes)")
     file.seek(0)
-    if start.startswith(tuple(IMAGE_STARTS)) or start[8:] == b"WEBP":
+    if image_kind(start):
         header = VideoHeader(1, *read_image_size(file), Fraction(0))
     elif start.startswith(ZIP_START):
-        frames = _zip_frames(file)
-        header = VideoHeader(len(frames), *read_image_size(io.BytesIO(frames[0])), Fraction(0))
+        with _zip_frames(file) as frames:
+            header = VideoHeader(len(frames.filelist), *read_image_size(_zip_frame(frames, 0)), Fraction(0))
     else:
         quick = _mp4_header(file) if start[4:8] == b"ftyp" else None
         if start.startswith(MATROSKA_START):
@@ -197,9 +197,15 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
     return header.packed()
 
 
-def _zip_frames(file: BinaryIO) -> list[bytes]:
-    with zipfile.ZipFile(file) as archive:
-        return [archive.read(name) for name in archive.namelist()]
+def _zip_frames(file: BinaryIO) -> zipfile.ZipFile:
+    archive = zipfile.ZipFile(file)
+    if not archive.filelist or any(frame.compress_type != zipfile.ZIP_STORED for frame in archive.filelist):
+        raise BadMedia("a ZIP that is no list of frames: they are not compressed")
+    return archive
+
+
+def _zip_frame(archive: zipfile.ZipFile, number: int) -> BinaryIO:
+    return io.BytesIO(archive.read(archive.filelist[number]))
 
 
 def _mp4_header(file: BinaryIO) -> VideoHeader | None:
@@ -363,7 +369,7 @@ def _image_frames(file: BinaryIO, indices: np.ndarray, limits: MediaLimits) -> I
     images = _zip_frames(file)
     for index in np.unique(indices):
         try:
-            yield decode_image(images[index], limits)
+            yield decode_image(_zip_frame(images, index).read(), limits)
         except BadMedia as bad:
             raise BadMedia(f"frame {index}: {bad}") from None
 
