@@ -29,7 +29,10 @@ from mmjax.data.media.matroska import MATROSKA_START, parse_duration, read_matro
 from mmjax.errors import BadMedia, UserError
 
 ZIP_START = b"PK\x03\x04"  # of a list of frames as one file: a ZIP of images, not compressed
-MAX_MOOV = 1 << 28  # bytes of an MP4's tables
+MAX_MOOV = 1 << 27  # bytes of an MP4's tables
+MAX_FRAMES = 1 << 22  # of a track of an MP4, for each of which FFmpeg makes an entry of 24 bytes
+MAX_FRAME_PIXELS = 8192 * 4352  # of a frame of a container; a decoder may hold up to 17 of them
+EDGE = 512  # pixels by which buffers of a codec may be wider or higher than what is shown
 MISSING_SHARE = 0.05  # of a video's time that its last frames may lack,
 MISSING_FRAMES = 2  # or so many frames
 MAX_TERM = (1 << 31) - 1  # of a frame rate's fraction
@@ -192,7 +195,8 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
         header = quick or _container_header(file)
     if header.frames < 1 or min(header.height, header.width) < 1:
         raise BadMedia(f"a video of {header.frames} frames of {header.height} x {header.width} pixels is empty")
-    if max(header.height, header.width) > 0xFFFF or header.frames >= 1 << 31:
+    pixels = header.height * header.width if header.rate else 0
+    if max(header.height, header.width) > 0xFFFF or header.frames >= 1 << 31 or pixels > MAX_FRAME_PIXELS:
         raise BadMedia(f"a video of {header.frames} frames of {header.height} x {header.width} pixels is too large")
     return header.packed()
 
@@ -216,8 +220,11 @@ def _mp4_header(file: BinaryIO) -> VideoHeader | None:
     moov = next((content for name, content in _file_boxes(file) if name == b"moov"), None)
     if moov is None:
         raise BadMedia("an MP4 without a moov box: truncated, or never finished")
+    tracks = [content for name, content in _boxes(moov) if name == b"trak"]
+    for track in tracks:
+        _check_frames(track)
     try:
-        for track in (content for name, content in _boxes(moov) if name == b"trak"):
+        for track in tracks:
             media = _inner(track, b"mdia")
             if _inner(media, b"hdlr")[8:12] == b"vide":
                 return _track_header(track, media)
@@ -226,7 +233,18 @@ def _mp4_header(file: BinaryIO) -> VideoHeader | None:
     raise BadMedia("an MP4 without a video track")
 
 
-def _track_header(track: bytes, media: bytes) -> VideoHeader | None:
+def _check_frames(track: memoryview) -> None:
+    """Raise BadMedia for a track whose tables claim so many frames that a list of them is a danger."""
+    with suppress(LookupError, struct.error):
+        table = _inner(track, b"mdia", b"minf", b"stbl")
+        size, frames = struct.unpack_from(">II", _inner(table, b"stsz"), 4)
+        # Of uncompressed sound a frame is one sample, of one tick; FFmpeg makes entries of its chunks.
+        sound = struct.unpack_from(">I4xI", _inner(table, b"stts"), 4) == (1, 1)
+        if size and frames > MAX_FRAMES and not sound:
+            raise BadMedia(f"an MP4 with a track of {frames:,} frames")
+
+
+def _track_header(track: memoryview, media: memoryview) -> VideoHeader | None:
     table = _inner(media, b"minf", b"stbl")
     (frames,) = struct.unpack_from(">I", _inner(table, b"stsz"), 8)
     # Behind version and count, the description has 32 bytes before its sides.
@@ -265,7 +283,8 @@ def _file_boxes(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
         start += size
 
 
-def _boxes(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _boxes(content: bytes | memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    content = memoryview(content)
     start = 0
     while start + 8 <= len(content):
         size, name = struct.unpack_from(">I4s", content, start)
@@ -275,8 +294,9 @@ def _boxes(content: bytes) -> Iterator[tuple[bytes, bytes]]:
         start += size
 
 
-def _inner(content: bytes, *path: bytes) -> bytes:
+def _inner(content: bytes | memoryview, *path: bytes) -> memoryview:
     """Return the content of a box in a box in this one. Raises LookupError where there is none."""
+    content = memoryview(content)
     for name in path:
         content = dict(_boxes(content))[name]
     return content
@@ -433,6 +453,9 @@ def _frames_at(
     A frame at a video's end that cannot be decoded is the last that can be; one elsewhere raises BadMedia.
     """
     stream.thread_type = "SLICE"  # threads for whole frames would delay them, and outlive the file
+    # A stream may have other frames than its container says.
+    max_pixels = (stream.height + EDGE) * (stream.width + EDGE)
+    stream.codec_context.options = {"max_pixels": str(max_pixels)}
     pixels = None  # of the newest frame
     position = -1  # index in `times` of the newest frame
     frames: Iterator[Any] = iter(())
