@@ -32,6 +32,7 @@ import soxr
 from PIL import Image, features
 
 from mmjax.config import MediaLimits
+from mmjax.data.media.mp3 import decode_mp3, read_mp3_header
 from mmjax.errors import BadMedia, UserError
 
 Probe = Callable[[BinaryIO], tuple[int, int]]  # reads the size of an image or clip, or a video's packed header
@@ -434,7 +435,7 @@ def _clip_kind(reader: _FileReader) -> str:
 
 def _clip_facts(reader: _FileReader, kind: str) -> ClipHeader:
     if kind == "MP3":
-        _check_mp3_length(reader)
+        return ClipHeader(*read_mp3_header(reader))
     if kind == "WAV":
         _check_wav_chunks(reader)
     reader.seek(0)
@@ -467,36 +468,31 @@ def _check_wav_chunks(reader: _FileReader) -> None:
         position += 8 + size + size % 2
 
 
-def _check_mp3_length(reader: _FileReader) -> None:
-    """Raise BadMedia for an MP3 whose first frame has no frame count: libsndfile would guess, and stop at the guess."""
-    head = reader.start(10)
-    tag_size = 0
-    if head[:3] == b"ID3":  # its size has 7 bits in each of 4 bytes
-        tag_size = 10 + sum((byte & 0x7F) << 7 * k for k, byte in enumerate(reversed(head[6:10])))
-    first_frame = reader.start(1024, tag_size)
-    if not any(name in first_frame for name in (b"Xing", b"Info", b"VBRI")):
-        raise BadMedia("an MP3 that does not say its length (no Xing, Info or VBRI header); encode it again")
-
-
 def _mono(reader: _FileReader, kind: str, facts: ClipHeader, sample_rate: int) -> np.ndarray:
     """Decode a clip block by block, its channels averaged, and resample it."""
     reader.seek(0)
     count = 0
 
-    def blocks() -> Iterator[np.ndarray]:
+    def counted() -> Iterator[np.ndarray]:
         nonlocal count
-        with soundfile.SoundFile(reader) as clip:
-            while count <= facts.frames and len(block := clip.read(max(1, BLOCK // clip.channels), "float32", True)):
-                count += len(block)
-                mono = block.T.mean(axis=0) if clip.channels > 1 else block[:, 0]
-                if not np.isfinite(mono).all():
-                    raise BadMedia("it holds samples that are not finite")
-                yield mono
+        for block in decode_mp3(reader.read()) if kind == "MP3" else _blocks(reader):
+            count += len(block)
+            if not np.isfinite(block).all():
+                raise BadMedia("it holds samples that are not finite")
+            yield block
+            if count > facts.frames:
+                return
 
-    wave = resample(blocks(), facts, sample_rate)
+    wave = resample(counted(), facts, sample_rate)
     if count != facts.frames:
         raise BadMedia(f"truncated {kind}: {count} of {facts.frames} samples")
     return wave
+
+
+def _blocks(reader: _FileReader) -> Iterator[np.ndarray]:
+    with soundfile.SoundFile(reader) as clip:
+        while len(block := clip.read(max(1, BLOCK // clip.channels), "float32", True)):
+            yield block.T.mean(axis=0) if clip.channels > 1 else block[:, 0]
 
 
 def _check_ogg_end(data: bytes) -> None:
