@@ -1,7 +1,8 @@
 """Decode image and audio files to pixels and samples, and read their sizes from headers alone (videos: `video.py`).
 
-Images: JPEG, PNG, WebP, GIF, BMP and TIFF; the first frame or page. EXIF orientation is applied, then Pillow's
-`convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped, and 16-bit grey above 255 saturates.)
+Images: JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF and HEIC; the first frame or page. EXIF orientation is applied, then
+Pillow's `convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped.) Grey of 16 bits becomes its
+high byte, as Pillow has 16-bit colours, where `convert` makes white of all above 255.
 Clips: WAV, FLAC, Ogg (Vorbis, Opus) and MP3; channels averaged, then resampled by soxr, as in transformers'
 `load_audio`. Every fault of a file raises `BadMedia`, including those that Pillow and libsndfile ignore: damaged JPEG
 data, missing rows, more samples than the header claims, and metadata that Pillow only warns of. I/O errors while
@@ -17,19 +18,22 @@ import struct
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import cache, partial
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import simplejpeg
 import soundfile
 import soxr
-from PIL import Image, ImageOps
+from PIL import Image, features
 
 from mmjax.config import MediaLimits
-from mmjax.errors import BadMedia
+from mmjax.data.media.mp3 import decode_mp3, read_mp3_header
+from mmjax.errors import BadMedia, UserError
 
 Probe = Callable[[BinaryIO], tuple[int, int]]  # reads the size of an image or clip, or a video's packed header
 
@@ -47,25 +51,37 @@ IMAGE_STARTS = {
     b"BM": "BMP",
     b"II*\0": "TIFF",
     b"MM\0*": "TIFF",
+    b"II+\0": "TIFF",  # with offsets of 64 bits
+    b"MM\0+": "TIFF",
 }
+# Brands in the first box of a photo in the container of MP4, by the codec of its pixels.
+AVIF_BRANDS = (b"avif", b"avis")
+HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx")
+MAX_PIXELS = {"WEBP": 50_000_000, "AVIF": 50_000_000, "HEIC": 50_000_000}  # whose decoders need 20 bytes for each
+MAX_SCANS = 500  # of a JPEG, each of which passes over all of its pixels
+_BRANDS = {"AVIF": AVIF_BRANDS, "HEIC": HEIF_BRANDS}
+INFLATED = 1 << 22  # bytes of a PNG that are inflated at a time
+BAND = 1024  # rows that are converted at a time
 CLIP_STARTS = {b"fLaC": "FLAC", b"OggS": "OGG", b"ID3": "MP3"}
 # struct formats of (width, height) in a header, for files that Pillow refuses because one of them is 0.
 EXTENTS = {"PNG": ">16xII", "GIF": "<6xHH", "BMP": "<18xii"}
 # PNG interlacing: first x, first y, step of x and of y of each of its seven passes.
 ADAM7 = (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)
 ORIENTATION = 0x0112  # EXIF and TIFF tag; 5 to 8 swap height and width
-TRANSPOSES = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+# Of pixels [height, width, 3], by the orientation that they have.
+TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: pixels[::-1].swapaxes(0, 1),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
+    8: lambda pixels: pixels[:, ::-1].swapaxes(0, 1),
 }
 UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile's length of a stream whose header was written before its end was known
 UNKNOWN_SIZE = 0x7FFF0000  # bytes; a WAV header claims at least this for the same reason
 MAX_OGG_PAGE = 65_307  # bytes
+BLOCK = 1 << 20  # samples of all channels that are decoded at a time
 MIN_SECONDS = 0.001  # a shorter clip is a mistake
 
 
@@ -148,9 +164,12 @@ def read_image_size(file: BinaryIO) -> tuple[int, int]:
     Raises BadMedia for an unknown format, and for an image without pixels.
     """
     reader = _FileReader(file)
-    height, width = _call_decoder(reader, _image_kind(reader), _stored_size)
+    kind = _image_kind(reader)
+    height, width = _call_decoder(reader, kind, _stored_size)
     if min(height, width) < 1:
         raise BadMedia(f"an image of {height} x {width} pixels is empty")
+    if height * width > MAX_PIXELS.get(kind, height * width):
+        raise BadMedia(f"a {kind} of {height} x {width} pixels, more than {MAX_PIXELS[kind]:,} of them; write a JPEG")
     return height, width
 
 
@@ -168,13 +187,27 @@ def decode_image(data: bytes, limits: MediaLimits = MediaLimits()) -> np.ndarray
     return pixels
 
 
-def _image_kind(reader: _FileReader) -> str:
-    head = _head(reader)
+def image_kind(head: bytes) -> str | None:
+    """Tell the format of an image by the first 32 bytes of its file; None for what is no image."""
     kind = next((kind for start, kind in IMAGE_STARTS.items() if head.startswith(start)), None)
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
-        kind = "WebP"
-    if kind is None:
-        raise BadMedia("no image of a known format (JPEG, PNG, WebP, GIF, BMP, TIFF)")
+        return "WEBP"
+    if head[4:8] == b"ftyp":
+        # The main brand may be a general one, behind which compatible ones follow.
+        brands = [head[8:12]] + [head[k : k + 4] for k in range(16, min(len(head), int.from_bytes(head[:4])), 4)]
+        if brands[0] in (b"mif1", b"msf1", *AVIF_BRANDS, *HEIF_BRANDS):
+            return next((k for b in brands for k in ("AVIF", "HEIC") if b in _BRANDS[k]), None)
+    return kind
+
+
+def _image_kind(reader: _FileReader) -> str:
+    head = _head(reader)
+    if (kind := image_kind(head)) is None:
+        raise BadMedia("no image of a known format (JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF, HEIC)")
+    if kind == "AVIF" and not features.check("avif"):
+        raise UserError("the data has AVIF images, which this Pillow cannot decode: pip install -U pillow")
+    if kind == "HEIC":
+        _register_heif()
     if kind in EXTENTS and len(head) >= struct.calcsize(EXTENTS[kind]):
         width, height = struct.unpack_from(EXTENTS[kind], head)
         if width == 0 or height == 0:
@@ -184,7 +217,7 @@ def _image_kind(reader: _FileReader) -> str:
 
 def _stored_size(reader: _FileReader, kind: str) -> tuple[int, int]:
     """Return (height, width) with the orientation applied."""
-    if kind == "WebP" and (size := _webp_size(reader)):
+    if kind == "WEBP" and (size := _webp_size(reader)):
         return size
     with _open_image(reader, kind) as image:
         width, height = image.size
@@ -219,6 +252,8 @@ def _pixels(reader: _FileReader, kind: str) -> np.ndarray:
     with _open_image(reader, kind) as image:
         if image.mode == "F":
             raise BadMedia(f"a {kind} of floats, whose values from 0 to 1 would all be black; write it in 8 bits")
+        if image.mode == "I" and kind != "PNG":
+            raise BadMedia(f"a {kind} of 32-bit numbers; write it in 8 or 16 bits")
         if kind == "JPEG":
             return _jpeg_pixels(reader, image)
         image.load()
@@ -229,32 +264,51 @@ def _pixels(reader: _FileReader, kind: str) -> np.ndarray:
             last_row = image.crop((0, image.height - 1, image.width, image.height))
             if image.info.get("interlace") or not np.asarray(last_row).any():
                 _check_png_rows(chunks, image.size)
-        ImageOps.exif_transpose(image, in_place=True)
-        return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+        pixels = _rgb(image)
+        turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
+    return _turned(pixels, turn)
+
+
+def _rgb(image: Image.Image) -> np.ndarray:
+    """Convert to RGB, uint8 `[height, width, 3]`, in bands: a large image has no room for more copies of it."""
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, BAND):
+        band = image.crop((0, top, image.width, min(top + BAND, image.height)))
+        if image.mode.startswith("I"):
+            pixels[top : top + BAND] = (np.asarray(band).astype(np.int32) >> 8)[..., None]
+        else:
+            pixels[top : top + BAND] = np.asarray(band.convert("RGB"))
+    return pixels
+
+
+def _turned(pixels: np.ndarray, turn: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
+    turned = pixels if turn is None else np.ascontiguousarray(turn(pixels))
+    turned.flags.writeable = False
+    return turned
 
 
 def _jpeg_pixels(reader: _FileReader, image: Image.Image) -> np.ndarray:
     """Decode to the same pixels as Pillow, but with libjpeg's warnings (damaged data) raised as errors."""
     reader.seek(0)
     data = reader.read()
-    transpose = TRANSPOSES.get(image.getexif().get(ORIENTATION, 1))
+    if data.count(b"\xff\xda") > MAX_SCANS:
+        raise BadMedia(f"a JPEG of more than {MAX_SCANS} scans")
+    turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
     if image.mode == "CMYK":  # simplejpeg checks the data, but only Pillow converts CMYK to RGB
         simplejpeg.decode_jpeg(data, "CMYK", strict=True)
-        upright = image if transpose is None else image.transpose(transpose)
-        return np.asarray(upright.convert("RGB"))
-    pixels = simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=True)
-    return pixels if transpose is None else np.asarray(Image.fromarray(pixels).transpose(transpose))
+        return _turned(_rgb(image), turn)
+    return _turned(simplejpeg.decode_jpeg(data, "RGB", fastdct=False, fastupsample=False, strict=True), turn)
 
 
-def _png_chunks(reader: _FileReader) -> Iterator[tuple[bytes, bytes]]:
+def _png_chunks(reader: _FileReader) -> Iterator[tuple[bytes, memoryview]]:
     """Yield name and content of every chunk of a PNG up to IEND. Raises BadMedia where a checksum is wrong."""
     reader.seek(0)
-    data = reader.read()
+    data = memoryview(reader.read())
     name = b""
     start = 8  # behind the signature; a chunk is length (4 bytes), name (4), content, checksum of name and content (4)
     while name != b"IEND":
         end = start + 8 + int.from_bytes(data[start : start + 4])
-        name = data[start + 4 : start + 8]
+        name = bytes(data[start + 4 : start + 8])
         if len(data) < end + 4:
             raise BadMedia("truncated PNG: it ends without an end")
         if zlib.crc32(data[start + 4 : end]) != int.from_bytes(data[end : end + 4]):
@@ -263,25 +317,39 @@ def _png_chunks(reader: _FileReader) -> Iterator[tuple[bytes, bytes]]:
         start = end + 4
 
 
-def _check_png_rows(chunks: Sequence[tuple[bytes, bytes]], size: tuple[int, int]) -> None:
+def _check_png_rows(chunks: Sequence[tuple[bytes, memoryview]], size: tuple[int, int]) -> None:
     """Raise BadMedia for a PNG with less pixel data than its (width, height) needs."""
     header = chunks[0][1]  # IHDR: width (4 bytes), height (4), bit depth, color type, compression, filter, interlacing
     pixel_bits = header[8] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[header[9]]
-    inflate = zlib.decompressobj()
-    actual = sum(len(inflate.decompress(content)) for name, content in chunks if name == b"IDAT")
     passes = ADAM7 if header[12] else ((0, 0, 1, 1),)
     extents = [(math.ceil((size[0] - x) / dx), math.ceil((size[1] - y) / dy)) for x, y, dx, dy in passes]
     # Each row of each pass begins with a byte that names its filter.
     expected = sum(
         rows * (1 + math.ceil(columns * pixel_bits / 8)) for columns, rows in extents if columns > 0 and rows > 0
     )
+    inflate = zlib.decompressobj()
+    actual = 0
+    for packed in (content for name, content in chunks if name == b"IDAT"):
+        while packed and actual < expected:
+            actual += len(inflate.decompress(packed, INFLATED))
+            packed = inflate.unconsumed_tail
     if actual < expected:
         raise BadMedia(f"truncated PNG: it has {actual} of {expected} bytes of pixels")
 
 
 def _open_image(reader: _FileReader, kind: str) -> Image.Image:
     reader.seek(0)
-    return Image.open(reader, formats=(kind.upper(),))
+    return Image.open(reader, formats=("HEIF" if kind == "HEIC" else kind,))
+
+
+@cache
+def _register_heif() -> None:
+    """Let Pillow open HEIC. Raises UserError where pillow-heif is not installed."""
+    try:
+        import pillow_heif
+    except ImportError:
+        raise UserError('the data has HEIC photos, which pillow-heif decodes: pip install "mmjax[heif]"') from None
+    pillow_heif.register_heif_opener(thumbnails=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ clips
@@ -329,22 +397,28 @@ def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits
     kind = _clip_kind(reader)
     if kind == "OGG":
         _check_ogg_end(data)
-    channels = _call_decoder(reader, kind, _channels)
-    if channels.shape[1] != facts.frames:
-        raise BadMedia(f"truncated {kind}: {channels.shape[1]} of {facts.frames} samples")
-    wave = channels.mean(axis=0) if len(channels) > 1 else channels[0]
-    if not np.isfinite(wave).all():
-        raise BadMedia("it holds samples that are not finite")
-    return resample(wave, facts, sample_rate)
+    return _call_decoder(reader, kind, partial(_mono, facts=facts, sample_rate=sample_rate))
 
 
-def resample(wave: np.ndarray, facts: ClipHeader, sample_rate: int) -> np.ndarray:
-    """Resample mono samples to that rate, float32 of the length that `resampled_length` says."""
+def resample(blocks: Iterable[np.ndarray], facts: ClipHeader, sample_rate: int) -> np.ndarray:
+    """Resample blocks of mono samples to that rate, float32 of the length that `resampled_length` says.
+
+    The samples are those of `soxr.resample` of all blocks at once.
+    """
+    samples = resampled_length(facts, sample_rate)
+    wave = np.zeros(samples, np.float32)
+    stream = None
     if facts.sample_rate != sample_rate:
-        wave = soxr.resample(wave, facts.sample_rate, sample_rate, quality="HQ")
-        samples = resampled_length(facts, sample_rate)
-        wave = np.pad(wave, (0, max(0, samples - len(wave))))[:samples]
-    return np.ascontiguousarray(wave, np.float32)
+        stream = soxr.ResampleStream(facts.sample_rate, sample_rate, 1, dtype="float32", quality="HQ")
+    position = 0
+    # The last block is empty: only it ends the stream.
+    for block, last in chain(((block, False) for block in blocks), [(np.empty(0, np.float32), True)]):
+        block = np.ascontiguousarray(block, np.float32)
+        made = block if stream is None else stream.resample_chunk(block, last)
+        made = made[: samples - position]
+        wave[position : position + len(made)] = made
+        position += len(made)
+    return wave
 
 
 def _clip_kind(reader: _FileReader) -> str:
@@ -361,7 +435,7 @@ def _clip_kind(reader: _FileReader) -> str:
 
 def _clip_facts(reader: _FileReader, kind: str) -> ClipHeader:
     if kind == "MP3":
-        _check_mp3_length(reader)
+        return ClipHeader(*read_mp3_header(reader))
     if kind == "WAV":
         _check_wav_chunks(reader)
     reader.seek(0)
@@ -394,22 +468,31 @@ def _check_wav_chunks(reader: _FileReader) -> None:
         position += 8 + size + size % 2
 
 
-def _check_mp3_length(reader: _FileReader) -> None:
-    """Raise BadMedia for an MP3 whose first frame has no frame count: libsndfile would guess, and stop at the guess."""
-    head = reader.start(10)
-    tag_size = 0
-    if head[:3] == b"ID3":  # its size has 7 bits in each of 4 bytes
-        tag_size = 10 + sum((byte & 0x7F) << 7 * k for k, byte in enumerate(reversed(head[6:10])))
-    first_frame = reader.start(1024, tag_size)
-    if not any(name in first_frame for name in (b"Xing", b"Info", b"VBRI")):
-        raise BadMedia("an MP3 that does not say its length (no Xing, Info or VBRI header); encode it again")
-
-
-def _channels(reader: _FileReader, kind: str) -> np.ndarray:
-    """Decode all channels, float32 `[channel, sample]`."""
+def _mono(reader: _FileReader, kind: str, facts: ClipHeader, sample_rate: int) -> np.ndarray:
+    """Decode a clip block by block, its channels averaged, and resample it."""
     reader.seek(0)
+    count = 0
+
+    def counted() -> Iterator[np.ndarray]:
+        nonlocal count
+        for block in decode_mp3(reader.read()) if kind == "MP3" else _blocks(reader):
+            count += len(block)
+            if not np.isfinite(block).all():
+                raise BadMedia("it holds samples that are not finite")
+            yield block
+            if count > facts.frames:
+                return
+
+    wave = resample(counted(), facts, sample_rate)
+    if count != facts.frames:
+        raise BadMedia(f"truncated {kind}: {count} of {facts.frames} samples")
+    return wave
+
+
+def _blocks(reader: _FileReader) -> Iterator[np.ndarray]:
     with soundfile.SoundFile(reader) as clip:
-        return clip.read(dtype="float32", always_2d=True).T
+        while len(block := clip.read(max(1, BLOCK // clip.channels), "float32", True)):
+            yield block.T.mean(axis=0) if clip.channels > 1 else block[:, 0]
 
 
 def _check_ogg_end(data: bytes) -> None:
@@ -500,6 +583,8 @@ def _call_decoder(reader: _FileReader, kind: str, read: Callable[[_FileReader, s
     try:
         with _raise_pillow_warnings():
             value = read(reader, kind)
+    except UserError:
+        raise
     except Exception as error:  # libraries raise nearly everything on bytes that are not what they should be
         if isinstance(error, BadMedia) and reader.failed is None:
             raise

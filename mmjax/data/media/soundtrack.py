@@ -6,12 +6,13 @@ length of its longest track. Whether a file is cut off is seen by its frames.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from mmjax.config import MediaLimits
-from mmjax.data.media.decode import IMAGE_STARTS, ClipHeader, check_media_size, resample
+from mmjax.data.media.decode import BLOCK, ClipHeader, check_media_size, image_kind, resample
 from mmjax.data.media.video import ZIP_START, import_pyav, open_container, track_seconds
 from mmjax.errors import BadMedia
 
@@ -23,9 +24,9 @@ def read_sound_header(file: BinaryIO) -> ClipHeader:
 
     Raises BadMedia for a file that cannot be opened, and for a track that does not say how long it is.
     """
-    start = file.read(12)
+    start = file.read(32)
     file.seek(0)
-    if start.startswith((*IMAGE_STARTS, ZIP_START)) or start[8:] == b"WEBP":
+    if start.startswith(ZIP_START) or image_kind(start):
         return SILENT
     with open_container(file) as container:
         if not container.streams.audio or not container.streams.audio[0].rate:
@@ -49,15 +50,29 @@ def decode_sound(file: BinaryIO, sample_rate: int, limits: MediaLimits = MediaLi
     av = import_pyav()
     try:
         with open_container(file) as container:
-            pieces = [piece.mean(axis=0) for piece in _samples(av, container, header)]
+            return resample(_filled(_mono(av, container, header), header.frames), header, sample_rate)
     except av.FFmpegError as error:
         raise BadMedia(f"corrupt sound of a video: {error}") from None
-    wave = np.concatenate([np.empty(0, np.float32), *pieces])[: header.frames]
-    if not len(wave):
+
+
+def _mono(av: Any, container: Any, header: ClipHeader) -> Iterator[np.ndarray]:
+    for piece in _samples(av, container, header):
+        wave = piece.mean(axis=0)
+        if not np.isfinite(wave).all():
+            raise BadMedia("a video's sound holds samples that are not finite")
+        yield wave
+
+
+def _filled(blocks: Iterator[np.ndarray], samples: int) -> Iterator[np.ndarray]:
+    """Yield so many samples in blocks, the last ones silence where there are fewer. Raises BadMedia for none."""
+    missing = samples
+    for block in blocks:
+        yield block[:missing]
+        missing -= len(block[:missing])
+    if missing == samples:
         raise BadMedia("a video whose sound cannot be decoded")
-    if not np.isfinite(wave).all():
-        raise BadMedia("a video's sound holds samples that are not finite")
-    return resample(np.pad(wave, (0, header.frames - len(wave))), header, sample_rate)
+    for start in range(0, missing, BLOCK):
+        yield np.zeros(min(BLOCK, missing - start), np.float32)
 
 
 def _samples(av: Any, container: Any, header: ClipHeader) -> Any:

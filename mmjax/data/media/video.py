@@ -23,13 +23,16 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mmjax.config import Glm4Video, MediaLimits, Qwen2Video, Qwen3Video, SmartResize, VisionConfig
-from mmjax.data.media.decode import IMAGE_STARTS, VideoHeader, check_media_size, decode_image, read_image_size
+from mmjax.data.media.decode import VideoHeader, check_media_size, decode_image, image_kind, read_image_size
 from mmjax.data.media.image_transforms import LazyImage, Size, smart_size, smart_size_of_frames
 from mmjax.data.media.matroska import MATROSKA_START, parse_duration, read_matroska_header
 from mmjax.errors import BadMedia, UserError
 
 ZIP_START = b"PK\x03\x04"  # of a list of frames as one file: a ZIP of images, not compressed
-MAX_MOOV = 1 << 28  # bytes of an MP4's tables
+MAX_MOOV = 1 << 27  # bytes of an MP4's tables
+MAX_FRAMES = 1 << 22  # of a track of an MP4, for each of which FFmpeg makes an entry of 24 bytes
+MAX_FRAME_PIXELS = 8192 * 4352  # of a frame of a container; a decoder may hold up to 17 of them
+EDGE = 512  # pixels by which buffers of a codec may be wider or higher than what is shown
 MISSING_SHARE = 0.05  # of a video's time that its last frames may lack,
 MISSING_FRAMES = 2  # or so many frames
 MAX_TERM = (1 << 31) - 1  # of a frame rate's fraction
@@ -178,14 +181,14 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
     Raises BadMedia for an unknown format, and for a video without frames.
     """
     import_pyav()
-    if not (start := file.read(12)):
+    if not (start := file.read(32)):
         raise BadMedia("an empty file (0 bytes)")
     file.seek(0)
-    if start.startswith(tuple(IMAGE_STARTS)) or start[8:] == b"WEBP":
+    if image_kind(start):
         header = VideoHeader(1, *read_image_size(file), Fraction(0))
     elif start.startswith(ZIP_START):
-        frames = _zip_frames(file)
-        header = VideoHeader(len(frames), *read_image_size(io.BytesIO(frames[0])), Fraction(0))
+        with _zip_frames(file) as frames:
+            header = VideoHeader(len(frames.filelist), *read_image_size(_zip_frame(frames, 0)), Fraction(0))
     else:
         quick = _mp4_header(file) if start[4:8] == b"ftyp" else None
         if start.startswith(MATROSKA_START):
@@ -194,14 +197,21 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
         header = quick or _container_header(file)
     if header.frames < 1 or min(header.height, header.width) < 1:
         raise BadMedia(f"a video of {header.frames} frames of {header.height} x {header.width} pixels is empty")
-    if max(header.height, header.width) > 0xFFFF or header.frames >= 1 << 31:
+    pixels = header.height * header.width if header.rate else 0
+    if max(header.height, header.width) > 0xFFFF or header.frames >= 1 << 31 or pixels > MAX_FRAME_PIXELS:
         raise BadMedia(f"a video of {header.frames} frames of {header.height} x {header.width} pixels is too large")
     return header.packed()
 
 
-def _zip_frames(file: BinaryIO) -> list[bytes]:
-    with zipfile.ZipFile(file) as archive:
-        return [archive.read(name) for name in archive.namelist()]
+def _zip_frames(file: BinaryIO) -> zipfile.ZipFile:
+    archive = zipfile.ZipFile(file)
+    if not archive.filelist or any(frame.compress_type != zipfile.ZIP_STORED for frame in archive.filelist):
+        raise BadMedia("a ZIP that is no list of frames: they are not compressed")
+    return archive
+
+
+def _zip_frame(archive: zipfile.ZipFile, number: int) -> BinaryIO:
+    return io.BytesIO(archive.read(archive.filelist[number]))
 
 
 def _mp4_header(file: BinaryIO) -> VideoHeader | None:
@@ -212,8 +222,11 @@ def _mp4_header(file: BinaryIO) -> VideoHeader | None:
     moov = next((content for name, content in _file_boxes(file) if name == b"moov"), None)
     if moov is None:
         raise BadMedia("an MP4 without a moov box: truncated, or never finished")
+    tracks = [content for name, content in _boxes(moov) if name == b"trak"]
+    for track in tracks:
+        _check_frames(track)
     try:
-        for track in (content for name, content in _boxes(moov) if name == b"trak"):
+        for track in tracks:
             media = _inner(track, b"mdia")
             if _inner(media, b"hdlr")[8:12] == b"vide":
                 return _track_header(track, media)
@@ -222,7 +235,18 @@ def _mp4_header(file: BinaryIO) -> VideoHeader | None:
     raise BadMedia("an MP4 without a video track")
 
 
-def _track_header(track: bytes, media: bytes) -> VideoHeader | None:
+def _check_frames(track: memoryview) -> None:
+    """Raise BadMedia for a track whose tables claim so many frames that a list of them is a danger."""
+    with suppress(LookupError, struct.error):
+        table = _inner(track, b"mdia", b"minf", b"stbl")
+        size, frames = struct.unpack_from(">II", _inner(table, b"stsz"), 4)
+        # Of uncompressed sound a frame is one sample, of one tick; FFmpeg makes entries of its chunks.
+        sound = struct.unpack_from(">I4xI", _inner(table, b"stts"), 4) == (1, 1)
+        if size and frames > MAX_FRAMES and not sound:
+            raise BadMedia(f"an MP4 with a track of {frames:,} frames")
+
+
+def _track_header(track: memoryview, media: memoryview) -> VideoHeader | None:
     table = _inner(media, b"minf", b"stbl")
     (frames,) = struct.unpack_from(">I", _inner(table, b"stsz"), 8)
     # Behind version and count, the description has 32 bytes before its sides.
@@ -261,7 +285,8 @@ def _file_boxes(file: BinaryIO) -> Iterator[tuple[bytes, bytes]]:
         start += size
 
 
-def _boxes(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+def _boxes(content: bytes | memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    content = memoryview(content)
     start = 0
     while start + 8 <= len(content):
         size, name = struct.unpack_from(">I4s", content, start)
@@ -271,8 +296,9 @@ def _boxes(content: bytes) -> Iterator[tuple[bytes, bytes]]:
         start += size
 
 
-def _inner(content: bytes, *path: bytes) -> bytes:
+def _inner(content: bytes | memoryview, *path: bytes) -> memoryview:
     """Return the content of a box in a box in this one. Raises LookupError where there is none."""
+    content = memoryview(content)
     for name in path:
         content = dict(_boxes(content))[name]
     return content
@@ -365,7 +391,7 @@ def _image_frames(file: BinaryIO, indices: np.ndarray, limits: MediaLimits) -> I
     images = _zip_frames(file)
     for index in np.unique(indices):
         try:
-            yield decode_image(images[index], limits)
+            yield decode_image(_zip_frame(images, index).read(), limits)
         except BadMedia as bad:
             raise BadMedia(f"frame {index}: {bad}") from None
 
@@ -429,6 +455,9 @@ def _frames_at(
     A frame at a video's end that cannot be decoded is the last that can be; one elsewhere raises BadMedia.
     """
     stream.thread_type = "SLICE"  # threads for whole frames would delay them, and outlive the file
+    # A stream may have other frames than its container says.
+    max_pixels = (stream.height + EDGE) * (stream.width + EDGE)
+    stream.codec_context.options = {"max_pixels": str(max_pixels)}
     pixels = None  # of the newest frame
     position = -1  # index in `times` of the newest frame
     frames: Iterator[Any] = iter(())

@@ -31,8 +31,8 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Medium, Message, Rollout
-from mmjax.data.sources.json_records import JsonRecords
-from mmjax.data.storage.files import FileRef, InlineBytes, file_at, hash_strings, local_copy, one_line
+from mmjax.data.sources.json_records import JsonRecords, load_json
+from mmjax.data.storage.files import FileRef, InlineBytes, check_bytes, file_at, hash_strings, local_copy, one_line
 from mmjax.disk import atomic_write
 from mmjax.errors import UserError
 
@@ -136,7 +136,7 @@ def decode_record(record: bytes) -> tuple[Conversation, tuple[bytes, ...]]:
         raise BadSample("is no record of a conversation")
     stop = start + _LENGTH.unpack_from(record, len(MAGIC))[0]
     try:
-        header = json.loads(record[start:stop].decode("utf-8", "surrogatepass"))
+        header = load_json(record[start:stop])
         lengths = [length for _, length, *_ in header["media"]]
         if odd := [length for length in lengths if type(length) is not int or length < 0]:
             raise ValueError(f"a medium of {odd[0]!r} bytes")
@@ -176,7 +176,7 @@ class FolderIndex:
     def read(cls, folder: str) -> FolderIndex:
         """Read a folder's index. Raises UserError where the folder is incomplete, or of another format."""
         try:
-            index = json.loads(file_at(os.path.join(folder, INDEX)).read())
+            index = load_json(file_at(os.path.join(folder, INDEX)).read())
             if index["format"] != _FORMAT:
                 raise UserError(f"{folder}: its format is {index['format']!r}; this version reads {_FORMAT!r}")
             return cls(tuple(index["records"]), index["made_from"])
@@ -227,6 +227,7 @@ class ArrayRecords:
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         shard = int(np.searchsorted(self._starts, index, side="right")) - 1
+        check_bytes(self.place(index), _media_bytes(self._headers[index]))
         try:
             with self._lock:  # a reader serves one thread at a time
                 (record,) = self._reader(shard).read([index - int(self._starts[shard])])
@@ -236,4 +237,16 @@ class ArrayRecords:
 
     def _open(self, shard: int) -> ArrayRecordReader:
         local = local_copy(self._shards[shard], self._cache / "copies")
-        return ArrayRecordReader(str(local), "readahead_buffer_size:0,max_parallelism:0")
+        reader = ArrayRecordReader(str(local), "readahead_buffer_size:0,max_parallelism:0")
+        options = reader.writer_options_string()  # None of a file that is cut off, which no read survives
+        if options is not None and "uncompressed" not in options.split(","):
+            raise UserError(f"{self._shards[shard]} is compressed ({options}); write the folder again by mmjax.index")
+        return reader
+
+
+def _media_bytes(header: Mapping[str, Any]) -> int:
+    """Add up the bytes of a record's media; 0 where its header is odd, which `from_header` refuses."""
+    try:
+        return sum(length for _, length in header["media"])
+    except (KeyError, TypeError, ValueError):
+        return 0

@@ -39,6 +39,7 @@ ROLES = {
     "tool": "tool",
 }
 MAX_WEIGHT = 1e6  # of a message
+MAX_CHARACTERS = 1 << 22  # of a conversation's text
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # keys of a reference's log-probabilities of a pair's answers
 # By a part's type: its medium, and the keys under which its file may be named.
 _PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {
@@ -479,10 +480,13 @@ def _check_trainable(messages: Sequence[Message]) -> None:
 
 
 def _check_texts(messages: Sequence[Message]) -> None:
-    """Raise BadSample where a text is not Unicode."""
+    """Raise BadSample where a text is not Unicode, or longer than any model reads."""
+    text = "".join(part for message in messages for part in message.parts if isinstance(part, str))
+    if len(text) > MAX_CHARACTERS:
+        raise BadSample(f"has {len(text):,} characters of text, more than {MAX_CHARACTERS:,}")
     # JSON can escape half a pair, which is no text: tokenizers would fail on it.
     try:
-        "".join(part for message in messages for part in message.parts if isinstance(part, str)).encode()
+        text.encode()
     except UnicodeEncodeError:
         raise BadSample("has half of a surrogate pair in its text") from None
 

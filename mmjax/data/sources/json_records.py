@@ -14,12 +14,13 @@ import numpy as np
 
 from mmjax.data.sample import BadSample
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
-from mmjax.data.storage.files import LocalFile, check_unchanged, hash_strings, local_copy
+from mmjax.data.storage.files import MAX_TEXT, LocalFile, check_bytes, check_unchanged, hash_strings, local_copy
 from mmjax.errors import UserError
 
 _VERSION = "5"  # of the index
 _NAMES = ("starts", "spans", "content")
 _CHUNK = 1 << 24
+MAX_VALUES = 1 << 22  # of one record; as Python's objects they take up to 200 bytes each
 
 
 class JsonRecords:
@@ -57,8 +58,9 @@ class JsonRecords:
         number = self._file_of(index)
         path = str(self._paths[number])
         try:
+            check_bytes("the record", stop - start, MAX_TEXT)
             with open(path, "rb", 0) as file:
-                record = json.loads(os.pread(file.fileno(), stop - start, start), object_pairs_hook=_unique_keys)
+                record = load_json(os.pread(file.fileno(), stop - start, start), object_pairs_hook=_unique_keys)
         except BadSample:
             raise
         except (OSError, ValueError, RecursionError) as error:
@@ -85,6 +87,14 @@ class JsonRecords:
     def _file_of(self, index: int) -> int:
         # side="right": with starts 0, 3, 3, 5, record 3 is in the third file, as the second is empty.
         return int(self._starts.searchsorted(index, side="right")) - 1
+
+
+def load_json(text: bytes, **options: Any) -> Any:
+    """Parse JSON of at most MAX_TEXT bytes. Raises ValueError, RecursionError, BadSample for too many values."""
+    # Each value but the first stands behind one of these.
+    if sum(map(text.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise BadSample(f"has more than {MAX_VALUES:,} values")
+    return json.loads(text, **options)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

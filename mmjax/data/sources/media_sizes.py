@@ -416,6 +416,11 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
+def describe_fault(error: Exception) -> str:
+    """Describe in one line why a decoder refuses a file."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def _read_header(stored: FileRef, kind: str, probe: Probe) -> tuple[int, int]:
     with stored.open() as file:
         try:
@@ -423,7 +428,7 @@ def _read_header(stored: FileRef, kind: str, probe: Probe) -> tuple[int, int]:
         except (Unreadable, UserError):
             raise
         except Exception as error:  # decoders raise nearly anything on hostile bytes
-            text = " ".join(str(error).split())[:200] or type(error).__name__
+            text = describe_fault(error)
             if isinstance(error, OSError) and error.errno is not None:  # an I/O error; decoders set no errno
                 raise Unreadable(f"{stored.name} cannot be read: {text}") from None
             raise BadSample(f"{stored.name} is a bad {kind} file: {text}") from None

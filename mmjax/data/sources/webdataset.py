@@ -11,16 +11,16 @@ reads them again, in order, as copies in a `Spool`.
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
-import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from gzip import BadGzipFile
 from pathlib import Path
+from tempfile import TemporaryFile
 from threading import Lock
 from typing import Any, BinaryIO
 
@@ -31,16 +31,19 @@ from mmjax.config import WebDatasetSource
 from mmjax.data.media.decode import Probe
 from mmjax.data.sample import SOUND, BadSample, Conversation, Medium, Split
 from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference, with_unread
-from mmjax.data.sources.media_sizes import KnownFiles
+from mmjax.data.sources.json_records import load_json
+from mmjax.data.sources.media_sizes import KnownFiles, describe_fault
 from mmjax.data.sources.processors import PROBES
-from mmjax.data.storage.archives import MediaFolder
+from mmjax.data.storage.archives import ARCHIVE_FAULTS, MediaFolder, tar_members
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import (
     MAX_BYTES,
+    MAX_TEXT,
     ArchiveMember,
     File,
     FileRef,
     Unreadable,
+    check_bytes,
     check_unchanged,
     file_at,
     file_inside,
@@ -51,7 +54,7 @@ from mmjax.data.storage.files import (
     retry,
 )
 from mmjax.data.storage.spool import PIPE, Forward, Spool, StreamFile, is_stream, locked, open_stream
-from mmjax.errors import UserError
+from mmjax.errors import BadMedia, UserError
 
 ENERGON = ".nv-meta"  # folder of a data set that Megatron Energon has prepared
 _ENERGON_SPLITS = {"train": "train", "validation": "val", "test": "test"}
@@ -67,6 +70,8 @@ _VERSION = "1"  # of the index
 _NAMES = ("starts", "first", "key", "where", "extension")
 _STREAM_NAMES = (*_NAMES, "size", "digest", "text_start", "text")  # of a shard that is a stream
 _BLOCK = 512  # bytes of a .tar
+MAX_MEMBERS = 1_000_000  # of a shard
+MAX_NAMES = 1 << 28  # bytes of the names of a shard's members, each as long as the longest
 _SHORT = 4096  # bytes of a member that a stream's index has, whatever it is
 _OPEN_TEXTS = 64  # streams whose texts are open
 _WORKERS = 16  # shards that are walked at once: remote ones take their time
@@ -237,6 +242,7 @@ def list_shards(path: str, where: str) -> list[str]:
 
 
 def _text(member: Member) -> str:
+    check_bytes(member.name, member.size, MAX_TEXT)
     try:
         return member.read().decode("utf-8-sig").strip()
     except UnicodeDecodeError:
@@ -244,9 +250,10 @@ def _text(member: Member) -> str:
 
 
 def _json(member: Member) -> Any:
+    check_bytes(member.name, member.size, MAX_TEXT)
     content = member.read()
     try:
-        return json.loads(content)
+        return load_json(content)
     except (ValueError, RecursionError) as error:
         raise BadSample(f"{member.name} is not JSON: {error}") from None
 
@@ -270,7 +277,7 @@ def _index_shard(path: str, cache: Path, spool: Spool | None, lock: Lock) -> tup
                 save_arrays(folder, _index(path, opened))
     except Unreadable as error:
         raise UserError(f"{error}; give shards that can be read") from None
-    except (BadSample, OSError, tarfile.TarError) as error:
+    except (BadSample, *ARCHIVE_FAULTS) as error:
         raise UserError(f"{path} cannot be read as a .tar: {one_line(error)}") from None
     return file_at(path), folder
 
@@ -286,43 +293,45 @@ def _index_stream(path: str, folder: Path, spool: Spool, lock: Lock) -> tuple[St
 
 def _read_stream(path: str, folder: Path, spool: Spool, lock: Lock) -> None:
     """Read a stream to its end, and store its index, with texts and the sizes of its media."""
-    texts: list[bytes] = []
-    media: list[tuple[str, int, int, dict[str, Any]]] = []  # name, start, stop, what its probes say
+    text_ends = [0]
+    media: list[tuple[str, int, int, dict[str, Probe]]] = []  # name, start, stop, what its probes say
 
     def read(name: str, start: int, stop: int) -> None:
         extension = name.rpartition(".")[2].lower()
-        text = b""
         if (medium := _MEDIA.get(extension)) and stop - start <= MAX_BYTES:
             kinds = (medium, SOUND) if medium == "video" else (medium,)
             stream.seek(start)
             content = stream.read(stop - start)
             media.append((name, start, stop, {kind: _probed(kind, content) for kind in kinds}))
-        elif extension == "json" or extension in _TEXTS or stop - start <= _SHORT:
+        elif stop - start <= (MAX_TEXT if extension == "json" or extension in _TEXTS else _SHORT):
             stream.seek(start)
-            text = stream.read(stop - start)
-        texts.append(text)
+            texts.write(stream.read(stop - start))
+        text_ends.append(texts.tell())
 
-    with open_stream(path) as stream:
-        try:
-            arrays = _index(path, stream, read)
-        except (tarfile.TarError, EOFError) as error:  # which another try would not change
-            raise UserError(f"{path} cannot be read as a .tar: {one_line(error)}") from None
-        digest = stream.digest()
-        size = stream.tell()
-    file = StreamFile(path, spool, size, digest, folder)
-    with lock:
-        known = KnownFiles(folder.parent / "media")
-        for name, start, stop, probed in media:
-            place = {"start": start, "stop": stop, "size": stop - start, "deflated": 0}
-            member = Member(file=file, file_stamp=file.stamp(), member=name, **place)
-            for kind, probe in probed.items():
-                with suppress(BadSample):  # which is stored as well
-                    known.size(kind, member, probe)
-        known.write()
-    text_start = np.cumsum([0, *map(len, texts)])
-    text = np.frombuffer(b"".join(texts), np.uint8)
-    stamp = {"size": np.array([size]), "digest": np.array([digest.encode()])}
-    save_arrays(folder, arrays | stamp | {"text": text, "text_start": text_start})
+    with TemporaryFile(dir=folder.parent) as texts:
+        with open_stream(path, spool.space) as stream:
+            try:
+                arrays = _index(path, stream, read)
+            except ARCHIVE_FAULTS as error:  # which another try would not change
+                if isinstance(error, OSError) and not isinstance(error, BadGzipFile):
+                    raise
+                raise UserError(f"{path} cannot be read as a .tar: {one_line(error)}") from None
+            digest = stream.digest()
+            size = stream.tell()
+        file = StreamFile(path, spool, size, digest, folder)
+        with lock:
+            known = KnownFiles(folder.parent / "media")
+            for name, start, stop, probed in media:
+                place = {"start": start, "stop": stop, "size": stop - start, "deflated": 0}
+                member = Member(file=file, file_stamp=file.stamp(), member=name, **place)
+                for kind, probe in probed.items():
+                    with suppress(BadSample):  # which is stored as well
+                        known.size(kind, member, probe)
+            known.write()
+        texts.flush()
+        text = np.memmap(texts, np.uint8, "r") if texts.tell() else np.empty(0, np.uint8)
+        stamp = {"size": np.array([size]), "digest": np.array([digest.encode()])}
+        save_arrays(folder, arrays | stamp | {"text": text, "text_start": np.array(text_ends)})
 
 
 def _probed(kind: str, content: bytes) -> Probe:
@@ -332,10 +341,10 @@ def _probed(kind: str, content: bytes) -> Probe:
     except UserError:
         raise
     except Exception as error:  # decoders raise nearly anything on hostile bytes
-        message = error
+        reason = describe_fault(error)  # the error itself would keep the content in memory
 
         def fail(file: BinaryIO) -> tuple[int, int]:
-            raise message
+            raise BadMedia(reason)
 
         return fail
     return lambda file: size
@@ -364,6 +373,7 @@ def _index(
     extensions: list[bytes] = []
     of_sample: set[str] = set()  # extensions of the last sample
     last_key = None
+    longest = 0  # bytes of a name
     for member, start, stop in _members_of(name, opened):
         folder, _, base = member.rpartition("/")
         stem, _, extension = base.partition(".")
@@ -379,6 +389,9 @@ def _index(
         read(member, start, stop)
         where.append((start, stop))
         extensions.append(extension.encode())
+        longest = max(longest, len(keys[-1]), len(extensions[-1]))
+        if len(where) > MAX_MEMBERS or len(where) * longest > MAX_NAMES:
+            raise UserError(f"{name} has more than {len(where):,} members, with names of {longest:,} bytes; split it")
     return {
         "starts": np.array([0, len(first)]),
         "first": np.array([*first, len(where)]),
@@ -390,16 +403,17 @@ def _index(
 
 def _members_of(shard: str, opened: BinaryIO | Forward) -> Iterator[tuple[str, int, int]]:
     """Yield the name, start and stop of each file in a shard. Raises UserError where it is cut off."""
-    with tarfile.open(fileobj=opened, mode="r:") as archive:
-        end = 0
-        for member in archive:
-            name = os.path.normpath(member.name)
-            if member.isreg() and "." in (base := os.path.basename(name)) and not base.startswith((".", "__")):
-                yield name, member.offset_data, member.offset_data + member.size
-            end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK if member.isreg() else archive.offset
-        opened.seek(end)
-        if opened.read(_BLOCK) != bytes(_BLOCK):  # else a whole .tar and one cut between members look the same
-            raise UserError(f"{shard} is cut off: it has no end; make or fetch it again")
+    end = 0
+    for member, following in tar_members(opened):
+        end = following
+        name = os.path.normpath(member.name)
+        if member.issparse():
+            raise UserError(f"{shard} has {name} with holes (tar --sparse); write it again without")
+        if member.isreg() and "." in (base := os.path.basename(name)) and not base.startswith((".", "__")):
+            yield name, member.offset_data, member.offset_data + member.size
+    opened.seek(end)
+    if opened.read(_BLOCK) != bytes(_BLOCK):  # else a whole .tar and one cut between members look the same
+        raise UserError(f"{shard} is cut off: it has no end; make or fetch it again")
 
 
 def _join(indexed: Sequence[tuple[File | StreamFile, Path]], cache: Path) -> Path:

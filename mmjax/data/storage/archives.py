@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import lzma
 import os
 import posixpath
 import stat
 import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +47,20 @@ _NAMES = ("name", "where")  # arrays of an archive's index
 _LINK = 2
 _ENCRYPTED = 3
 _METHOD = 4
+MAX_TAR_HEADER = 1 << 20  # bytes; extended ones hold long names
+# What tarfile, zipfile and decompressors raise for damaged archives, RecursionError for one extended header in another.
+ARCHIVE_FAULTS = (
+    OSError,
+    EOFError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    ValueError,
+    ArithmeticError,
+    RuntimeError,
+    struct.error,
+)
 _WHY = {_LINK: "is a link", _ENCRYPTED: "is encrypted", _METHOD: "is packed by an unknown method"}
 
 
@@ -140,7 +156,7 @@ class Archive:
             if (members := open_arrays_if_sound(folder, _NAMES)) is None:
                 _write_index(folder, file)
                 members = open_arrays(folder, _NAMES)
-        except (BadSample, OSError, zipfile.BadZipFile, tarfile.TarError, RuntimeError) as error:
+        except (BadSample, *ARCHIVE_FAULTS) as error:
             raise UserError(f"{path}: the archive cannot be read: {one_line(error)}") from None
         return cls(file, stamp, members["name"], members["where"])
 
@@ -168,10 +184,10 @@ class Archive:
 
 def _write_index(folder: Path, file: File) -> None:
     with file.open() as opened:
-        rows = list(_zip_members(opened) if file.name.endswith(".zip") else _tar_members(opened))
-    # Hashes have one length, so that names can be searched in a memory-mapped array.
-    inside = [(hash_strings(name), where) for name, where in rows if not name.startswith(("/", "../"))]
-    members = np.array(inside, [("name", "S32"), ("where", np.int64, 4)])
+        rows = _zip_members(opened) if file.name.endswith(".zip") else _tar_members(opened)
+        # Hashes have one length, so that names can be searched in a memory-mapped array.
+        inside = ((hash_strings(name), where) for name, where in rows if not name.startswith(("/", "../")))
+        members = np.fromiter(inside, [("name", "S32"), ("where", np.int64, 4)])
     members = members[np.argsort(members["name"], kind="stable")]
     save_arrays(folder, {name: np.ascontiguousarray(members[name]) for name in _NAMES})
 
@@ -192,13 +208,40 @@ def _zip_members(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]
 
 
 def _tar_members(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
-    with tarfile.open(fileobj=opened, mode="r:") as archive:
-        for member in archive:
-            if not member.isdir():
-                regular = member.isreg() and not member.issparse()
-                start = member.offset_data
-                kind = 0 if regular else _LINK if member.islnk() or member.issym() else _METHOD
-                yield posixpath.normpath(member.name), (start, start + member.size, member.size, kind)
+    for member, _ in tar_members(opened):
+        if not member.isdir():
+            regular = member.isreg() and not member.issparse()
+            start = member.offset_data
+            kind = 0 if regular else _LINK if member.islnk() or member.issym() else _METHOD
+            yield posixpath.normpath(member.name), (start, start + member.size, member.size, kind)
+
+
+def tar_members(opened: Any) -> Iterator[tuple[tarfile.TarInfo, int]]:
+    """Yield the members of a .tar, which is read from its beginning on, and where the next one's header would be.
+
+    No header of more than `MAX_TAR_HEADER` is read, and nothing is collected. Raises TarError for one, and for a member
+    that reaches backwards.
+    """
+    with tarfile.open(fileobj=_TarHeaders(opened), mode="r:") as archive:
+        while (member := archive.next()) is not None:
+            archive.members.clear()
+            if member.size < 0 or member.offset_data < member.offset:
+                raise tarfile.ReadError(f"{member.name!r} has a negative size")
+            yield member, archive.offset
+
+
+class _TarHeaders:
+    """Give tarfile what it reads of a file, which are headers and single bytes."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.seek = file.seek
+        self.tell = file.tell
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= MAX_TAR_HEADER:
+            raise tarfile.ReadError(f"it has a header of {size:,} bytes")
+        return self._file.read(size)
 
 
 def data_url(url: str) -> bytes:

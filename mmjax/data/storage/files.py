@@ -25,7 +25,9 @@ from mmjax.disk import atomic_write
 from mmjax.errors import UserError
 
 HEAD = 4096  # bytes of the first read of a remote file; most headers are shorter
-MAX_BYTES = 1 << 30  # of one encoded file: a larger one is no image or clip
+MAX_BYTES = 1 << 29  # of one encoded file, also unpacked: a larger one is no image or clip
+MAX_TEXT = 1 << 26  # bytes of one record, or of a member with text
+_PIECE = 1 << 22  # bytes that are read at a time of what may be longer than it says
 _ATTEMPTS = 4
 # What file systems call their tag or time of change: HTTP and S3, GCS, Azure, SFTP, the Hugging Face Hub, ...
 _STAMPS = (
@@ -45,6 +47,12 @@ T = TypeVar("T")
 
 class Unreadable(BadSample):
     """A missing or unreadable file. That may pass, while other BadSamples are faults of its bytes."""
+
+
+def check_bytes(name: str, size: int, limit: int = MAX_BYTES) -> None:
+    """Raise BadSample for a file of more bytes than are read into memory."""
+    if size > limit:
+        raise BadSample(f"{name} has {size:,} bytes, more than the {limit:,} that are read of one")
 
 
 class FileRef(Protocol):
@@ -144,8 +152,7 @@ class LocalFile:
 
     def read(self) -> bytes:
         with self.open() as file, _raise_unreadable(self.name):
-            if os.fstat(file.fileno()).st_size > MAX_BYTES:
-                raise BadSample(f"{self.name} has more than {MAX_BYTES >> 20} MB")
+            check_bytes(self.name, os.fstat(file.fileno()).st_size)
             return file.read()
 
     def range(self, start: int, stop: int) -> bytes:
@@ -175,7 +182,15 @@ class RemoteFile:
         return int(size)
 
     def read(self) -> bytes:
-        return retry(self.name, lambda: filesystem(self.name).cat_file(self.name))
+        check_bytes(self.name, self._info.get("size") or 0)
+        return retry(self.name, self._read)
+
+    def _read(self) -> bytes:
+        if not self.name.startswith("http"):
+            return filesystem(self.name).cat_file(self.name)
+        # A server may send more than it says, and compressed. Without blocks this is one request.
+        with filesystem(self.name).open(self.name, "rb", block_size=0) as file:
+            return read_bounded(file, self.name)
 
     def range(self, start: int, stop: int) -> bytes:
         """Read bytes `start` to `stop` - 1, also from a server that only serves whole files."""
@@ -219,17 +234,34 @@ class ArchiveMember:
 
     def read(self) -> bytes:
         """Read all of it. Raises BadSample also where it inflates to another size than the archive says."""
-        if self.size > MAX_BYTES:
-            raise BadSample(f"{self.name} has more than {MAX_BYTES >> 20} MB")
-        data = self.file.range(self.start, self.stop)
-        if self.deflated:
-            try:  # -15: raw deflate, without zlib's header; the limit stops a decompression bomb
-                data = zlib.decompressobj(-15).decompress(data, self.size + 1)
-            except zlib.error as error:
-                raise BadSample(f"{self.name} is corrupt: {error}") from None
+        check_bytes(self.name, max(self.size, self.stop - self.start))
+        try:
+            data = self._inflated() if self.deflated else self.file.range(self.start, self.stop)
+        except zlib.error as error:
+            raise BadSample(f"{self.name} is corrupt: {error}") from None
         if len(data) != self.size:
             raise BadSample(f"{self.name} is truncated or corrupt: {len(data)} bytes, not {self.size}")
         return data
+
+    def _inflated(self) -> bytes:
+        """Inflate piece by piece, to one byte beyond the size that the archive says at most."""
+        inflate = zlib.decompressobj(-15)  # raw deflate, without zlib's header
+        data = io.BytesIO()
+        for start in range(self.start, self.stop, _PIECE):
+            packed = self.file.range(start, min(start + _PIECE, self.stop))
+            while packed and data.tell() <= self.size:
+                data.write(inflate.decompress(packed, min(_PIECE, self.size + 1 - data.tell())))
+                packed = inflate.unconsumed_tail
+        return data.getvalue()
+
+
+def read_bounded(file: Any, name: str, limit: int = MAX_BYTES) -> bytes:
+    """Read a file to its end, piece by piece. Raises BadSample once it has more than `limit` bytes."""
+    data = io.BytesIO()
+    while piece := file.read(_PIECE):
+        data.write(piece)
+        check_bytes(name, data.tell(), limit)
+    return data.getvalue()  # which shares the buffer
 
 
 class _RangeReader(io.RawIOBase):
@@ -268,7 +300,7 @@ class _RangeReader(io.RawIOBase):
             stop = min(self._size, start + max(count, self._next_size))
             self._window = self._file.range(self._offset + start, self._offset + stop)
             self._window_start = start
-            self._next_size *= 2
+            self._next_size = min(2 * self._next_size, _PIECE)
         data = self._window[start - self._window_start :][:count]
         buffer[: len(data)] = data
         self._position += len(data)
@@ -441,14 +473,17 @@ class AudioSegment:
                 # The samples stay bit for bit: integers of at most 32 bits, or floats.
                 subtype = clip.subtype if soundfile.check_format("WAV", clip.subtype) else "FLOAT"
                 kind = "int32" if subtype.startswith("PCM") else "float64"
-                rate = clip.samplerate
-                cut = clip.read(frames, kind, always_2d=True)
+                file = io.BytesIO()
+                with soundfile.SoundFile(file, "w", clip.samplerate, clip.channels, subtype, format="WAV") as cut:
+                    block = max(1, _PIECE // clip.channels)
+                    for start in range(0, frames, block):
+                        cut.write(clip.read(min(block, frames - start), kind, always_2d=True))
+                        check_bytes(f"{self.name} from {self.offset} s", file.tell())
+                    count = cut.frames
         except (soundfile.LibsndfileError, RuntimeError) as error:
             raise BadSample(f"{self.name} cannot be read: {one_line(error)}") from None
-        if len(cut) != frames:
-            raise BadSample(f"{self.name} is truncated: {len(cut)} of {frames} frames from {self.offset} s")
-        file = io.BytesIO()
-        soundfile.write(file, cut, rate, subtype, format="WAV")
+        if count != frames:
+            raise BadSample(f"{self.name} is truncated: {count} of {frames} frames from {self.offset} s")
         return file.getvalue()
 
     def frames(self, total: int, rate: int) -> int:
@@ -488,6 +523,7 @@ class FrameFiles:
         with zipfile.ZipFile(content, "w") as archive:
             for number, file in enumerate(self.files):
                 archive.writestr(f"{number:06d}", file.read())
+                check_bytes(self.name, content.tell())
         return content.getvalue()
 
     def counted(self, packed: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
+import lzma
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from mmjax.errors import UserError
 PIPE = "pipe:"  # before a command whose output is the file
 _STEP = 1 << 20  # bytes that are copied at a time
 _KEPT = 1 << 16  # bytes that a `Forward` can seek back; readers of .tar step back by a header at most
+_XZ_MEMORY = 1 << 28  # bytes; presets need 65 MiB at most, and a header may ask for 4 GiB
 _POLL_SECONDS = 0.05
 _STOPPED = -signal.SIGPIPE, 128 + signal.SIGPIPE  # exit codes of a command whose output nobody reads to the end
 
@@ -91,10 +93,7 @@ class Spool:
     def _reserve(self, name: str, file: BinaryIO, size: int) -> None:
         """Make room for the bytes of a file, which count from here on."""
         if size > self.space:
-            raise UserError(
-                f"{name} has {size / 1e9:.3g} GB, and data.window_space={self.space / 1e9:g} GB is all that copies may "
-                "take; raise it, or make smaller files"
-            )
+            raise _beyond_space(name, size, self.space)
         while True:
             with locked(self.folder / "lock"):
                 if self._used() + size > self.space:
@@ -114,6 +113,13 @@ class Spool:
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):  # a copy has just got its name
                 yield path, path.stat()
+
+
+def _beyond_space(name: str, size: int, space: int) -> UserError:
+    return UserError(
+        f"{name} has {size / 1e9:.3g} GB, and data.window_space={space / 1e9:g} GB is all that copies may "
+        "take; raise it, or make smaller files"
+    )
 
 
 def _is_at(file: BinaryIO, path: Path) -> bool:
@@ -167,7 +173,7 @@ class StreamFile:
 
         def copy() -> None:
             file.seek(0)
-            with open_stream(self.name) as stream:
+            with open_stream(self.name, self.spool.space) as stream:
                 while (data := stream.read(_STEP)) and file.tell() + len(data) <= self.size:
                     file.write(data)
                 if data or stream.tell() != self.size or stream.digest() != self.digest:
@@ -181,10 +187,15 @@ class StreamFile:
 
 
 class Forward(io.RawIOBase):
-    """A stream whose bytes are hashed as they pass. It seeks forward by reading, and a little back."""
+    """A stream whose bytes are hashed as they pass. It seeks forward by reading, and a little back.
 
-    def __init__(self, stream: Any) -> None:
+    Raises UserError where more than `space` bytes pass.
+    """
+
+    def __init__(self, stream: Any, name: str, space: int) -> None:
         self._stream = stream
+        self._name = name
+        self._space = space
         self._hash = hashlib.blake2b(digest_size=16)
         self._passed = 0  # bytes
         self._kept = b""  # the last of them
@@ -207,17 +218,15 @@ class Forward(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Read so many bytes; fewer only at the end."""
         self.seek(self._position)
-        parts = [self._kept[len(self._kept) - (self._passed - self._position) :]]
-        if 0 <= size <= len(parts[0]):
-            parts = [parts[0][:size]]
-        else:
-            missing = size - len(parts[0])
-            while (size < 0 or missing > 0) and (data := self._pass(_STEP if size < 0 else min(_STEP, missing))):
-                parts.append(data)
-                missing -= len(data)
-        data = b"".join(parts)
-        self._position += len(data)
-        return data
+        passed = self._kept[len(self._kept) - (self._passed - self._position) :]
+        data = io.BytesIO()
+        data.write(passed if size < 0 else passed[:size])
+        while (size < 0 or data.tell() < size) and (
+            piece := self._pass(_STEP if size < 0 else min(_STEP, size - data.tell()))
+        ):
+            data.write(piece)
+        self._position += data.tell()
+        return data.getvalue()
 
     def digest(self) -> str:
         """Hash all bytes to the end of the stream, which is read."""
@@ -230,17 +239,52 @@ class Forward(io.RawIOBase):
         data: bytes = self._stream.read(size)
         self._hash.update(data)
         self._passed += len(data)
+        if self._passed > self._space:
+            raise _beyond_space(self._name, self._passed, self._space)
         self._kept = (self._kept + data)[-_KEPT:] if len(data) < _KEPT else data[-_KEPT:]
         return data
 
 
+class _Xz(io.RawIOBase):
+    """Unpack .xz or .lzma as `lzma.LZMAFile`, but with no more than `_XZ_MEMORY`, whatever the header asks for."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._unpack = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        data = b""
+        while not data:
+            packed = b""
+            if self._unpack.eof:  # another stream may follow, behind zeros
+                packed = self._unpack.unused_data.lstrip(b"\0")
+                while not packed and (piece := self._stream.read(_STEP)):
+                    packed = piece.lstrip(b"\0")
+                if not packed:
+                    return b""
+                self._unpack = lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
+            elif self._unpack.needs_input and not (packed := self._stream.read(_STEP)):
+                raise EOFError("compressed file ended before its end was reached")
+            data = self._unpack.decompress(packed, size)
+        return data
+
+
 @contextmanager
-def open_stream(name: str) -> Iterator[Forward]:
-    """Open a file, a URL or the output of a command to read from its beginning on. Raises Unreadable, OSError."""
+def open_stream(name: str, space: int) -> Iterator[Forward]:
+    """Open a file, a URL or the output of a command to read from its beginning on.
+
+    Raises Unreadable, OSError, and UserError where it has more than `space` bytes, unpacked.
+    """
     kind = fsspec.utils.infer_compression(name)
     opened = _command(name) if name.startswith(PIPE) else _url(name) if is_url(name) else file_at(name).open()
     with opened as stream:
-        yield Forward(fsspec.compression.compr[kind](stream, mode="rb") if kind else stream)
+        if kind in ("xz", "lzma"):
+            yield Forward(_Xz(stream), name, space)
+        else:
+            yield Forward(fsspec.compression.compr[kind](stream, mode="rb") if kind else stream, name, space)
 
 
 def _url(url: str) -> Any:

@@ -13,6 +13,7 @@ from files_made import clip, picture, served, write
 
 from mmjax.config import ParquetSource
 from mmjax.data.sample import BadSample, MediaPlace
+from mmjax.data.sources import parquet as parquet_source
 from mmjax.data.sources.opening import open_conversations
 from mmjax.errors import UserError
 
@@ -96,16 +97,17 @@ def test_the_bytes_of_media_are_not_read_for_the_texts(tmp_path: Path) -> None:
     got = opened(ParquetSource(path, question="q", answer="a", images="image"), tmp_path)
     for index in range(6):
         got.conversation(index)
-    assert set(got._files[0]._cache) == {"q", "a", "image.path"}
+    assert {leaf for _, _, leaf, _ in got._files[0]._cache._arrays} == {"q", "a", "image.path"}
 
 
-def test_only_a_few_row_groups_of_all_files_stay_in_memory(tmp_path: Path) -> None:
+def test_only_a_few_row_groups_of_all_files_stay_in_memory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(parquet_source, "MAX_CACHED", 1)
     for k in range(6):
         parquet(tmp_path / f"{k}.parquet", {"q": ["?"] * 9, "a": ["!"] * 9, "image": [struct(picture())] * 9})
     got = opened(ParquetSource(str(tmp_path / "*.parquet"), question="q", answer="a", images="image"), tmp_path)
     for index in range(len(got)):
         assert got.media(index)[0].read() == picture()
-    assert all(1 <= read.cache_info().currsize <= 4 for read in got._files[0]._cache.values())
+    assert len(got._files[0]._cache._arrays) == 1
 
 
 def test_a_path_without_bytes_is_read_beside_the_file_and_nowhere_else(tmp_path: Path) -> None:

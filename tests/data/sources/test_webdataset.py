@@ -286,8 +286,12 @@ def test_a_stream_that_is_cut_off_fails_or_does_not_fit_is_named_before_anything
         UserError, match=r"can only be read from its beginning on; .* data\.sources\.mine\.window=10000"
     ):
         opened(f"pipe:cat {path}", tmp_path)
-    with pytest.raises(UserError, match=r"mine\.window=4: two windows take .* GB, and data\.window_space=5e-06"):
+    with pytest.raises(UserError, match=r"pipe:cat .*d\.tar has .* GB, and data\.window_space=5e-06 GB is all"):
         opened(f"pipe:cat {path}", tmp_path, window=4, space=5e-6)
+    for k in range(2):
+        shard(tmp_path / f"{k}.tar", captions(3 * k, 3))
+    with pytest.raises(UserError, match=r"mine\.window=4: two windows take .* GB, and data\.window_space=1\.5e-05"):
+        opened(f"pipe:cat {tmp_path}/{{0..1}}.tar", tmp_path, window=4, space=15e-6)
 
 
 def test_a_stream_that_changes_in_mid_run_ends_it_and_is_indexed_again_when_it_stays_so(tmp_path: Path) -> None:
