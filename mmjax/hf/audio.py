@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, StoredTable, WhisperMel
 from mmjax.errors import UserError
@@ -18,31 +17,15 @@ from mmjax.hf.processors import read_audio_processing
 TOWERS = ("model.audio_tower.", "audio_tower.", "model.encoder.", "encoder.", "")
 POSITIONS_PER_SECOND = 50  # a hop of 10 ms, and a convolution of stride 2
 EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
-ENCODERS: dict[str, dict[str, Any]] = {  # what their config's classes document as defaults
-    "whisper": {
-        "d_model": 384,
-        "encoder_layers": 4,
-        "encoder_attention_heads": 6,
-        "encoder_ffn_dim": 1536,
-        "num_mel_bins": 80,
-    },
-    "qwen2_audio_encoder": {
-        "d_model": 1280,
-        "encoder_layers": 32,
-        "encoder_attention_heads": 20,
-        "encoder_ffn_dim": 5120,
-        "num_mel_bins": 128,
-    },
-}
 # By the family of their thinkers; positions are of chunks.
 OMNI = {"qwen2_5_omni": "qwen2_5_omni_audio_encoder", "qwen3_omni_moe": "qwen3_omni_moe_audio_encoder"}
-ENCODERS |= dict.fromkeys(OMNI.values(), ENCODERS["qwen2_audio_encoder"])
+ENCODERS = ("whisper", "qwen2_audio_encoder", *OMNI.values())
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a Qwen2-Audio config says, its encoder called "audio"."""
     connector = ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",))
-    return ModelConfig(text_of(fields, "qwen2"), {"audio": replace(encoder_of(folder, fields), connector=connector)})
+    return ModelConfig(text_of(fields), {"audio": replace(encoder_of(folder, fields), connector=connector)})
 
 
 def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
@@ -53,25 +36,22 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
     """
     kind = fields.get("model_type", str)
     if kind == "qwen2_audio":
-        audio_config = fields.get("audio_config", dict, {})
-        inner = Fields({"model_type": "qwen2_audio_encoder", **audio_config}, f"{fields.where}: audio_config")
-        return encoder_of(folder, inner)
+        return encoder_of(folder, fields.inner("audio_config"))
     if kind not in ENCODERS:
         raise UserError(f"{fields.where}: model_type={kind!r} is no audio encoder; known: {', '.join(ENCODERS)}")
-    encoder = fields.over(ENCODERS[kind])
-    positions = encoder.get("max_source_positions", int, 1500)
+    positions = fields.size("max_source_positions")
     # Clips of the thinkers may be of five minutes.
     longest = 300 * POSITIONS_PER_SECOND if kind in OMNI.values() else positions
-    clips = _clips(folder, encoder.get("num_mel_bins", int), longest)
+    clips = _clips(folder, fields.size("num_mel_bins"), longest)
     return AudioConfig(
         attention="auto",
-        layers=encoder.get("encoder_layers", int),
-        width=encoder.get("d_model", int),
-        heads=encoder.get("encoder_attention_heads", int),
-        mlp_width=encoder.get("encoder_ffn_dim", int),
+        layers=fields.size("encoder_layers"),
+        width=fields.size("d_model"),
+        heads=fields.size("encoder_attention_heads"),
+        mlp_width=fields.size("encoder_ffn_dim"),
         clips=replace(clips, attended="window" if kind == "whisper" else "clip"),
         positions=StoredTable(positions),
-        activation=encoder.choice("activation_function", ACTIVATIONS, "gelu"),
+        activation=fields.choice("activation_function", ACTIVATIONS),
         stem_activation="gelu",
         pool=1 if kind == "whisper" else 2,
     )

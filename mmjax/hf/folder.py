@@ -19,12 +19,13 @@ import numpy as np
 
 from mmjax.disk import read_json
 from mmjax.errors import UserError
+from mmjax.hf.class_defaults import complete_config, generator_config
 from mmjax.hf.safetensors_header import Stored, read_header
 from mmjax.hub import DIFFUSERS_SINGLE, SINGLE
 
 CLASS_NAME = "_class_name"  # a field of every config that diffusers writes
 
-# Not None, which is a value that a caller may give as the default.
+# Not None, which is a value that a caller may give for null.
 _NEEDED = object()
 
 
@@ -35,16 +36,16 @@ class Fields:
     values: Mapping[str, Any]
     where: str
 
-    def get(self, name: str, kinds: type | tuple[type, ...], default: Any = _NEEDED) -> Any:
-        """A field of one of these types; JSON's null is a field that is missing.
+    def get(self, name: str, kinds: type | tuple[type, ...], null: Any = _NEEDED) -> Any:
+        """A field of one of these types. null: what JSON's null stands for, or a field that the class has not.
 
-        Raises UserError where it has another type, or is missing and there is no default.
+        Raises UserError where it has another type, or is null or missing and that stands for nothing.
         """
         value = self.values.get(name)
         if value is None:
-            if default is _NEEDED:
+            if null is _NEEDED:
                 raise UserError(f"{self.where} has no {name!r}")
-            return default
+            return null
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         # JSON writes 1.0 as 1 at times; a bool is an int in Python and no number here.
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
@@ -52,6 +53,13 @@ class Fields:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             expected = " or ".join(k.__name__ for k in kinds)
             raise UserError(f"{self.where}: {name}={value!r} is no {expected}")
+        return value
+
+    def size(self, name: str, null: Any = _NEEDED) -> int:
+        """A number of something that there must be. Raises UserError where it is below 1 too."""
+        value = self.get(name, int, null)
+        if value < 1:
+            raise UserError(f"{self.where}: {name}={value} must be at least 1")
         return value
 
     def over(self, defaults: Mapping[str, Any]) -> Fields:
@@ -70,9 +78,9 @@ class Fields:
             supported = ", ".join(map(repr, known)) or "to leave it out"
             raise UserError(f"{self.where}: {name}={value!r} is not supported; known: {supported}")
 
-    def choice(self, name: str, known: Mapping[str, Any], default: Any = _NEEDED) -> Any:
+    def choice(self, name: str, known: Mapping[str, Any], null: Any = _NEEDED) -> Any:
         """Map a field's text to its value in `known`. Raises UserError for a text that is not there."""
-        value = self.get(name, str, default)
+        value = self.get(name, str, null)
         if value not in known:
             raise UserError(f"{self.where}: {name}={value!r} is not supported; known: {', '.join(known)}")
         return known[value]
@@ -109,10 +117,13 @@ class HfFolder:
         """Return the name of the index of several files."""
         return f"{self.single}.index.json"
 
-    @property
+    @cached_property
     def fields(self) -> Fields:
-        """Return the fields of its config."""
-        return Fields(self.config, str(self.path / "config.json"))
+        """The fields of its config, with what it leaves out (`mmjax.hf.class_defaults`)."""
+        where = str(self.path / "config.json")
+        if CLASS_NAME in self.config:
+            return Fields(generator_config(self.config, str(self.config[CLASS_NAME])), where)
+        return Fields(complete_config(self.config, where), where)
 
     @property
     def has_weights(self) -> bool:

@@ -9,10 +9,9 @@ from mmjax.config import ConnectorConfig, LearnedGrid, ModelConfig
 from mmjax.errors import UserError
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, norm
-from mmjax.hf.llava import PROJECTORS, text_of, tower_fields, whole_layout
+from mmjax.hf.llava import PROJECTORS, text_of, whole_layout
 from mmjax.hf.vision import vision_of, with_images
 
-TOWER = {"model_type": "siglip_vision_model"}
 WEIGHT = "mm_input_projection_weight"
 
 
@@ -21,11 +20,9 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
     Raises UserError where an image has more tokens than a window, which would cut its bidirectional attention.
     """
-    # The class ties the tables unless a config says otherwise.
-    tied = fields.get("tie_word_embeddings", bool, True)
-    llm = text_of(Fields({**fields.values, "tie_word_embeddings": tied}, fields.where), "gemma3_text")
-    tower = vision_of(tower_fields(fields, TOWER), -1, True, ConnectorConfig())
-    tokens = fields.get("mm_tokens_per_image", int, 256)
+    llm = text_of(fields)
+    tower = vision_of(fields.inner("vision_config"), -1, True, ConnectorConfig())
+    tokens = fields.size("mm_tokens_per_image")
     if llm.windowed and tokens > llm.window:
         raise UserError(f"{fields.where}: mm_tokens_per_image={tokens} is more than text_config.sliding_window="
                         f"{llm.window}, so windows would cut images, which is not supported")  # fmt: skip
@@ -49,4 +46,4 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         "norm": norm(f"{projector}mm_soft_emb_norm"),
         "linear": {"weight": TensorSlice(f"{projector}{WEIGHT}")},
     }
-    return whole_layout(folder, model, tower_fields(folder.fields, TOWER), TensorNames(parts), projector)
+    return whole_layout(folder, model, TensorNames(parts), projector)

@@ -7,45 +7,29 @@ from dataclasses import replace
 from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, StretchedGrid, VisionConfig
 from mmjax.errors import UserError
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
-from mmjax.hf.decoders import decoder_of
+from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
 from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_glm4_videos
-from mmjax.hf.qwen_vl import VISION_FIRST, axial_theta, in_sections
-from mmjax.hf.vision import PATCHES, with_images
+from mmjax.hf.qwen_vl import VISION_FIRST, in_sections
+from mmjax.hf.vision import PATCHES, axial_theta, with_images
 
 FAMILIES = ("glm4v", "glm46v")
-TEXT = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}  # beside GLM-4's
 SECTIONS = (8, 12, 12)
-VISION = {
-    "depth": 24,
-    "hidden_size": 1536,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "num_heads": 12,
-    "in_channels": 3,
-    "image_size": 336,
-    "patch_size": 14,
-    "rms_norm_eps": 1e-5,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 4096,
-    "intermediate_size": 13_696,
-}
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
-    vision = Fields(fields.get("vision_config", dict, {}), f"{fields.where}: vision_config").over(VISION)
+    vision = fields.inner("vision_config")
     llm = _llm(fields)
-    outputs = vision.get("out_hidden_size", int)
+    outputs = vision.size("out_hidden_size")
     if outputs != llm.width:
         raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
     activation = vision.choice("hidden_act", ACTIVATIONS)
     connector = ConnectorConfig(
-        merge=vision.get("spatial_merge_size", int),
-        mlp_width=vision.get("intermediate_size", int),
+        merge=vision.size("spatial_merge_size"),
+        mlp_width=vision.size("intermediate_size"),
         norm="none",
         activation=activation,
         biases=(),
@@ -54,19 +38,22 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
         projection=True,
         gated=True,
     )
-    patch = vision.get("patch_size", int)
+    patch = vision.size("patch_size")
+    width, heads = vision.size("hidden_size"), vision.size("num_heads")
     tower = VisionConfig(
         attention="auto",
-        layers=vision.get("depth", int),
-        width=vision.get("hidden_size", int),
-        heads=vision.get("num_heads", int),
+        layers=vision.size("depth"),
+        width=width,
+        heads=heads,
         mlp_width=outputs,  # the MLPs of the layers have it, that of the merger has intermediate_size
         patch=patch,
-        channels=vision.get("in_channels", int),
-        frames=vision.get("temporal_patch_size", int),
+        channels=vision.size("in_channels"),
+        frames=vision.size("temporal_patch_size"),
         mean=CLIP_MEAN,
         std=CLIP_STD,
-        positions=StretchedGrid(vision.get("image_size", int) // patch, axial_theta(vision), filter="bicubic"),
+        positions=StretchedGrid(
+            vision.get("image_size", int) // patch, axial_theta(vision, width // heads), filter="bicubic"
+        ),
         embed_norm=True,
         embed_norm_first=True,
         norm="rms",
@@ -83,14 +70,13 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 
 def _llm(fields: Fields) -> DecoderConfig:
-    text = Fields(fields.get("text_config", dict, {}), f"{fields.where}: text_config")
-    heads, width = text.get("num_attention_heads", int, 32), text.get("hidden_size", int, 4096)
+    text = fields.inner("text_config")
+    heads, width = text.size("num_attention_heads"), text.size("hidden_size")
     text.refuse("head_dim", width // heads)  # attention ignores it, and RoPE does not
     # A GLM-4 whose heads are of the width's share, and whose queries, keys and values have biases.
     values = {**text.values, "model_type": "glm4", "head_dim": width // heads, "attention_bias": True}
-    text = Fields(values, text.where)
-    tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
-    return in_sections(decoder_of(text.over(TEXT), tied), text.where, SECTIONS, False)
+    llm = decoder_of(replace(text, values=values), tables_are_tied(fields))
+    return in_sections(llm, text.where, SECTIONS, False)
 
 
 def layout(folder: HfFolder, model: ModelConfig) -> Layout:

@@ -17,58 +17,53 @@ OPT_OFFSET = 2  # entries of its table of positions before that of the first tok
 def _opt(fields: Fields) -> DecoderConfig:
     # The layout of OPT-350m alone: norms behind each sum, and narrower embeddings.
     fields.refuse("do_layer_norm_before", True)
-    width = fields.get("hidden_size", int, 768)
+    width = fields.size("hidden_size")
     fields.refuse("word_embed_proj_dim", width)
     fields.refuse("layer_norm_elementwise_affine", True)
     fields.refuse("_remove_final_layer_norm", False)
-    heads = fields.get("num_attention_heads", int, 12)
+    heads = fields.size("num_attention_heads")
     return DecoderConfig(
         attention="auto",
-        layers=fields.get("num_hidden_layers", int, 12),
+        layers=fields.size("num_hidden_layers"),
         width=width,
         heads=heads,
         kv_heads=heads,
         head_width=width // heads,
-        mlp_width=fields.get("ffn_dim", int, 3072),
-        vocab=fields.get("vocab_size", int, 50_272),
+        mlp_width=fields.size("ffn_dim"),
+        vocab=fields.size("vocab_size"),
         norm="layer",
         norm_eps=1e-5,
-        activation=fields.choice("activation_function", ACTIVATIONS, "relu"),
+        activation=fields.choice("activation_function", ACTIVATIONS),
         gated=False,
-        biases=BIASES if fields.get("enable_bias", bool, True) else (),
-        learned_positions=fields.get("max_position_embeddings", int, 2048) + OPT_OFFSET,
+        biases=BIASES if fields.get("enable_bias", bool) else (),
+        learned_positions=fields.size("max_position_embeddings") + OPT_OFFSET,
         first_position=OPT_OFFSET,
-        tied=fields.get("tie_word_embeddings", bool, True),
+        tied=fields.get("tie_word_embeddings", bool),
     )
 
 
 def _gpt2(fields: Fields) -> DecoderConfig:
     fields.refuse("scale_attn_by_inverse_layer_idx", False)
     fields.refuse("add_cross_attention", False)
-
-    def size(name: str, fallback: str, default: int) -> int:
-        """Read a size by its own name, or by the one that other families have."""
-        return fields.get(name, int, fields.get(fallback, int, default))
-
-    width = size("n_embd", "hidden_size", 768)
-    heads = size("n_head", "num_attention_heads", 12)
+    width = fields.size("n_embd")
+    heads = fields.size("n_head")
     return DecoderConfig(
         attention="auto",
-        layers=size("n_layer", "num_hidden_layers", 12),
+        layers=fields.size("n_layer"),
         width=width,
         heads=heads,
         kv_heads=heads,
         head_width=width // heads,
         mlp_width=fields.get("n_inner", int, 4 * width),
-        vocab=fields.get("vocab_size", int, 50_257),
+        vocab=fields.size("vocab_size"),
         norm="layer",
-        norm_eps=fields.get("layer_norm_epsilon", float, 1e-5),
-        activation=fields.choice("activation_function", ACTIVATIONS, "gelu_new"),
+        norm_eps=fields.get("layer_norm_epsilon", float),
+        activation=fields.choice("activation_function", ACTIVATIONS),
         gated=False,
         biases=BIASES,
-        attention_scale=0.0 if fields.get("scale_attn_weights", bool, True) else 1.0,
-        learned_positions=size("n_positions", "max_position_embeddings", 1024),
-        tied=fields.get("tie_word_embeddings", bool, True),
+        attention_scale=0.0 if fields.get("scale_attn_weights", bool) else 1.0,
+        learned_positions=fields.size("n_positions"),
+        tied=fields.get("tie_word_embeddings", bool),
     )
 
 

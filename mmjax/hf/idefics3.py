@@ -13,14 +13,13 @@ from mmjax.hf.vision import vision_of, with_images
 FAMILIES = ("idefics3", "smolvlm")
 CONNECTORS = ("model.connector.", "connector.")
 PROJECTION = "modality_projection.proj"
-TEXT = {"model_type": "llama", "rms_norm_eps": 1e-5}  # where a config has none
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
-    llm = text_of(fields.over({"text_config": TEXT}), "llama")
-    connector = ConnectorConfig(merge=fields.get("scale_factor", int, 2), mlp_width=0, norm="none", biases=())
-    vision = with_images(folder, vision_of(_tower(fields), -1, True, connector))
+    llm = text_of(fields)
+    connector = ConnectorConfig(merge=fields.size("scale_factor"), mlp_width=0, norm="none", biases=())
+    vision = with_images(folder, vision_of(fields.inner("vision_config"), -1, True, connector))
     if isinstance(vision.images, AsIs):  # there is no processor: its defaults, for the tower's tiles
         assert isinstance(vision.positions, FractionalGrid)
         tile = vision.positions.side * vision.patch
@@ -37,10 +36,4 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of such a checkpoint."""
     first = next((p for p in CONNECTORS if f"{p}{PROJECTION}.weight" in folder.tensors), CONNECTORS[-1])
     parts = TensorNames({"linear": linear(f"{first}{PROJECTION}")})
-    return whole_layout(folder, model, _tower(folder.fields), parts, first)
-
-
-def _tower(fields: Fields) -> Fields:
-    # Configs call its kind by several names.
-    tower = Fields(fields.get("vision_config", dict, {}), f"{fields.where}: vision_config")
-    return Fields({**tower.values, "model_type": "idefics3_vision"}, tower.where)
+    return whole_layout(folder, model, parts, first)

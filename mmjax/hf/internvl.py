@@ -9,7 +9,7 @@ from mmjax.errors import UserError
 from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linear, norm
-from mmjax.hf.llava import PROJECTORS, text_of, tower_fields, whole_layout
+from mmjax.hf.llava import PROJECTORS, text_of, whole_layout
 from mmjax.hf.names import ACTIVATIONS
 from mmjax.hf.processors import read_internvl_videos
 from mmjax.hf.vision import vision_of, with_images
@@ -20,15 +20,13 @@ OPEN = "mlp1."  # OpenGVLab's projector
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of transformers' layout says."""
-    # The class ties the tables unless a config says otherwise.
-    tied = fields.get("tie_word_embeddings", bool, True)
-    llm = text_of(Fields({**fields.values, "tie_word_embeddings": tied}, fields.where), "qwen2")
-    layer = fields.get("vision_feature_layer", (int, list), -1)
+    llm = text_of(fields)
+    layer = fields.get("vision_feature_layer", (int, list))
     if isinstance(layer, list):
         raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
     fields.refuse("vision_feature_select_strategy", "default")
-    connector = _connector(fields, llm.width, fields.choice("projector_hidden_act", ACTIVATIONS, "gelu"))
-    vision = vision_of(_tower(fields), layer, layer == -1, connector)
+    connector = _connector(fields, llm.width, fields.choice("projector_hidden_act", ACTIVATIONS))
+    vision = vision_of(fields.inner("vision_config"), layer, layer == -1, connector)
     prepared = with_images(folder, vision)
     tile = prepared.positions.rows * prepared.patch, prepared.positions.columns * prepared.patch
     videos = read_internvl_videos(folder.path, prepared, tile)
@@ -43,7 +41,7 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         "mlp.up": linear(f"{projector}linear_1"),
         "mlp.down": linear(f"{projector}linear_2"),
     }
-    return whole_layout(folder, model, _tower(folder.fields), TensorNames(parts), projector)
+    return whole_layout(folder, model, TensorNames(parts), projector)
 
 
 def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -51,35 +49,26 @@ def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
     text = fields.inner("llm_config")
     llm = decoder_of(text, fields.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False)))
     fields.refuse("ps_version", "v2")
-    tower = _open_tower(fields)
-    forced = fields.get("force_image_size", int, tower.get("image_size", int, 224))
-    if forced != tower.get("image_size", int, 224):
+    tower = fields.inner("vision_config")
+    side = tower.get("image_size", int)
+    if fields.get("force_image_size", int, side) != side:
         raise UserError(
             f"{fields.where}: force_image_size={forced} differs from vision_config.image_size, so positions would have "
             "to be interpolated, which is not supported"
         )
     connector = _connector(fields, llm.width, "gelu")
-    vision = vision_of(tower, fields.get("select_layer", int, -1), True, connector)
+    vision = vision_of(tower, fields.get("select_layer", int), True, connector)
     return ModelConfig(llm, {"vision": with_images(folder, vision)})
 
 
 def layout_chat(folder: HfFolder, model: ModelConfig) -> Layout:
     """Locate the tensors of OpenGVLab's layout."""
     parts = {"norm": norm(f"{OPEN}0"), "mlp.up": linear(f"{OPEN}1"), "mlp.down": linear(f"{OPEN}3")}
-    return whole_layout(folder, model, _open_tower(folder.fields), TensorNames(parts), OPEN)
-
-
-def _tower(fields: Fields) -> Fields:
-    return tower_fields(fields, {"model_type": "internvl_vision"})
-
-
-def _open_tower(fields: Fields) -> Fields:
-    tower = fields.inner("vision_config")
-    return Fields({**tower.values, "model_type": "intern_vit_6b"}, tower.where)
+    return whole_layout(folder, model, TensorNames(parts), OPEN)
 
 
 def _connector(fields: Fields, width: int, activation: str) -> ConnectorConfig:
-    ratio = fields.get("downsample_ratio", float, 0.5)
+    ratio = fields.get("downsample_ratio", float)
     merge = round(1 / ratio)
     if merge < 1 or abs(merge * ratio - 1) > 1e-6:
         raise UserError(f"{fields.where}: downsample_ratio={ratio} is no part 1/n of one, which is not supported")

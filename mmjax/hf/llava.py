@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mmjax.config import (
     AlternatingGrid,
@@ -18,12 +16,13 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
+from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder
-from mmjax.hf.decoders import decoder_of
+from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear
 from mmjax.hf.names import ACTIVATIONS
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, DEFAULTS, read_onevision_videos
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_onevision_videos
 from mmjax.hf.vision import (
     find_tower,
     kind_of,
@@ -40,61 +39,37 @@ NEWLINES = ("model.image_newline", "image_newline")
 
 @dataclass(frozen=True)
 class Family:
-    """A family of checkpoints: the documented defaults of its config's class, and how it takes images."""
+    """A family of checkpoints, and how it takes images."""
 
-    text: str
-    tower: Mapping[str, Any]
-    layer: int  # of the tower, whose output is read
-    features: str  # vision_feature_select_strategy
     processor: str = ""  # of images in tiles, whose rows end with a newline
     max_tiles: str = ""  # the field that says from how many on they are interpolated
 
 
-CLIP_L = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "patch_size": 14,
-    "image_size": 336,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-}
-SIGLIP_SO = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "patch_size": 14,
-    "image_size": 384,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 16,
-}
 FAMILIES = {
-    "llava": Family("llama", CLIP_L, -2, "default"),
-    "llava_next": Family("llama", CLIP_L, -2, "default", "LlavaNextImageProcessor"),
-    "llava_onevision": Family(
-        "qwen2", SIGLIP_SO, -1, "full", processor="LlavaOnevisionImageProcessor", max_tiles="vision_aspect_ratio"
-    ),
+    "llava": Family(),
+    "llava_next": Family("LlavaNextImageProcessor"),
+    "llava_onevision": Family("LlavaOnevisionImageProcessor", max_tiles="vision_aspect_ratio"),
 }
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
     family = FAMILIES[fields.get("model_type", str)]
-    llm = text_of(fields, family.text)
-    layer = fields.get("vision_feature_layer", (int, list), family.layer)
+    llm = text_of(fields)
+    layer = fields.get("vision_feature_layer", (int, list))
     if isinstance(layer, list):
         raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
-    biased = fields.get("multimodal_projector_bias", bool, True)
+    biased = fields.get("multimodal_projector_bias", bool)
     connector = ConnectorConfig(
         merge=1,
         mlp_width=llm.width,
         norm="none",
-        activation=fields.choice("projector_hidden_act", ACTIVATIONS, "gelu"),
+        activation=fields.choice("projector_hidden_act", ACTIVATIONS),
         biases=("up", "down") if biased else (),
         newline=bool(family.processor),
     )
-    vision = vision_of(tower_fields(fields, family.tower), layer, False, connector)
-    _check_features(fields, vision, family)
+    vision = vision_of(fields.inner("vision_config"), layer, False, connector)
+    _check_features(fields, vision)
     if isinstance(vision.positions, AlternatingGrid) and not family.processor:
         return ModelConfig(llm, {"vision": with_pixtral_images(folder, vision)})
     vision = with_images(folder, vision)
@@ -105,12 +80,12 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     return ModelConfig(llm, {"vision": vision})
 
 
-def _check_features(fields: Fields, vision: VisionConfig, family: Family) -> None:
+def _check_features(fields: Fields, vision: VisionConfig) -> None:
     """Raise UserError unless the LLM sees all patches of the tower, and no class token."""
     if vision.registers:
         raise UserError(f"{fields.where}: the LLM sees the {vision.registers} registers of its tower, which is not "
                         "supported")  # fmt: skip
-    features = fields.get("vision_feature_select_strategy", str, family.features)
+    features = fields.get("vision_feature_select_strategy", str)
     expected = "default" if vision.class_token else "full"
     if features != expected:
         what = "shows the LLM the class token" if vision.class_token else "drops the first patch of an image"
@@ -125,11 +100,12 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
     grid = vision.positions
     if not isinstance(grid, LearnedGrid):
         raise UserError(f"{fields.where}: images in tiles need a CLIP or SigLIP tower, which vision_config is not")
-    points = fields.get("image_grid_pinpoints", list, DEFAULTS[family.processor]["image_grid_pinpoints"])
+    # Null says those of the class's image processor.
+    points = fields.get("image_grid_pinpoints", list, processor_defaults(family.processor)["image_grid_pinpoints"])
     pinpoints = tuple("x".join(map(str, point)) for point in points)
     how = vision.images
     if isinstance(how, AsIs):  # there is no processor: its defaults
-        tile = tower_fields(fields, family.tower).get("image_size", int, grid.rows * vision.patch)
+        tile = fields.inner("vision_config").get("image_size", int)
         how = AnyRes(tile=tile, several="square" if family.max_tiles else "tiles")
         vision = replace(vision, mean=CLIP_MEAN, std=CLIP_STD)
     elif not isinstance(how, AnyRes):
@@ -138,7 +114,7 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
         raise UserError(f"{fields.where}: image_grid_pinpoints differs from that of the folder's image processor")
     max_tiles = 0
     if family.max_tiles:
-        aspect_ratio = fields.get(family.max_tiles, str, "anyres_max_9")
+        aspect_ratio = fields.get(family.max_tiles, str)
         if not (match := re.fullmatch(r"anyres_max_([1-9]\d*)", aspect_ratio)):
             raise UserError(
                 f"{fields.where}: {family.max_tiles}={aspect_ratio!r} is not supported; known: 'anyres_max_9'"
@@ -158,32 +134,21 @@ def layout(folder: HfFolder, model: ModelConfig) -> Layout:
         newline = next((key for key in NEWLINES if key in folder.tensors), NEWLINES[-1])
         connector["newline"] = {"weight": TensorSlice(newline, (0,))}
         begins += (newline,)
-    return whole_layout(folder, model, tower_fields(fields, family.tower), TensorNames(connector), *begins)
+    return whole_layout(folder, model, TensorNames(connector), *begins)
 
 
-def text_of(fields: Fields, kind: str) -> DecoderConfig:
-    """The decoder of a config with a `text_config`, whose kind is by default this one."""
-    # Its tables are one where either says so. Logits have no cap, for the output table belongs to the class around it.
-    text_config = fields.get("text_config", dict, {})
-    text = Fields({"model_type": kind, **text_config}, f"{fields.where}: text_config")
-    tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
-    return replace(decoder_of(text, tied), logit_cap=0.0)
+def text_of(fields: Fields) -> DecoderConfig:
+    """The decoder of a config with a `text_config`."""
+    # Logits have no cap, for the output table belongs to the class around it.
+    return replace(decoder_of(fields.inner("text_config"), tables_are_tied(fields)), logit_cap=0.0)
 
 
-def tower_fields(fields: Fields, default: Mapping[str, object]) -> Fields:
-    """The `vision_config`; the class's default where there is none."""
-    vision_config = fields.get("vision_config", dict, {})
-    same = vision_config.get("model_type", default.get("model_type")) == default.get("model_type")
-    return Fields((dict(default) if same else {}) | vision_config, f"{fields.where}: vision_config")
-
-
-def whole_layout(
-    folder: HfFolder, model: ModelConfig, fields: Fields, connector: TensorNames, *projector: str
-) -> Layout:
+def whole_layout(folder: HfFolder, model: ModelConfig, connector: TensorNames, *projector: str) -> Layout:
     """Build the layout of a checkpoint of one vision tower, a projector and a decoder.
 
-    fields: of the vision config. projector: what the tensors of the projector begin with.
+    projector: what the tensors of the projector begin with.
     """
+    fields = folder.fields.inner("vision_config")
     inner, output = find_decoder(folder)
     kind = kind_of(fields)
     vision = model.encoders["vision"]

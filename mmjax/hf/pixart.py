@@ -16,22 +16,13 @@ import numpy as np
 from mmjax.config import Activation, Biased, DiffusionTransformerConfig, VaeLatents
 from mmjax.errors import UserError
 from mmjax.hf.diffusers_folder import open_part, write_part
-from mmjax.hf.folder import CLASS_NAME, Fields, HfFolder
+from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, convolution, linear
 from mmjax.hf.names import QKV
 from mmjax.hf.vision import PATCHES
 
 CLASS = "PixArtTransformer2DModel"
 CLASSES = (CLASS, "Transformer2DModel")
-# Defaults of both classes that differ from what is supported, or from each other, are read as they stand there.
-DEFAULTS = {
-    CLASS: {"num_attention_heads": 16, "attention_head_dim": 72, "num_layers": 28, "cross_attention_dim": 1152}
-    | {"norm_type": "ada_norm_single", "activation_fn": "gelu-approximate", "attention_bias": True}
-    | {"sample_size": 128, "patch_size": 2, "in_channels": 4, "norm_eps": 1e-6, "norm_elementwise_affine": False},
-    "Transformer2DModel": {"num_attention_heads": 16, "attention_head_dim": 88, "num_layers": 1}
-    | {"norm_type": "layer_norm", "activation_fn": "geglu", "attention_bias": False}
-    | {"norm_eps": 1e-5, "norm_elementwise_affine": True},
-}
 ACTIVATIONS: dict[str, Activation] = {"gelu-approximate": "gelu_tanh", "gelu": "gelu", "linear-silu": "silu"}
 ALWAYS: tuple[Biased, ...] = ("output", "up", "down")  # biases that no option leaves out
 UNUSED = ("pos_embed.pos_embed", "caption_projection.y_embedding")  # saved by old versions
@@ -44,14 +35,12 @@ def open_transformer(path: str | Path) -> HfFolder:
 
 def read(folder: HfFolder) -> DiffusionTransformerConfig:
     """Read the config of a transformer. Raises UserError for a field that is not supported, naming it."""
-    name = folder.fields.get(CLASS_NAME, str)
-    fields = folder.fields.over(DEFAULTS[name])
+    fields = folder.fields
     _refuse(fields)
     heads, width = _widths(fields)
     channels = fields.get("in_channels", int)
     side, patch = fields.get("sample_size", int), fields.get("patch_size", int)
-    # Null is a value of its own: as many outputs as inputs. A field that is missing has the class's default.
-    outputs = folder.config.get("out_channels", 8 if name == CLASS else None) or channels
+    outputs = fields.get("out_channels", int, channels)
     if outputs not in (channels, 2 * channels):
         raise UserError(
             f"{fields.where}: out_channels={outputs} is not supported; known: in_channels, {channels}, or twice as "

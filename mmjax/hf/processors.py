@@ -32,71 +32,14 @@ from mmjax.config import (
 )
 from mmjax.disk import read_json
 from mmjax.errors import UserError
-from mmjax.hf.folder import Fields
+from mmjax.hf.class_defaults import complete_config, processor_defaults, processor_names
+from mmjax.hf.folder import Fields, note
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # A processor's `resample` is an index into these.
 FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's number
 
-_COMMON = {
-    "resample": 3,
-    "image_mean": CLIP_MEAN,
-    "image_std": CLIP_STD,
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "default_to_square": False,
-}
-_CLIP = _COMMON | {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True}
-# Qwen's own tools take 2 frames per second where a folder does not say; transformers then takes every frame.
-_VIDEO = _COMMON | {
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
-    "fps": 2.0,
-    "min_frames": 4,
-    "max_frames": 768,
-    "cap_pixels_per_frame": False,
-}
-_HALF = {"image_mean": (0.5, 0.5, 0.5), "image_std": (0.5, 0.5, 0.5)}
-_NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-_ONEVISION_PINPOINTS = [[384 * y, 384 * x] for y in range(1, 7) for x in range(1, 7)]
-_GLM4V = _COMMON | {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15_000}}
-_GLM4V |= {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
-_IDEFICS3 = _COMMON | _HALF | {"resample": 1, "size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}}
-_IDEFICS3 |= {"do_image_splitting": True}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "CLIPImageProcessor": _CLIP,
-    "SiglipImageProcessor": _COMMON | _HALF | {"size": {"height": 224, "width": 224}},
-    "BitImageProcessor": _CLIP,
-    "LlavaImageProcessor": _CLIP,
-    "LlavaNextImageProcessor": _CLIP | {"image_grid_pinpoints": _NEXT_PINPOINTS},
-    "LlavaOnevisionImageProcessor": _COMMON
-    | {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": _ONEVISION_PINPOINTS},
-    "Qwen2VLImageProcessor": _COMMON
-    | {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}, "patch_size": 14, "merge_size": 2},
-    "PixtralImageProcessor": _COMMON | {"size": {"longest_edge": 1024}, "patch_size": 16, "default_to_square": True},
-    **dict.fromkeys(("Glm4vImageProcessor", "Glm46VImageProcessor"), _GLM4V),
-    **dict.fromkeys(("Idefics3ImageProcessor", "SmolVLMImageProcessor"), _IDEFICS3),
-    "Gemma3ImageProcessor": _COMMON
-    | _HALF
-    | {"resample": 2, "size": {"height": 224, "width": 224}, "default_to_square": True},
-    "Qwen2VLVideoProcessor": _VIDEO
-    | {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}, "max_video_tokens": 128_000},
-    "Qwen3VLVideoProcessor": _VIDEO
-    | _HALF
-    | {"size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}, "max_video_tokens": 768}
-    | {"patch_size": 16},
-    "Glm4vVideoProcessor": _GLM4V
-    | {"size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 2 * 30_000}}
-    | {"fps": 2.0, "max_duration": 300},
-    "LlavaOnevisionVideoProcessor": _COMMON | {"size": {"height": 384, "width": 384}, "num_frames": None},
-    "InternVLVideoProcessor": _COMMON | {"size": {"height": 384, "width": 384}, "default_to_square": True},
-    "GotOcr2ImageProcessor": _COMMON
-    | {"size": {"height": 384, "width": 384}, "default_to_square": True, "min_patches": 1, "max_patches": 12},
-}
 ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"  # as PixtralProcessor writes them
 RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first Qwen2.5-VL checkpoints call it
 
@@ -114,10 +57,11 @@ def read_image_processing(folder: Path) -> ImageProcessing:
     """Read how a checkpoint's images are prepared. Raises UserError, naming file and field, for what is unknown."""
     config = read_json(folder / "config.json", {})
     if config.get("model_type") == "internvl_chat":
-        return _internvl_chat(_ProcessorFields(config, str(folder / "config.json")))
+        where = str(folder / "config.json")
+        return _internvl_chat(_ProcessorFields(complete_config(config, where), where))
     _, fields, processor_class = _fields(folder, "image_processor")
     kind = _kind(fields)
-    fields = fields.over(DEFAULTS[kind])
+    fields = fields.over(processor_defaults(kind))
     if kind == "Qwen2VLImageProcessor":
         how = _smart_resize(fields)
     elif kind == "GotOcr2ImageProcessor":
@@ -171,7 +115,8 @@ def read_video_processing(folder: Path, family: str, vision: VisionConfig) -> Qw
     capped = fields.flag("cap_pixels_per_frame")
     tokens = fields.count("max_video_tokens")
     sampling = {
-        "fps": fields.number("fps"),
+        # Qwen's own tools take 2 frames per second where a folder does not say; transformers then takes every frame.
+        "fps": fields.number("fps", Qwen2Video().fps),
         "min_frames": fields.count("min_frames"),
         "max_frames": fields.count("max_frames"),
         "min_pixels": min_pixels,
@@ -257,7 +202,7 @@ def _video_fields(folder: Path, family: str) -> _ProcessorFields | None:
         return None
     if fields.value("video_processor_type") not in (None, f"{family}VideoProcessor"):
         raise fields.refused("video_processor_type", f"known is {family}VideoProcessor")
-    return fields.over(DEFAULTS[f"{family}VideoProcessor"])
+    return fields.over(processor_defaults(f"{family}VideoProcessor"))
 
 
 def _check_patches(fields: _ProcessorFields, vision: VisionConfig) -> None:
@@ -287,18 +232,18 @@ def read_audio_processing(folder: Path) -> WhisperMel:
     kind = fields.value("feature_extractor_type")
     if kind != "WhisperFeatureExtractor":
         raise fields.refused("feature_extractor_type", "known is WhisperFeatureExtractor")
+    fields = fields.over(processor_defaults("WhisperFeatureExtractor"))
     for name in ("dither", "padding_value"):
         if fields.value(name):
             raise fields.refused(name, "only 0 is known")
     if fields.value("padding_side") not in (None, "right"):
         raise fields.refused("padding_side", "only 'right' is known")
-    default = WhisperMel()
     how = WhisperMel(
-        mels=fields.count("feature_size", default.mels),
-        sample_rate=fields.count("sampling_rate", default.sample_rate),
-        window=fields.count("n_fft", default.window),
-        hop=fields.count("hop_length", default.hop),
-        seconds=fields.count("chunk_length", default.seconds),
+        mels=fields.count("feature_size"),
+        sample_rate=fields.count("sampling_rate"),
+        window=fields.count("n_fft"),
+        hop=fields.count("hop_length"),
+        seconds=fields.count("chunk_length"),
     )
     if how.sample_rate != 16_000:  # the extractor's filters end at 8 kHz whatever the rate
         raise fields.refused("sampling_rate", "only 16000 is known")
@@ -326,6 +271,10 @@ def _fixed_size(fields: _ProcessorFields, pads: bool) -> FixedSize:
 def _pan_and_scan(fields: _ProcessorFields) -> PanAndScan:
     if not fields.flag("do_resize"):
         raise fields.refused("do_resize", "an image and its crops must be of one size; set it to true")
+    note(
+        f"{fields.where}: do_pan_and_scan=true is followed; Gemma3Processor of transformers ignores it unless the call "
+        "says it too, and an image then has fewer tokens there"
+    )
     return PanAndScan(
         resize=fields.height_and_width("size"),
         min_crop=fields.count("pan_and_scan_min_crop_size"),
@@ -431,19 +380,18 @@ def _any_res(fields: _ProcessorFields, several: str) -> AnyRes:
 
 
 def _internvl_chat(fields: _ProcessorFields) -> ImageProcessing:
-    """Read image processing from the config, with the defaults of `InternVLChatConfig`."""
+    """Read image processing from the config."""
     # Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives each of a sample's
     # several images its share of `max_dynamic_patch`; this is one image's.
     if fields.flag("pad2square"):
         raise fields.refused("pad2square", "only false is known")
-    vision = fields.value("vision_config") or {}
-    side = fields.count("force_image_size", vision.get("image_size"))
+    side = fields.count("force_image_size", fields.inner("vision_config").get("image_size", int))
     how: ImagePreparation = FixedSize(resize=(side, side), crop=())
     if fields.flag("dynamic_image_size"):
         how = DynamicTiles(
             tile=(side, side),
-            min_tiles=fields.count("min_dynamic_patch", 1),
-            max_tiles=fields.count("max_dynamic_patch", 6),
+            min_tiles=fields.count("min_dynamic_patch"),
+            max_tiles=fields.count("max_dynamic_patch"),
             thumbnail=fields.flag("use_thumbnail"),
         )
     return ImageProcessing(how, IMAGENET_MEAN, IMAGENET_STD, 1 / 255)
@@ -479,15 +427,16 @@ class _ProcessorFields(Fields):
             raise self.refused(name, "give true or false")
         return bool(value)
 
-    def count(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, null: int | None = None) -> int:
         value = self.value(name)
-        value = default if value is None else value
+        value = null if value is None else value
         if not _is_count(value):
             raise self.refused(name, "give a whole number above 0")
         return value
 
-    def number(self, name: str) -> float:
+    def number(self, name: str, null: float | None = None) -> float:
         value = self.value(name)
+        value = null if value is None else value
         if type(value) not in (int, float):
             raise self.refused(name, "give a number")
         return float(value)
@@ -551,6 +500,6 @@ def _kind(fields: _ProcessorFields) -> str:
     # Fast and slow processors have the same fields, and older checkpoints call a processor a feature extractor.
     kind = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
     kind = RENAMED.get(kind, kind)
-    if kind not in DEFAULTS:
-        raise fields.refused(key, f"known are {', '.join(DEFAULTS)}")
+    if kind not in (known := processor_names("ImageProcessor")):
+        raise fields.refused(key, f"known are {', '.join(known)}")
     return kind

@@ -13,38 +13,13 @@ from pathlib import Path
 from mmjax.config import AudioConfig, ConnectorConfig, ModelConfig, Qwen2Video, Sinusoids, VisionConfig
 from mmjax.errors import UserError
 from mmjax.hf import qwen_vl
-from mmjax.hf.audio import OMNI, encoder_of, encoder_parts, stem_parts
+from mmjax.hf.audio import encoder_of, encoder_parts, stem_parts
 from mmjax.hf.folder import Fields, HfFolder, note
 from mmjax.hf.layout import Layout, TensorNames, linear
 
 FAMILIES = {
-    "qwen2_5_omni": replace(
-        qwen_vl.FAMILIES["qwen2_5_vl"],
-        text={
-            "vocab_size": 152_064,
-            "hidden_size": 3584,
-            "intermediate_size": 18_944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "rope_theta": 1_000_000.0,
-        },
-    ),
-    "qwen3_omni_moe": replace(
-        qwen_vl.FAMILIES["qwen3_vl_moe"],
-        text={
-            "vocab_size": 3584,
-            "hidden_size": 2048,
-            "intermediate_size": 18_944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "rope_theta": 1_000_000.0,
-            "norm_topk_prob": True,
-        },
-        fixed=qwen_vl.NO_WINDOWS,
-        videos="Qwen2VL",
-    ),
+    "qwen2_5_omni": qwen_vl.FAMILIES["qwen2_5_vl"],
+    "qwen3_omni_moe": replace(qwen_vl.FAMILIES["qwen3_vl_moe"], fixed=qwen_vl.NO_WINDOWS, videos="Qwen2VL"),
 }
 THINKER = "_thinker"  # what the type of a thinker alone ends with
 KINDS = (*FAMILIES, *(f"{family}{THINKER}" for family in FAMILIES))
@@ -62,37 +37,26 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     kind = fields.get("model_type", str)
     family = kind.removesuffix(THINKER)
     thinker = fields if kind.endswith(THINKER) else fields.inner("thinker_config")
-    model = qwen_vl.read_family(folder, _untied(thinker), FAMILIES[family])
+    model = qwen_vl.read_family(folder, thinker, FAMILIES[family])
     vision = model.encoders[qwen_vl.NAME]
     assert isinstance(vision, VisionConfig)
     assert isinstance(vision.videos, Qwen2Video)
-    per_second = thinker.get("position_id_per_seconds", int, 25)
+    per_second = thinker.get("position_id_per_seconds", int)
     videos = replace(vision.videos, tokens_per_second=float(per_second), seconds="nominal", text_after="time")
     if family == "qwen2_5_omni":
-        chunk = int(per_second * thinker.get("seconds_per_chunk", float, 2.0))
+        chunk = int(per_second * thinker.get("seconds_per_chunk", float))
         videos = replace(videos, sound_chunk=chunk)
-        audio = _whisper_in_chunks(folder, _audio_fields(thinker, family), model.llm.width)
+        audio = _whisper_in_chunks(folder, thinker.inner("audio_config"), model.llm.width)
     else:
         videos = replace(videos, turns="patches")
-        audio = _convolved_chunks(folder, _audio_fields(thinker, family), model.llm.width)
+        audio = _convolved_chunks(folder, thinker.inner("audio_config"), model.llm.width)
     return replace(model, encoders={qwen_vl.NAME: replace(vision, videos=videos), AUDIO: audio})
-
-
-def _untied(thinker: Fields) -> Fields:
-    """The fields with a text config that says nothing of its tables, of which only the thinker's own word counts."""
-    text = {**thinker.get("text_config", dict, {}), "tie_word_embeddings": None}
-    return Fields({**thinker.values, "text_config": text}, thinker.where)
-
-
-def _audio_fields(thinker: Fields, family: str) -> Fields:
-    values = thinker.get("audio_config", dict, {})
-    return Fields({**values, "model_type": OMNI[family]}, f"{thinker.where}: audio_config")
 
 
 def _whisper_in_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioConfig:
     _check_outputs(fields, outputs)
-    half = fields.get("n_window", int, 100)
-    table = fields.get("max_source_positions", int, 1500)
+    half = fields.size("n_window")
+    table = fields.size("max_source_positions")
     if not 1 <= half <= table:
         raise UserError(f"{fields.where}: n_window={half}, but there are positions 1 to max_source_positions={table}")
     connector = ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",))
@@ -102,8 +66,8 @@ def _whisper_in_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioC
 def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioConfig:
     """Read Qwen3-Omni's encoder. Clips are not padded with silence, so each ends with its own mirror image."""
     _check_outputs(fields, outputs)
-    half = fields.get("n_window", int, 50)
-    attended = fields.get("n_window_infer", int, 800)
+    half = fields.size("n_window")
+    attended = fields.size("n_window_infer")
     plain = encoder_of(folder, fields)
     encoder = replace(
         plain,
@@ -111,7 +75,7 @@ def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioCo
         positions=Sinusoids(),
         pool=1,
         chunk=2 * half,
-        stem_width=fields.get("downsample_hidden_size", int, 480),
+        stem_width=fields.size("downsample_hidden_size"),
         attended_chunks=attended // (2 * half),
         key_bias=True,
         connector=ConnectorConfig(merge=1, mlp_width=plain.width, norm="none", activation=plain.activation),
@@ -122,13 +86,13 @@ def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioCo
         )
     if not encoder.attended_chunks:
         raise UserError(f"{fields.where}: n_window_infer={attended} is less than a chunk of {2 * half} frames")
-    if (table := fields.get("max_source_positions", int, 1500)) < CHUNK_POSITIONS:
+    if (table := fields.size("max_source_positions")) < CHUNK_POSITIONS:
         raise UserError(f"{fields.where}: max_source_positions={table}, but a chunk has {CHUNK_POSITIONS} positions")
     return encoder
 
 
 def _check_outputs(fields: Fields, outputs: int) -> None:
-    if (width := fields.get("output_dim", int, 3584)) != outputs:
+    if (width := fields.get("output_dim", int)) != outputs:
         raise UserError(f"{fields.where}: output_dim={width}, but the text's hidden_size is {outputs}")
 
 

@@ -18,12 +18,12 @@ from mmjax.config import (
 )
 from mmjax.errors import UserError
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
-from mmjax.hf.decoders import decoder_of
+from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
 from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_video_processing
-from mmjax.hf.vision import with_images
+from mmjax.hf.vision import axial_theta, with_images
 
 NAME = "vision"  # of the encoder
 EPS = 1e-6  # of all norms of the vision tower, written in no config
@@ -33,14 +33,12 @@ VISION_FIRST = ("model.visual.", "visual.", "thinker.model.visual.", "thinker.vi
 
 @dataclass(frozen=True)
 class Family:
-    """A family of checkpoints, with its documented defaults."""
+    """A family of checkpoints."""
 
-    decoder: str  # the text decoder that its LLM is, but for the defaults
-    text: Mapping[str, Any]  # defaults
+    decoder: str  # the text decoder that its LLM is
     sections: tuple[int, ...]
     interleaved: bool
     fixed: Mapping[str, Any]  # of the text's fields, those that the class takes otherwise than a config says
-    vision: Mapping[str, Any]  # defaults
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
     std: tuple[float, ...]
@@ -57,23 +55,23 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 def read_family(folder: HfFolder, fields: Fields, family: Family) -> ModelConfig:
     """The same of a config of this family."""
-    vision = _renamed(fields.inner("vision_config").over(family.vision))
+    vision = _renamed(fields.inner("vision_config"))
     llm = _llm(fields, family)
-    if (outputs := vision.get("out_hidden_size", int)) != llm.width:
+    if (outputs := vision.size("out_hidden_size")) != llm.width:
         raise UserError(f"{vision.where}: out_hidden_size={outputs}, but the text's hidden_size is {llm.width}")
-    merge = vision.get("spatial_merge_size", int)
-    width = vision.get("hidden_size", int)
+    merge = vision.size("spatial_merge_size")
+    width = vision.size("hidden_size")
     # The MLP of the patch merger has the width of what is merged.
     connector = ConnectorConfig(merge=merge, mlp_width=merge**2 * width, norm_eps=EPS, activation="gelu")
     tower = VisionConfig(
         attention="auto",
-        layers=vision.get("depth", int),
+        layers=vision.size("depth"),
         width=width,
-        heads=vision.get("num_heads", int),
-        mlp_width=vision.get("intermediate_size", int),
-        patch=vision.get("patch_size", int),
-        channels=vision.get("in_channels", int, vision.get("in_chans", int, 3)),
-        frames=vision.get("temporal_patch_size", int),
+        heads=vision.size("num_heads"),
+        mlp_width=vision.size("intermediate_size"),
+        patch=vision.size("patch_size"),
+        channels=vision.size("in_channels"),
+        frames=vision.size("temporal_patch_size"),
         mean=family.mean,
         std=family.std,
         head_norm=False,
@@ -85,8 +83,8 @@ def read_family(folder: HfFolder, fields: Fields, family: Family) -> ModelConfig
     prepared = with_images(folder, family.tower(vision, tower))
     videos = read_video_processing(folder.path, family.videos, prepared)
     if isinstance(videos, Qwen2Video):
-        per_second = vision.get("tokens_per_second", float, videos.tokens_per_second)
-        videos = replace(videos, tokens_per_second=per_second)
+        # Qwen2-VL's class has no such field: it counts temporal patches.
+        videos = replace(videos, tokens_per_second=vision.get("tokens_per_second", float, 0.0))
     return ModelConfig(llm, {NAME: replace(prepared, videos=videos)})
 
 
@@ -98,27 +96,22 @@ def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
 
 def _renamed(vision: Fields) -> Fields:
     """Give the vision fields of Qwen2-VL, which calls the tower's width `embed_dim`, the names of its successors."""
-    if "embed_dim" not in vision.values:
+    if vision.get("model_type", str) != "qwen2_vl_vision":
         return vision
-    width = vision.get("embed_dim", int)
+    width = vision.size("embed_dim")
     names = {
         "hidden_size": width,
-        "out_hidden_size": vision.get("hidden_size", int),
+        "out_hidden_size": vision.size("hidden_size"),
         "intermediate_size": width * vision.get("mlp_ratio", int),
     }
     return Fields(vision.values | names, vision.where)
 
 
 def _llm(fields: Fields, family: Family) -> DecoderConfig:
-    """The decoder, whose fields the first checkpoints have beside `vision_config`, later ones in `text_config`."""
-    flat = fields.values.get("text_config") is None
-    text = fields if flat else fields.inner("text_config")
-    values = dict(text.values)
-    if "num_key_value_heads" in values and values["num_key_value_heads"] is None:
-        values["num_key_value_heads"] = values.get("num_attention_heads")
-    text = Fields({**values, **family.fixed, "model_type": family.decoder}, text.where).over(family.text)
-    tied = fields.get("tie_word_embeddings", bool, False) or text.get("tie_word_embeddings", bool, False)
-    return in_sections(decoder_of(text, tied), text.where, family.sections, family.interleaved)
+    text = fields.inner("text_config")
+    text = replace(text, values={**text.values, **family.fixed, "model_type": family.decoder})
+    llm = decoder_of(text, tables_are_tied(fields))
+    return in_sections(llm, text.where, family.sections, family.interleaved)
 
 
 def in_sections(llm: DecoderConfig, where: str, default: tuple[int, ...], interleaved: bool) -> DecoderConfig:
@@ -139,19 +132,12 @@ def in_sections(llm: DecoderConfig, where: str, default: tuple[int, ...], interl
     return replace(llm, rope_sections=sections, rope_interleaved=interleaved)
 
 
-def axial_theta(vision: Fields) -> float:
-    """Read the base of a tower's 2D RoPE."""
-    rope = Fields(vision.get("rope_parameters", dict, {}), f"{vision.where}: rope_parameters")
-    rope.refuse("rope_type", "axial", "default")
-    return rope.get("rope_theta", float, 10_000.0)
-
-
 def _qwen2(vision: Fields, plain: VisionConfig) -> VisionConfig:
-    return replace(plain, positions=RotaryGrid(axial_theta(vision)), embed_bias=False)
+    return replace(plain, positions=RotaryGrid(axial_theta(vision, plain.width // plain.heads)), embed_bias=False)
 
 
 def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
-    size = vision.get("window_size", int)
+    size = vision.size("window_size")
     merge = plain.connector.merge
     full_attention = vision.get("fullatt_block_indexes", list)
     # A window is given in pixels and holds whole tokens: 112 pixels of patches of 14, merged by 2, are 4 tokens a side.
@@ -160,7 +146,7 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
         raise UserError(f"{vision.where}: window_size={size} is smaller than a merged patch of {merge * plain.patch}")
     return replace(
         plain,
-        positions=RotaryGrid(axial_theta(vision)),
+        positions=RotaryGrid(axial_theta(vision, plain.width // plain.heads)),
         window=merged * merge,
         windowed=tuple(i for i in range(plain.layers) if i not in full_attention),
         embed_bias=False,
@@ -172,7 +158,7 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
 
 
 def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
-    places = vision.get("num_position_embeddings", int)
+    places = vision.size("num_position_embeddings")
     deep = vision.get("deepstack_visual_indexes", list, [])
     side = round(places**0.5)
     if side**2 != places:
@@ -181,7 +167,7 @@ def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
         raise UserError(f"{vision.where}: deepstack_visual_indexes={deep} is not in the order of the layers")
     return replace(
         plain,
-        positions=StretchedGrid(side, axial_theta(vision)),
+        positions=StretchedGrid(side, axial_theta(vision, plain.width // plain.heads)),
         deepstack=tuple(i for i in deep if i < plain.layers),
     )
 
@@ -191,40 +177,13 @@ def _qwen3_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
     return _qwen3(vision, plain)
 
 
-# Null counts as missing, so the fields have no effect.
-NO_WINDOWS = {"use_sliding_window": None, "layer_types": None}
+NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
 FAMILIES = {
     "qwen2_5_vl": Family(
         decoder="qwen2",
-        text={
-            "vocab_size": 152_064,
-            "hidden_size": 8192,
-            "intermediate_size": 29_568,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 32_768,
-            "rms_norm_eps": 1e-5,
-            "max_window_layers": 80,
-            "rope_theta": 1_000_000.0,
-        },
         sections=(16, 24, 24),
         interleaved=False,
         fixed={},
-        vision={
-            "depth": 32,
-            "hidden_size": 3584,
-            "hidden_act": "silu",
-            "intermediate_size": 3420,
-            "num_heads": 16,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "tokens_per_second": 4.0,
-            "window_size": 112,
-            "out_hidden_size": 3584,
-            "fullatt_block_indexes": [7, 15, 23, 31],
-        },
         tower=_qwen2_5,
         mean=CLIP_MEAN,
         std=CLIP_STD,
@@ -232,83 +191,21 @@ FAMILIES = {
     ),
     "qwen3_vl": Family(
         decoder="qwen3",
-        text={
-            "vocab_size": 151_936,
-            "hidden_size": 4096,
-            "intermediate_size": 22_016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 128_000,
-            "rope_theta": 500_000.0,
-        },
         sections=(24, 20, 20),
         interleaved=True,
         fixed=NO_WINDOWS,
-        vision={
-            "depth": 27,
-            "hidden_size": 1152,
-            "hidden_act": "gelu_pytorch_tanh",
-            "intermediate_size": 4304,
-            "num_heads": 16,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": 3584,
-            "num_position_embeddings": 2304,
-            "deepstack_visual_indexes": [8, 16, 24],
-        },
         tower=_qwen3,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
         videos="Qwen3VL",
     ),
 }
-FAMILIES["qwen2_vl"] = replace(
-    FAMILIES["qwen2_5_vl"],
-    vision={
-        "depth": 32,
-        "embed_dim": 1280,
-        "hidden_size": 3584,
-        "hidden_act": "quick_gelu",
-        "mlp_ratio": 4,
-        "num_heads": 16,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "tokens_per_second": 0.0,  # it counts temporal patches
-    },
-    tower=_qwen2,
-)
-_QWEN3_VISION = dict(FAMILIES["qwen3_vl"].vision)
-_QWEN3_VISION.pop("deepstack_visual_indexes")
+FAMILIES["qwen2_vl"] = replace(FAMILIES["qwen2_5_vl"], tower=_qwen2)
 FAMILIES["qwen3_5"] = replace(
-    FAMILIES["qwen3_vl"],
-    decoder="qwen3_5_text",
-    text={},
-    sections=(11, 11, 10),
-    fixed={},
-    vision=_QWEN3_VISION,
-    tower=_qwen3_5,
+    FAMILIES["qwen3_vl"], decoder="qwen3_5_text", sections=(11, 11, 10), fixed={}, tower=_qwen3_5
 )
 FAMILIES["qwen3_vl_moe"] = replace(
-    FAMILIES["qwen3_vl"],
-    decoder="qwen3_moe",
-    text={
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "moe_intermediate_size": 1408,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "num_local_experts": 60,
-        "num_experts_per_tok": 4,
-        "max_position_embeddings": 128_000,
-        "rope_theta": 500_000.0,
-    },
-    fixed=NO_WINDOWS | {"norm_topk_prob": True},
+    FAMILIES["qwen3_vl"], decoder="qwen3_moe", fixed=NO_WINDOWS | {"norm_topk_prob": True}
 )
 FAMILIES["qwen3_5_moe"] = replace(FAMILIES["qwen3_5"], decoder="qwen3_5_moe_text")
 

@@ -16,18 +16,6 @@ CLASS = "UNet2DConditionModel"
 PART = "unet"
 ATTENDING = {"CrossAttnDownBlock2D": True, "DownBlock2D": False}
 ATTENDING_UP = {"CrossAttnUpBlock2D": True, "UpBlock2D": False}
-DEFAULTS = {  # of the class, where a config leaves a field out
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": [320, 640, 1280, 1280],
-    "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
-    "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
-    "layers_per_block": 2,
-    "norm_num_groups": 32,
-    "cross_attention_dim": 1280,
-    "attention_head_dim": 8,
-    "use_linear_projection": False,
-}
 # The values for which the computation here is right; all others, and fields without any, are refused.
 KNOWN = {
     "center_input_sample": (False,),
@@ -75,7 +63,7 @@ def open_unet(path: str | Path) -> HfFolder:
 
 def read(folder: HfFolder) -> UnetConfig:
     """Read the config of a UNet. Raises UserError for a field that is not supported, naming it."""
-    fields = folder.fields.over(DEFAULTS)
+    fields = folder.fields
     for name, known in KNOWN.items():
         fields.refuse(name, *known)
     channels = fields.get("in_channels", int)

@@ -17,13 +17,6 @@ from mmjax.hf.layout import LeafTensors, TensorNames, convolution, linear, norm
 
 CLASS = "AutoencoderKL"
 PART = "vae"
-DEFAULTS = {  # of the class, where a config leaves a field out
-    "block_out_channels": [64],
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 32,
-    "scaling_factor": 0.18215,
-}
 KERNEL = (2, 3, 1, 0)  # from [out, in, row, column]; ours: row, column, in, out
 PRODUCT = (1, 0, 2, 3)  # of a convolution over single pixels, which is a product over channels
 NAMES = ({"query": "to_q", "key": "to_k", "value": "to_v", "output": "to_out.0"},
@@ -39,14 +32,14 @@ def open_vae(path: str | Path) -> HfFolder:
 
 def read_vae(folder: HfFolder) -> VaeConfig:
     """Read the VAE that a config says. Raises UserError, by name, for what is not supported."""
-    fields = folder.fields.over(DEFAULTS)
+    fields = folder.fields
     widths = _widths(fields)
     for name, block in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
         fields.refuse(name, [block] * len(widths))
     fields.refuse("act_fn", "silu", "swish")
     for name in ("latents_mean", "latents_std"):
         fields.refuse(name)
-    channels = fields.get("in_channels", int, 3)
+    channels = fields.get("in_channels", int)
     fields.refuse("out_channels", channels)
     groups = fields.get("norm_num_groups", int)
     if any(width % groups for width in widths):
@@ -57,9 +50,9 @@ def read_vae(folder: HfFolder) -> VaeConfig:
         groups=groups,
         image_channels=channels,
         channels=fields.get("latent_channels", int),
-        attention=fields.get("mid_block_add_attention", bool, True),
-        encoder_product=fields.get("use_quant_conv", bool, True),
-        decoder_product=fields.get("use_post_quant_conv", bool, True),
+        attention=fields.get("mid_block_add_attention", bool),
+        encoder_product=fields.get("use_quant_conv", bool),
+        decoder_product=fields.get("use_post_quant_conv", bool),
         scale=fields.get("scaling_factor", float),
         shift=fields.get("shift_factor", float, 0.0),
     )

@@ -72,8 +72,8 @@ def vision_of(fields: Fields, feature_layer: int, final_norm: bool, connector: C
 
 
 def kind_of(fields: Fields) -> str:
-    """The kind of a vision config. OpenGVLab's says none of its own but `intern_vit_6b`."""
-    kind = fields.get("model_type", str, "intern_vit_6b")
+    """The kind of a vision config."""
+    kind = fields.get("model_type", str)
     if kind not in TOWERS_BY_KIND:
         raise UserError(f"{fields.where}: model_type={kind!r} is no vision tower that can be read; known: "
                         f"{', '.join(TOWERS_BY_KIND)}")  # fmt: skip
@@ -114,61 +114,64 @@ def unused_in(config: VisionConfig, fields: Fields, prefix: str) -> tuple[str, .
 
 
 def _clip(fields: Fields) -> VisionConfig:
-    return _two_norms(fields, "quick_gelu", 1e-5, class_token=True)
+    return _two_norms(fields, class_token=True)
 
 
 def _evaclip(fields: Fields) -> VisionConfig:
     for name in ("rope", "naiveswiglu", "subln", "global_average_pool"):  # of EVA-02's own layout
         fields.refuse(name, False)
-    biased = [name for name in QKV if fields.get(f"{name[0]}_bias", bool, True)]
+    biased = [name for name in QKV if fields.get(f"{name[0]}_bias", bool)]
     return replace(
-        _two_norms(fields, "gelu", 1e-5, class_token=True),
+        _two_norms(fields, class_token=True),
         embed_bias=True,
         embed_norm=False,
-        norm="rms" if fields.get("use_rms_norm", bool, True) else "layer",
-        norm_place="after" if fields.get("post_layernorm", bool, False) else "before",
+        norm="rms" if fields.get("use_rms_norm", bool) else "layer",
+        norm_place="after" if fields.get("post_layernorm", bool) else "before",
         biases=(*biased, "output", "up", "down"),
     )
 
 
 def _siglip(fields: Fields) -> VisionConfig:
-    return _two_norms(fields, "gelu_pytorch_tanh", 1e-6, class_token=False)
+    return _two_norms(fields, class_token=False)
 
 
 def _idefics3(fields: Fields) -> VisionConfig:
-    plain = _siglip(fields.over({"hidden_size": 1152, "patch_size": 32}))
+    plain = _siglip(fields)
     grid = plain.positions
     if not isinstance(grid, LearnedGrid) or grid.rows != grid.columns:
         raise UserError(f"{fields.where}: image_size must be one number")
     return replace(plain, positions=FractionalGrid(grid.rows))
 
 
-def _two_norms(fields: Fields, activation: str, eps: float, class_token: bool) -> VisionConfig:
-    width = fields.get("hidden_size", int, 768)
-    patch, grid = _patches(fields, 224, 32 if class_token else 16)
+def _two_norms(fields: Fields, class_token: bool) -> VisionConfig:
+    patch, grid = _patches(fields)
     return VisionConfig(
         attention="auto",
-        layers=fields.get("num_hidden_layers", int, 12),
-        width=width,
-        heads=fields.get("num_attention_heads", int, 12),
-        mlp_width=fields.get("intermediate_size", int, 3072),
+        layers=fields.size("num_hidden_layers"),
+        width=fields.size("hidden_size"),
+        heads=fields.size("num_attention_heads"),
+        mlp_width=fields.size("intermediate_size"),
         patch=patch,
-        channels=fields.get("num_channels", int, 3),
+        channels=fields.size("num_channels"),
         positions=grid,
         class_token=class_token,
         embed_bias=not class_token,
         embed_norm=class_token,
-        norm_eps=fields.get("layer_norm_eps", float, eps),
-        activation=fields.choice("hidden_act", ACTIVATIONS, activation),
+        norm_eps=fields.get("layer_norm_eps", float),
+        activation=fields.choice("hidden_act", ACTIVATIONS),
         biases=ALL_BIASES,
     )
 
 
-def _patches(fields: Fields, image: int, patch: int) -> tuple[int, LearnedGrid]:
+def _patches(fields: Fields) -> tuple[int, LearnedGrid]:
     """The side of a patch and the grid of an image, both square where one number is given."""
-    size, side = fields.get("image_size", (int, list), image), fields.get("patch_size", (int, list), patch)
+    size, side = fields.get("image_size", (int, list)), fields.get("patch_size", (int, list))
+    if isinstance(size, list) and len(size) != 2:
+        raise UserError(f"{fields.where}: image_size={size} must be one number, or height and width")
     rows, columns = size if isinstance(size, list) else (size, size)
     sides = side if isinstance(side, list) else [side, side]
+    if any(not isinstance(n, int) or n < 1 for n in (rows, columns, *sides)):
+        raise UserError(f"{fields.where}: image_size={size} and patch_size={side} must be whole numbers from 1")
     if len(set(sides)) != 1:
         raise UserError(f"{fields.where}: patch_size={sides} is not square, which is not supported")
     return sides[0], LearnedGrid(rows // sides[0], columns // sides[0])
@@ -200,26 +203,35 @@ def _clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
 PIXTRAL_EPS = 1e-5  # of all its norms, written in no config
 
 
-def _pixtral(fields: Fields) -> VisionConfig:
-    width, heads = fields.get("hidden_size", int, 1024), fields.get("num_attention_heads", int, 16)
-    fields.refuse("head_dim", width // heads)
-    rope = Fields(fields.get("rope_parameters", dict, {}), f"{fields.where}: rope_parameters")
+def axial_theta(fields: Fields, head_width: int) -> float:
+    """Read the base of a tower's 2D RoPE. Raises UserError where it would turn heads of another width."""
+    fields.refuse("head_dim", head_width)
+    place = next(
+        (name for name in ("rope_scaling", "rope_parameters") if fields.get(name, dict, {})), "rope_parameters"
+    )
+    rope = Fields(fields.get(place, dict, {}), f"{fields.where}: {place}")
     rope.refuse("rope_type", "axial", "default")
+    rope.refuse("type", "axial", "default")
+    return rope.get("rope_theta", float, fields.get("rope_theta", float))
+
+
+def _pixtral(fields: Fields) -> VisionConfig:
+    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     return VisionConfig(
         attention="auto",
-        layers=fields.get("num_hidden_layers", int, 24),
+        layers=fields.size("num_hidden_layers"),
         width=width,
         heads=heads,
-        mlp_width=fields.get("intermediate_size", int, 4096),
-        patch=fields.get("patch_size", int, 16),
-        channels=fields.get("num_channels", int, 3),
-        positions=AlternatingGrid(rope.get("rope_theta", float, fields.get("rope_theta", float, 10_000.0))),
+        mlp_width=fields.size("intermediate_size"),
+        patch=fields.size("patch_size"),
+        channels=fields.size("num_channels"),
+        positions=AlternatingGrid(axial_theta(fields, width // heads)),
         embed_bias=False,
         embed_norm=True,
         head_norm=False,
         norm="rms",
         norm_eps=PIXTRAL_EPS,
-        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        activation=fields.choice("hidden_act", ACTIVATIONS),
         gated=True,
         biases=(),
     )
@@ -246,30 +258,28 @@ def _pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
 def _intern(fields: Fields) -> VisionConfig:
     fields.refuse("use_absolute_position_embeddings", True)
     fields.refuse("use_mask_token", False)
-    biased, normed = fields.get("attention_bias", bool, False), fields.get("use_qk_norm", bool, False)
-    plain = _intern_vit(fields, (24, 1024, 16, 4096, 448), "layer_norm", biased, normed)
+    plain = _intern_vit(fields, fields.get("attention_bias", bool), fields.get("use_qk_norm", bool))
     # The norm after the last layer is a LayerNorm whatever `norm_type` says.
-    final = not fields.get("use_mean_pooling", bool, True)
+    final = not fields.get("use_mean_pooling", bool)
     return replace(plain, head_norm=final, head_norm_type="layer" if final and plain.norm == "rms" else "same")
 
 
-def _intern_vit(fields: Fields, sizes: tuple[int, ...], norm_type: str, biased: bool, normed: bool) -> VisionConfig:
-    """Read the fields that both layouts share. sizes: defaults of layers, width, heads, MLP width and image side."""
-    layers, width, heads, mlp_width, side = sizes
-    patch, grid = _patches(fields, side, 14)
+def _intern_vit(fields: Fields, biased: bool, normed: bool) -> VisionConfig:
+    """Read the fields that both layouts share."""
+    patch, grid = _patches(fields)
     return VisionConfig(
         attention="auto",
-        layers=fields.get("num_hidden_layers", int, layers),
-        width=fields.get("hidden_size", int, width),
-        heads=fields.get("num_attention_heads", int, heads),
-        mlp_width=fields.get("intermediate_size", int, mlp_width),
+        layers=fields.size("num_hidden_layers"),
+        width=fields.size("hidden_size"),
+        heads=fields.size("num_attention_heads"),
+        mlp_width=fields.size("intermediate_size"),
         patch=patch,
-        channels=fields.get("num_channels", int, 3),
+        channels=fields.size("num_channels"),
         positions=grid,
         class_token=True,
-        norm=fields.choice("norm_type", {"layer_norm": "layer", "rms_norm": "rms"}, norm_type),
-        norm_eps=fields.get("layer_norm_eps", float, 1e-6),
-        activation=fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        norm=fields.choice("norm_type", {"layer_norm": "layer", "rms_norm": "rms"}),
+        norm_eps=fields.get("layer_norm_eps", float),
+        activation=fields.choice("hidden_act", ACTIVATIONS),
         biases=ALL_BIASES if biased else ("output", "up", "down"),
         qk_norm="width" if normed else "none",
         layer_scale=True,
@@ -300,8 +310,7 @@ def _intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
 
 
 def _open_intern(fields: Fields) -> VisionConfig:
-    biased, normed = fields.get("qkv_bias", bool, False), fields.get("qk_normalization", bool, True)
-    plain = _intern_vit(fields, (48, 3200, 25, 12_800, 224), "rms_norm", biased, normed)
+    plain = _intern_vit(fields, fields.get("qkv_bias", bool), fields.get("qk_normalization", bool))
     return replace(plain, qk_norm_eps=plain.norm_eps)
 
 
@@ -331,40 +340,38 @@ def _open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
 
 
 def _dinov2(fields: Fields) -> VisionConfig:
-    return _self_distilled(fields, 14, "bicubic", 0)
+    return _self_distilled(fields, "bicubic", 0)
 
 
 def _dinov2_with_registers(fields: Fields) -> VisionConfig:
-    return _self_distilled(fields, 16, "antialiased", fields.get("num_register_tokens", int, 4))
+    return _self_distilled(fields, "antialiased", fields.get("num_register_tokens", int))
 
 
-def _self_distilled(
-    fields: Fields, patch: int, interpolation: Literal["bicubic", "antialiased"], registers: int
-) -> VisionConfig:
-    width = fields.get("hidden_size", int, 768)
-    patch, grid = _patches(fields, 224, patch)
+def _self_distilled(fields: Fields, interpolation: Literal["bicubic", "antialiased"], registers: int) -> VisionConfig:
+    width = fields.size("hidden_size")
+    patch, grid = _patches(fields)
     if grid.rows != grid.columns:
         raise UserError(f"{fields.where}: image_size={fields.get('image_size', (int, list))} is no square, whose "
                         "positions are not supported")  # fmt: skip
-    gated = fields.get("use_swiglu_ffn", bool, False)
-    mlp_width = int(width * fields.get("mlp_ratio", (int, float), 4))
+    gated = fields.get("use_swiglu_ffn", bool)
+    mlp_width = int(width * fields.get("mlp_ratio", (int, float)))
     return VisionConfig(
         attention="auto",
-        layers=fields.get("num_hidden_layers", int, 12),
+        layers=fields.size("num_hidden_layers"),
         width=width,
-        heads=fields.get("num_attention_heads", int, 12),
+        heads=fields.size("num_attention_heads"),
         # Two thirds with a gate, rounded up to a multiple of 8.
         mlp_width=-(-int(mlp_width * 2 / 3) // 8) * 8 if gated else mlp_width,
         patch=patch,
-        channels=fields.get("num_channels", int, 3),
+        channels=fields.size("num_channels"),
         positions=replace(grid, interpolation=interpolation),
         class_token=True,
         registers=registers,
-        norm_eps=fields.get("layer_norm_eps", float, 1e-6),
-        activation="silu" if gated else fields.choice("hidden_act", ACTIVATIONS, "gelu"),
+        norm_eps=fields.get("layer_norm_eps", float),
+        activation="silu" if gated else fields.choice("hidden_act", ACTIVATIONS),
         gated=gated,
         biases=(
-            *(QKV if fields.get("qkv_bias", bool, True) else ()),
+            *(QKV if fields.get("qkv_bias", bool) else ()),
             "output",
             *(("gate",) if gated else ()),
             "up",
@@ -408,7 +415,10 @@ TOWERS_BY_KIND = {
     "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", _clip_parts),
     "evaclip_vision_model": Tower(_evaclip, "embeddings.class_embedding", _clip_parts),
     "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", _clip_parts, _POOLING_HEAD),
-    "idefics3_vision": Tower(_idefics3, "embeddings.position_embedding.weight", _clip_parts),
+    **dict.fromkeys(
+        ("idefics3_vision", "smolvlm_vision"),
+        Tower(_idefics3, "embeddings.position_embedding.weight", _clip_parts),
+    ),
     "pixtral": Tower(_pixtral, "patch_conv.weight", _pixtral_parts),
     "dinov2": Tower(_dinov2, "embeddings.cls_token", _dinov2_parts, _MASK_TOKEN),
     "dinov2_with_registers": Tower(_dinov2_with_registers, "embeddings.register_tokens", _dinov2_parts, _MASK_TOKEN),
@@ -531,14 +541,5 @@ def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 def _tower_alone(fields: Fields) -> Fields:
-    """Return the fields of a folder's tower, with its kind.
-
-    EVA-CLIP's folders call themselves CLIP as well, and say the class of their own code.
-    """
-    kind = fields.get("model_type", str)
-    is_tower = kind in TOWERS_BY_KIND
-    inner = fields if is_tower else fields.inner("vision_config")
-    classes = (*fields.get("architectures", list, []), *fields.get("auto_map", dict, {}).values())
-    if any("evaclip" in str(name).lower() for name in classes):
-        return replace(inner, values={**inner.values, "model_type": "evaclip_vision_model"})
-    return inner.over({} if is_tower else {"model_type": f"{kind}_vision_model"})
+    """Return the fields of a folder's tower, with its kind."""
+    return fields if fields.get("model_type", str) in TOWERS_BY_KIND else fields.inner("vision_config")

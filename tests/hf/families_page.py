@@ -20,7 +20,11 @@ BEGIN, END = "<!-- table: made by tests/hf/families_page.py -->\n", "<!-- end of
 # What a config of the family must say beside its kind; everything else has a documented default.
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"vision_config": {"image_size": 896, "patch_size": 14}},
-    "internvl_chat": {"vision_config": {"image_size": 448}, "llm_config": {"model_type": "qwen2"}},
+    "internvl_chat": {
+        "vision_config": {"image_size": 448},
+        "llm_config": {"model_type": "qwen2"},
+        "ps_version": "v2",
+    },
     **{kind: {"vision_config": {}} for kind in ("clip", "evaclip", "siglip")},
     **{kind: {"text_config": {"partial_rotary_factor": 0.5}} for kind in ("glm4v", "glm46v")},
     # The tower's default width in transformers is not the text's.

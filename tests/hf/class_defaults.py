@@ -1,0 +1,246 @@
+"""The defaults of the classes whose configs are read, as data: `python tests/hf/class_defaults.py` writes them again.
+
+`mmjax/hf/class_defaults.json` is made from the installed transformers and diffusers, whose versions it names. Of a
+config's class it has the defaults of its fields, other names of these, fields that must not be null, the RoPE of a
+config that says none, and its parts: their class, and their fields where a config has no such part. Processors of
+images and videos are parsed, for they cannot be imported without torchvision. Classes whose code is in repositories of
+their own (OpenGVLab, InternLM, BAAI) are written here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import logging
+import warnings
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import transformers
+from transformers import image_utils
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+TABLE = Path(__file__).parents[2] / "mmjax/hf/class_defaults.json"
+LIBRARY = Path(transformers.__file__).parent
+PARTS = ("text_config", "vision_config", "audio_config", "thinker_config")  # that are read
+UNREAD_PARTS = {("clip", "text_config"), ("siglip", "text_config")}
+OF_ALL = {field.name for field in fields(transformers.PreTrainedConfig)}  # of labels, dtypes and outputs
+WHOLE = (
+    *("qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "mixtral", "llama", "mistral", "phi3"),
+    *("glm4", "gemma", "gemma2", "gemma3_text", "opt", "gpt2"),
+    *("llava", "llava_next", "llava_onevision", "glm4v", "glm46v", "idefics3", "smolvlm", "mistral3", "gemma3"),
+    *("paligemma", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("qwen2_5_omni", "qwen3_omni_moe", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+    *("clip", "clip_vision_model", "siglip", "siglip_vision_model", "pixtral", "internvl_vision"),
+    *("dinov2", "dinov2_with_registers", "qwen2_audio", "qwen2_audio_encoder", "whisper"),
+)
+IMAGES = {  # by the folder of their model
+    "clip": ("CLIPImageProcessor",),
+    "siglip": ("SiglipImageProcessor",),
+    "bit": ("BitImageProcessor",),
+    "llava": ("LlavaImageProcessor",),
+    "llava_next": ("LlavaNextImageProcessor",),
+    "llava_onevision": ("LlavaOnevisionImageProcessor", "LlavaOnevisionVideoProcessor"),
+    "qwen2_vl": ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+    "qwen3_vl": ("Qwen3VLVideoProcessor",),
+    "pixtral": ("PixtralImageProcessor",),
+    "glm4v": ("Glm4vImageProcessor", "Glm4vVideoProcessor"),
+    "glm46v": ("Glm46VImageProcessor",),
+    "idefics3": ("Idefics3ImageProcessor",),
+    "smolvlm": ("SmolVLMImageProcessor",),
+    "gemma3": ("Gemma3ImageProcessor",),
+    "got_ocr2": ("GotOcr2ImageProcessor",),
+    "internvl": ("InternVLVideoProcessor",),
+}
+GENERATORS = ("AutoencoderKL", "UNet2DConditionModel", "PixArtTransformer2DModel", "Transformer2DModel")
+# Of code that is beside its checkpoints.
+REMOTE: dict[str, dict[str, Any]] = {
+    "internlm2": {
+        "vocab_size": 103_168,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bias": True,
+        "rope_theta": 10_000.0,
+        "rope_scaling": None,
+    },
+    "internvl_chat": {
+        "select_layer": -1,
+        "force_image_size": None,
+        "downsample_ratio": 0.5,
+        "dynamic_image_size": False,
+        "use_thumbnail": False,
+        "ps_version": "v1",
+        "min_dynamic_patch": 1,
+        "max_dynamic_patch": 6,
+        "pad2square": False,
+    },
+    "intern_vit_6b": {
+        "num_channels": 3,
+        "patch_size": 14,
+        "image_size": 224,
+        "qkv_bias": False,
+        "hidden_size": 3200,
+        "num_attention_heads": 25,
+        "intermediate_size": 12_800,
+        "qk_normalization": True,
+        "num_hidden_layers": 48,
+        "hidden_act": "gelu",
+        "norm_type": "rms_norm",
+        "layer_norm_eps": 1e-6,
+    },
+    "evaclip_vision_model": {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "q_bias": True,
+        "k_bias": True,
+        "v_bias": True,
+        "use_rms_norm": True,
+        "post_layernorm": False,
+    },
+}
+REMOTE_PARTS = {
+    "internvl_chat": {
+        "vision_config": {"type": "intern_vit_6b", "missing": {}, "fixed": True},
+        "llm_config": {"type": None, "missing": None},
+    },
+    "evaclip": {"vision_config": {"type": "evaclip_vision_model", "missing": {}, "fixed": True}},
+}
+
+
+def table() -> dict[str, Any]:
+    """Make the table, from the classes that are installed."""
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        configs: dict[str, Any] = {}
+        for kind in WHOLE:
+            _add(configs, kind)
+        processors = {name: _processor(folder, name) for folder, names in IMAGES.items() for name in names}
+        extractor = transformers.WhisperFeatureExtractor
+        processors["WhisperFeatureExtractor"] = _signature(extractor) | {"padding_side": "right"}
+        generators = {name: _signature(getattr(diffusers, name)) for name in GENERATORS}
+    logging.disable(logging.NOTSET)
+    configs |= {kind: {"defaults": defaults, "nullable": list(defaults)} for kind, defaults in REMOTE.items()}
+    for kind, parts in REMOTE_PARTS.items():
+        configs.setdefault(kind, {"defaults": {}, "nullable": []})["parts"] = parts
+    made = {
+        "transformers": transformers.__version__,
+        "diffusers": diffusers.__version__,
+        "configs": dict(sorted(configs.items())),
+        "processors": processors,
+        "generators": generators,
+    }
+    return json.loads(json.dumps(made))  # tuples as lists
+
+
+def _add(configs: dict[str, Any], kind: str) -> None:
+    """Add a class and those of its parts."""
+    if kind in configs:
+        return
+    made = CONFIG_MAPPING[kind]
+    configs[kind] = entry = {"defaults": _defaults(made)}
+    if aliases := dict(made.attribute_map):
+        entry["aliases"] = aliases
+    entry["nullable"] = [name for name in entry["defaults"] if _takes_null(made, name)]
+    if rope := getattr(made(), "rope_parameters", None):
+        entry["rope"] = rope
+    parts = {}
+    for name, spec in made.sub_configs_defaults.items():
+        if name not in PARTS or (kind, name) in UNREAD_PARTS:
+            continue
+        parts[name] = part = {"type": spec.model_type, "missing": dict(spec.init_kwargs)}
+        if issubclass(spec.config_class, transformers.PreTrainedConfig):
+            part["fixed"] = True
+        _add(configs, spec.model_type)
+    if parts:
+        entry["parts"] = parts
+    if "text_config" in parts:
+        entry |= _text_rules(made, parts["text_config"]["type"])
+
+
+def _text_rules(made: type, text: str) -> dict[str, bool]:
+    """Say what a class makes of its text: `flat`, of fields beside its parts; `forwards_ties`, of the text's tables."""
+    flat = made(hidden_size=64).get_text_config().hidden_size == 64
+    tied = made(text_config={"model_type": text, "tie_word_embeddings": True}, tie_word_embeddings=False)
+    rules = {"flat": flat, "forwards_ties": bool(tied.tie_word_embeddings)}
+    return {name: True for name, holds in rules.items() if holds}
+
+
+def _defaults(made: type) -> dict[str, Any]:
+    own = [field for field in fields(made) if field.name not in OF_ALL]
+    # `tie_word_embeddings` is a field of models that have tables; of others it is none.
+    return {field.name: _default(field) for field in own if field.name not in made.sub_configs_defaults}
+
+
+def _default(field: Field) -> Any:
+    return field.default_factory() if field.default is MISSING else field.default
+
+
+def _takes_null(made: type, name: str) -> bool:
+    try:
+        made(**{name: None})
+    except Exception:  # of any kind: a validator's, or of the arithmetic with it
+        return False
+    return True
+
+
+def _processor(folder: str, name: str) -> dict[str, Any]:
+    """Read the attributes of a processor's class from its source, beside those that all processors have."""
+    kind = "image" if name.endswith("ImageProcessor") else "video"
+    path = LIBRARY / f"models/{folder}/{kind}_processing_{folder}.py"
+    common = {name: getattr(BaseImageProcessor, name) for name in ("default_to_square", "rescale_factor")}
+    return common | _class_attributes(path, name)
+
+
+def _class_attributes(path: Path, name: str) -> dict[str, Any]:
+    tree = ast.parse(path.read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    known = vars(image_utils) | {"PILImageResampling": image_utils.PILImageResampling}
+    attributes = {}
+    for node in body:
+        if not isinstance(node, ast.Assign) or not isinstance(target := node.targets[0], ast.Name):
+            continue
+        if target.id in ("valid_kwargs", "model_input_names") or target.id.startswith("_"):
+            continue
+        value = eval(compile(ast.Expression(node.value), str(path), "eval"), dict(known))
+        attributes[target.id] = int(value) if isinstance(value, image_utils.PILImageResampling) else value
+    return attributes
+
+
+def _signature(made: type) -> dict[str, Any]:
+    parameters = inspect.signature(made.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def written(made: dict[str, Any]) -> str:
+    """Write the table as JSON, a line for each class."""
+    sections = []
+    for name, section in made.items():
+        if isinstance(section, str):
+            sections.append(f"{json.dumps(name)}: {json.dumps(section)}")
+            continue
+        lines = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in section.items())
+        sections.append(f"{json.dumps(name)}: {{\n{lines}\n}}")
+    return "{" + ",\n".join(sections) + "}\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(written(table()))

@@ -1,0 +1,216 @@
+"""A walk over the fields of every config that is read: each missing, null and changed, here and in transformers.
+
+What is read of a config must be what is read of the config that its class in transformers makes of it, with every field
+written, or be refused. A field whose change is not noticed must be one that nothing there computes with (`INERT`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from class_defaults import TABLE
+from families_page import CONFIGS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from mmjax.errors import UserError
+from mmjax.hf.families import CHECKPOINTS, encoder_from_hf, from_hf
+
+Config = dict[str, Any]
+KINDS = [kind for kind in CHECKPOINTS if kind in CONFIG_MAPPING]
+# Fields that some class or module reads though they are no field of the class.
+HIDDEN = (
+    *("head_dim", "is_causal", "use_bidirectional_attention", "attention_chunk_size", "layer_types", "sliding_window"),
+    *("attention_bias", "tie_word_embeddings", "rope_theta", "partial_rotary_factor", "rope_local_base_freq"),
+    *("per_layer_config", "mlp_bias", "use_sliding_window"),
+)
+OF_WHOLE = ("tie_word_embeddings", "use_bidirectional_attention")  # of a text, that the class around it reads too
+WORDS = ("relu", "gelu", "silu", "quick_gelu", "full", "default", "rms_norm", "anyres_max_4")
+REFUSED = "refused: "
+CHANGES = ("missing", "null", "changed")
+MISSING = object()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one change of one field showed."""
+
+    kind: str  # of the checkpoint
+    part: str  # the class of the part
+    field: str
+    change: str
+    fault: str  # "differs", "crash" or "ignored"
+    text: str = ""
+
+
+@cache
+def classes() -> dict[str, Any]:
+    """Read the table of classes."""
+    return json.loads(TABLE.read_text())["configs"]
+
+
+def complete_there(config: Config) -> Config | None:
+    """Make the whole config of a class in transformers of one; None where it refuses it."""
+    try:
+        made = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)).to_dict()
+    except Exception:  # of any kind: a validator's, or of the arithmetic with it
+        return None
+    return json.loads(json.dumps(made, default=str))
+
+
+def read_here(folder: Path, config: Config) -> Any:
+    """Read a config: what it says, or how it is refused, or how that failed."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        return from_hf(folder) if CHECKPOINTS[config["model_type"]].read else encoder_from_hf(folder)
+    except UserError as error:
+        return REFUSED + str(error)
+    except Exception as error:
+        return f"crash: {error!r}"
+
+
+def other_values(field: str, value: Any) -> Sequence[Any]:
+    """Other values for a field, of which a class may refuse some."""
+    if field == "per_layer_config":
+        return [{"0": {"hidden_act": "relu", "hidden_activation": "relu"}}]
+    match value:
+        case bool():
+            return [not value]
+        case int():
+            return [2 * value, max(value // 2, 1), value + 1]
+        case float():
+            return [2 * value + 0.01, 0.0]
+        case str():
+            return [word for word in WORDS if word != value]
+        case list():
+            return [value[1:], [*value, *value[-1:]]] if value else [[0], [1]]
+        case None:
+            return [2, 0.5, True, False, [0]]
+    return []
+
+
+def parts_of(config: Config, kind: str, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Walk the parts of a whole config, itself first, with the class of each."""
+    yield path, kind
+    for name, part in classes()[kind].get("parts", {}).items():
+        inner = part["type"] if part.get("fixed") else config[name].get("model_type", part["type"])
+        yield from parts_of(config[name], inner, (*path, name))
+
+
+def at(config: Config, path: Sequence[str]) -> Config:
+    """Find a part of a config, which is then there."""
+    for name in path:
+        config = config.setdefault(name, {})
+    return config
+
+
+def walk(folder: Path, kind: str, seen: set[str], changes: Sequence[str] = CHANGES) -> Iterator[Finding | None]:
+    """Walk a kind of checkpoint; yields None for a check that holds, else a Finding.
+
+    seen: classes of parts that were walked already, which are left out.
+    """
+    plain = {"model_type": kind, **CONFIGS.get(kind, {})}
+    whole = complete_there(plain)
+    assert whole is not None
+    for config in (plain, whole):
+        yield from _compared(folder, config, whole, Finding(kind, kind, "", "", ""))
+    for path, part in parts_of(whole, kind):
+        if part in seen:
+            continue
+        seen.add(part)
+        parts = classes()[part].get("parts", {})
+        for field in dict.fromkeys((*classes()[part]["defaults"], *parts, *HIDDEN)):
+            other = [{}] if field in parts else other_values(field, at(whole, path).get(field))
+            tried = {"missing": [MISSING], "null": [None], "changed": other}
+            for change in changes:
+                yield from _try(folder, (plain, whole), path, Finding(kind, part, field, change, ""), tried[change])
+
+
+def _try(
+    folder: Path, bases: Sequence[Config], path: Sequence[str], finding: Finding, values: Sequence[Any]
+) -> Iterator[Finding | None]:
+    """Give a field other values, in a config that says little and in one that says all."""
+    noticed = compared = False
+    for base in bases:
+        expected = read_here(folder, base)
+        for value in values:
+            config = copy.deepcopy(base)
+            inner = at(config, path)
+            if value is MISSING:
+                if inner.pop(finding.field, MISSING) is MISSING:
+                    continue
+            else:
+                inner[finding.field] = value
+            if (there := _complete_part(config, path, finding.part, finding.field)) is None:
+                continue  # refused there
+            compared = True
+            yield from _compared(folder, config, there, replace(finding, change=f"{finding.change} {value}"))
+            noticed |= read_here(folder, config) != expected
+    if finding.change == "changed" and compared and not noticed and finding.field not in inert(finding.part):
+        yield replace(finding, fault="ignored")
+
+
+def _compared(folder: Path, config: Config, there: Config, finding: Finding) -> Iterator[Finding | None]:
+    """Compare what is read of a config with what is read of the whole one that is made of it there."""
+    here = read_here(folder, config)
+    if isinstance(here, str):
+        yield None if here.startswith(REFUSED) else replace(finding, fault="crash", text=here)
+        return
+    explicit = read_here(folder, there)
+    yield None if here == explicit else replace(finding, fault="differs", text=difference(here, explicit))
+
+
+def _complete_part(config: Config, path: Sequence[str], part: str, field: str) -> Config | None:
+    """Make a config whole there: the part alone where that is enough, for it is faster."""
+    if not path or field in OF_WHOLE or classes()[part].get("parts"):
+        return complete_there(config)
+    whole = copy.deepcopy(config)
+    if (made := complete_there({**at(whole, path), "model_type": part})) is None:
+        return None
+    at(whole, path[:-1])[path[-1]] = made
+    return whole
+
+
+def difference(here: Any, there: Any, name: str = "") -> str:
+    """Name what differs between two configs that were read."""
+    if isinstance(there, str) or isinstance(here, str) or type(here) is not type(there):
+        return f"{name} {here} | {there}"[:300]
+    if isinstance(here, Mapping):
+        return "".join(difference(here[key], there[key], f"{name}.{key}") for key in here)
+    if hasattr(here, "__dataclass_fields__"):
+        names = here.__dataclass_fields__
+        return "".join(difference(getattr(here, f), getattr(there, f), f"{name}.{f}") for f in names)
+    return "" if here == there else f"{name} {here} | {there}; "
+
+
+# Nothing that is computed here is different for another value: dropout and initial values, caches, tokens' numbers,
+# what other heads and tasks have.
+INERT_EVERYWHERE = {"initializer_range"}
+
+
+def inert(part: str) -> set[str]:
+    """List the fields of a class that no output depends on."""
+    return INERT_EVERYWHERE
+
+
+if __name__ == "__main__":
+    import logging
+    import sys
+    import tempfile
+    import time
+    import warnings
+
+    logging.disable(logging.ERROR)
+    warnings.simplefilter("ignore")
+    seen: set[str] = set()
+    with tempfile.TemporaryDirectory() as made:
+        for kind in sys.argv[1:] or KINDS:
+            begin, findings = time.perf_counter(), list(walk(Path(made), kind, seen))
+            print(f"{kind}: {len(findings)} checks in {time.perf_counter() - begin:.1f} s", flush=True)
+            for finding in filter(None, findings):
+                print("  ", finding.part, finding.field, finding.change, finding.fault, finding.text, flush=True)
