@@ -57,18 +57,26 @@ def print_run_summary(
         print_lines(f"xla    {describe_compiler_options(options)}")
     grouper = loader.planner.grouper
     per_step = grouper.samples_per_step
-    tokens = per_step * float(np.mean(loader.index.llm_tokens))
+    index = loader.index
+    usable = np.setdiff1d(np.arange(len(index)), np.union1d(grouper.oversize, index.bad), assume_unique=True)
+    tokens = per_step * float(np.mean(index.llm_tokens[usable]))
     epoch_steps = math.ceil(grouper.epoch_samples / per_step)
     print_lines(
         f"data   {grouper.epoch_samples:,} samples; a step has about {per_step:.4g} samples with {count(tokens)} LLM "
         f"tokens, an epoch {epoch_steps:,} steps; the run has {config.training.steps:,} steps"
     )
-    if oversize := len(grouper.oversize):
+    max_tokens = config.data.max_tokens or np.inf
+    capped = int((index.llm_tokens[grouper.oversize] > max_tokens).sum())
+    if capped:
+        print_lines(
+            f"       {capped} samples are longer than data.max_tokens={max_tokens}: left out, see oversize.jsonl"
+        )
+    if oversize := len(grouper.oversize) - capped:
         print_lines(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
     for name, source in loader.sources.items() if config.model.encoders else ():
         for what, column in getattr(getattr(source, "conversations", None), "unread", {}).items():
             print_lines(f"       {name} has a column {column} that is not read: data.sources.{name}.{what}={column}")
-    for note in (*loader.budget.notes, *grouper.epoch_notes()):
+    for note in (*loader.budget.notes, *grouper.epoch_notes(), *filter(None, [index.longest(loader.budget.longest)])):
         print_lines(f"       {note}")
     print_lines(
         f"rows   of each module, grouping {config.batch.grouping.kind}, {config.batch.microbatches} microbatch(es), "

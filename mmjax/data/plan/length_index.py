@@ -186,14 +186,17 @@ class LengthIndex:
         source = int(self.source_of(np.array(sample)))
         return f"{self.source_name[source]}[{sample - self.source_start[source]}]"
 
-    def longest(self) -> str:
-        """Name the longest sample and its LLM tokens where it stands out, for messages; else empty."""
-        tokens = self.llm_tokens
+    def longest(self, limit: int) -> str:
+        """Name the longest sample of at most `limit` LLM tokens where it stands out, for messages; else empty."""
+        tokens = np.where(self.llm_tokens > limit, 0, self.llm_tokens)
         sample = int(np.argmax(tokens))
         usual = int(np.median(tokens))
         if tokens[sample] < OUTLIER * max(usual, 1):
             return ""
-        return f"the longest sample, {self.name(sample)}, has {tokens[sample]:,} LLM tokens, the median {usual:,}"
+        return (
+            f"the longest sample, {self.name(sample)}, has {tokens[sample]:,} LLM tokens, the median {usual:,}; "
+            "data.max_tokens=N leaves out longer ones"
+        )
 
     def parts(self, samples: np.ndarray | None = None) -> Parts:
         """Return the parts of samples for balancing: an LLM part each (module 0), then its items (1 + encoder)."""
