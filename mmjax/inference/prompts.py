@@ -46,6 +46,7 @@ from mmjax.data.sample import (
     SampleLengths,
     Source,
     split_markers,
+    with_place,
 )
 from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
 from mmjax.data.storage.files import FileRef, InlineBytes
