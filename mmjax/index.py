@@ -31,7 +31,7 @@ from mmjax.data.media.video import sample_video
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.sample import Split
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
-from mmjax.data.sources.chat_source import BadSampleEntry
+from mmjax.data.sources.chat_source import BadSampleEntry, bad_limit
 from mmjax.data.sources.media_sizes import MediaFacts, Progress, read_facts
 from mmjax.data.sources.opening import (
     SPLITS,
@@ -175,9 +175,11 @@ def _describe_training(config: Config, parts: Sequence[Part]) -> list[str]:
     found = f"train  {bad:,} of {total:,} records are bad"
     if config.data.on_bad_sample == "raise":
         return [f"{found}, and data.on_bad_sample=raise: training refuses to start; mend them, or say skip"]
-    if bad > (share := config.data.max_bad_share) * total:
+    limit, setting = bad_limit(config.data, total)
+    if bad > limit:
         return [
-            f"{found}, more than data.max_bad_share={share:g} allows: training refuses to start; mend them, or raise it"
+            f"{found}, more than {setting} allows: training refuses to start; mend them, or allow so many with "
+            f"data.max_bad={bad}"
         ]
     return [f"{found}: training leaves them out"]
 

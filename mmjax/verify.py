@@ -265,7 +265,7 @@ class Verifier:
         self.compiler_options = quick_compiler_options(config.compiler, self.mesh.local_devices[0])
         self.data = open_data(config, folder, 0, NO_CHANGES, self.mesh)
         self.loader = self.data.loader
-        longest = self.data.index.longest()
+        longest = self.data.index.longest(self.loader.budget.longest)
         plan = plan_memory_on_mesh(config, self.mesh, lambda c: self.data.layout_of(c, self.mesh), longest=longest)
         functions = resolve_callbacks(config.model, path)
         self.config = replace(config, model=plan.applied(config.model))

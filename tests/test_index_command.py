@@ -82,7 +82,12 @@ def test_every_modality_is_counted_and_what_is_bad_is_named(words, tmp_path, cap
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        ("max_bad_share=0.01", "more than data.max_bad_share=0.01 allows: training refuses to start; mend them, or .*"),
+        ("max_bad_share=0.01", "more than data.max_bad_share=0.01 allows: training refuses .* with data.max_bad=2"),
+        (
+            "max_bad=1",
+            "more than data.max_bad=1 allows: training refuses to start; mend them, or .* with data.max_bad=2",
+        ),
+        ("max_bad=2", "training leaves them out"),
         ("max_bad_share=0.1", "training leaves them out"),
         ("on_bad_sample=raise", "data.on_bad_sample=raise: training refuses to start; mend them, or say skip"),
     ],

@@ -265,7 +265,7 @@ def forecast_run(
         needed=needed_flops(config, index, samples) / steps,
         speed=speed,
         nearest=remedy,
-        longest=index.longest(),
+        longest=index.longest(planner.grouper.budget.longest),
     )
 
 

@@ -179,23 +179,23 @@ def fit_budgets(
     used = item > 0
 
     # So many samples a step need, on average, as much of a module as its largest sample alone.
-    min_count = _aligned(sample, unit, alignment)[used] / per_sample[used]
+    min_count = align(sample, unit, alignment)[used] / per_sample[used]
     # With fewer, rows would be longer in one module alone, and the others' emptier.
     count = max(float(samples_per_step), min_count.max())
     fitted = requested.copy()
     # Fewer, longer rows where rows that hold the largest item would together exceed the module's share.
     for k in np.flatnonzero(used):
-        while fitted[k] > 1 and fitted[k] * _shortest(item[k], sample[k], fitted[k], unit[k], alignment) > (
+        while fitted[k] > 1 and fitted[k] * shortest_rows(item[k], sample[k], fitted[k], unit[k], alignment) > (
             count * per_sample[k]
         ):
             fitted[k] -= 1
-    shortest = np.maximum(_shortest(item, sample, fitted, unit, alignment), alignment)
+    shortest = np.maximum(shortest_rows(item, sample, fitted, unit, alignment), alignment)
     # All modules are to be full after the same number of samples.
     length = _in_proportion(count * per_sample, fitted, shortest, used, unit, alignment)
     # A row is filled in whole units, so the rest of `length // unit` stays empty; the tightest module decides.
     reached = float((fitted * (length // unit * unit) / np.where(used, per_sample, np.inf))[used].min())
 
-    min_length = _shortest(item, sample, fitted, unit, 1)
+    min_length = shortest_rows(item, sample, fitted, unit, 1)
     named = list(names) or [f"module {k}" for k in range(modules)]
     notes = [
         f"{named[k]}: {fitted[k]} rows instead of {requested[k]}, since a row must hold {min_length[k]}"
@@ -216,16 +216,18 @@ def units(parts: Parts, modules: int) -> np.ndarray:
     return np.maximum(np.array(unit, np.int64), 1)
 
 
-def _aligned(length: np.ndarray, unit: np.ndarray, alignment: int) -> np.ndarray:
+def align(length: np.ndarray, unit: np.ndarray, alignment: int) -> np.ndarray:
     """Raise lengths to whole units, and what that takes to the alignment."""
     # -(-a // b) rounds up. 70 in units of 16 are 80, and aligned to 32 they are 96.
     return -(-(-(-length // unit) * unit) // alignment) * alignment
 
 
-def _shortest(item: np.ndarray, sample: np.ndarray, rows: np.ndarray, unit: np.ndarray, alignment: int) -> np.ndarray:
+def shortest_rows(
+    item: np.ndarray, sample: np.ndarray, rows: np.ndarray, unit: np.ndarray, alignment: int
+) -> np.ndarray:
     """Return the shortest rows that hold the largest item and, together, the largest sample."""
     # A sample may spread over all rows of a module, an item may not.
-    return _aligned(np.maximum(item, -(-sample // rows)), unit, alignment)
+    return align(np.maximum(item, -(-sample // rows)), unit, alignment)
 
 
 def _in_proportion(
@@ -237,7 +239,7 @@ def _in_proportion(
     # Around the requested size outwards: 1, 1, 1.001, 0.999, 1.002, ... so the nearest of equals wins.
     for scale in 1 + np.linspace(0, _GIVE, 41)[:, None] * np.array([1, -1]):
         for s in scale:
-            length = np.maximum(_aligned(np.ceil(s * need / rows - 1e-9).astype(np.int64), unit, alignment), shortest)
+            length = np.maximum(align(np.ceil(s * need / rows - 1e-9).astype(np.int64), unit, alignment), shortest)
             # Both the spread between modules and the distance from the requested size count as loss.
             steps = (rows * (length // unit * unit))[used] / need[used]  # how many steps' mean need each module holds
             loss = 1 - steps.min() / steps.max() + abs(steps.min() - 1) / 2

@@ -16,7 +16,7 @@ from mmjax.balance.isf import Iteration, choose_bounds, group_leftovers, isf
 from mmjax.balance.pack import choose_row_maximum, pack_rows
 from mmjax.benchmarks import measurement
 from mmjax.benchmarks.measurement import Measurement, median_seconds
-from mmjax.data.plan.length_index import read_lengths, visual_corpus
+from mmjax.data.plan.length_index import internvl_corpus, read_lengths
 from mmjax.errors import UserError
 
 BUDGETED = ("isf", "pack")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> Measurement:
     if args.lengths:
         data = read_lengths(args.lengths, ("vision_items", "llm_tokens"), optional=("source",))
     else:
-        data = visual_corpus(args.samples, args.seed)
+        data = internvl_corpus(args.samples, args.seed)
     lengths = np.stack([data["llm_tokens"], data["vision_items"]], axis=1)  # TOKENS, ITEMS
     if lengths[:, TOKENS].min() < 1:
         raise UserError(f"sample {int(lengths[:, TOKENS].argmin())} has no llm_tokens; every sample needs at least 1")

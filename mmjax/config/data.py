@@ -345,6 +345,8 @@ class DataConfig:
     cache: str = ""  # a folder for headers and lengths of the sources' files; empty: ~/.cache/mmjax/data
     on_bad_sample: Literal["skip", "raise"] = "skip"  # an unreadable sample: listed, then skipped or fatal
     max_bad_share: float = 0.01  # of the samples; more unreadable ones are fatal even if skipped
+    max_bad: int | None = None  # samples; the same as a count, instead of max_bad_share
+    max_tokens: int | None = None  # LLM tokens, media included: longer samples are left out of training, and listed
     limits: MediaLimits = MediaLimits()  # of images, clips and videos in sources of files
     chat: ChatFormat | None = None  # of the conversations in sources of files
     alphabet: str = ""  # one token per character; token 0 is padding, 1 ends an answer

@@ -73,6 +73,8 @@ def check_data(data: DataConfig) -> None:
     check(data.window_space > 0, f"data.window_space={data.window_space}: it is in GB, and must be above 0")
     share = data.max_bad_share
     check(0 <= share <= 1, f"data.max_bad_share={share}: it is a part of the samples; choose 0 to 1")
+    check(data.max_bad is None or data.max_bad >= 0, f"data.max_bad={data.max_bad}: it counts samples; give 0 or more")
+    check(data.max_tokens is None or data.max_tokens > 0, f"data.max_tokens={data.max_tokens}: give 1 token or more")
     check_limits("data.limits", data.limits)
 
 

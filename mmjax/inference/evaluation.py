@@ -418,7 +418,8 @@ class Evaluator:
     def _note(self, samples: Sequence[tuple[str, int]], spoiled: Mapping[int, str]) -> None:
         """Note the samples that turned out unreadable."""
         for number, reason in spoiled.items():
-            self._leave_out(*samples[number], reason)
+            name, sample = samples[number]
+            self._leave_out(name, sample, with_place(self.sources[name], sample, reason))
 
     def _leave_out(self, source: str, sample: int, reason: str) -> None:
         if self._fatal:

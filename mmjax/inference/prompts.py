@@ -46,6 +46,7 @@ from mmjax.data.sample import (
     SampleLengths,
     Source,
     split_markers,
+    with_place,
 )
 from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
 from mmjax.data.storage.files import FileRef, InlineBytes
@@ -320,7 +321,14 @@ class PromptRows:
         self._topology = replace(topology, peers=1, ranks_per_node=1)
         self._unit = math.lcm(UNIT, topology.context)  # of the columns, so that devices can have as many each
         read_item = partial(_read_item, prompts, model)
-        self._reader = Reader(prompts.sample, prompts.facts, read_item, self._index.source_of, self._index.name)
+        self._reader = Reader(
+            prompts.sample,
+            prompts.facts,
+            read_item,
+            self._index.source_of,
+            self._index.name,
+            partial(with_place, prompts),
+        )
         if len(self._index.bad):
             raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")
         limit = model.llm.max_tokens

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from mmjax.config import Config
 from mmjax.config.codec import did_you_mean
 from mmjax.config.loading import config_texts, copy_config, differences, from_json, keys_of, to_json
 from mmjax.console import print_lines
-from mmjax.disk import atomic_write, json_lines, parse_object, user_cache
+from mmjax.disk import atomic_write, parse_object, user_cache
 from mmjax.errors import UserError
 from mmjax.runtime.run_trust import check_files, check_run, is_own, sign_run
 
@@ -153,16 +153,6 @@ class RunFolder:
         if self.trusted or (is_own(self.path) and (not shared.exists() or shared.stat().st_uid == os.getuid())):
             return shared
         return user_cache() / "programs"
-
-    def list_oversize(self, samples: Iterable[str], action: Literal["skip", "raise"]) -> None:
-        """List the samples that fit no budget in `oversize.jsonl`. Raises UserError where `action` is "raise"."""
-        names = list(samples)
-        self.oversize.write_text(json_lines({"sample": name, "reason": "fits no budget"} for name in names))
-        if names and action == "raise":
-            raise UserError(
-                f"{len(names)} samples fit no budget (data.on_oversize=raise), the first is {names[0]}; all are listed "
-                f"in {self.oversize}. Raise batch.size, lower batch.rows, or skip them with data.on_oversize=skip"
-            )
 
     def scored_step(self) -> int | None:
         """Return the number of updates after which the test split was scored, if it was."""
@@ -318,7 +308,7 @@ LOCATION_KEYS = ("name:", "run:")
 MAY_CHANGE = (
     "name", "run", "device", "compiler", "mesh.", "units", "pipeline.", "batch.balance", "batch.shapes",
     "data.workers", "data.prefetch", "data.pool", "data.cache", "data.window_space", "data.on_bad_sample",
-    "data.max_bad_share",
+    "data.max_bad",
     "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
     "training.keep", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
     "optimizer.offload",

@@ -58,13 +58,21 @@ def print_run_summary(
         print_lines(f"xla    {describe_compiler_options(options)}")
     grouper = loader.planner.grouper
     per_step = grouper.samples_per_step
-    tokens = per_step * float(np.mean(loader.index.llm_tokens))
+    index = loader.index
+    usable = np.setdiff1d(np.arange(len(index)), np.union1d(grouper.oversize, index.bad), assume_unique=True)
+    tokens = per_step * float(np.mean(index.llm_tokens[usable]))
     epoch_steps = math.ceil(grouper.epoch_samples / per_step)
     print_lines(
         f"data   {grouper.epoch_samples:,} samples; a step has about {per_step:.4g} samples with {count(tokens)} LLM "
         f"tokens, an epoch {epoch_steps:,} steps; the run has {config.training.steps:,} steps"
     )
-    if oversize := len(grouper.oversize):
+    max_tokens = config.data.max_tokens or np.inf
+    capped = int((index.llm_tokens[grouper.oversize] > max_tokens).sum())
+    if capped:
+        print_lines(
+            f"       {capped} samples are longer than data.max_tokens={max_tokens}: left out, see oversize.jsonl"
+        )
+    if oversize := len(grouper.oversize) - capped:
         print_lines(f"       {oversize} samples fit no budget and are skipped; they are listed in oversize.jsonl")
     for name, source in loader.sources.items() if config.model.encoders else ():
         for what, column in getattr(getattr(source, "conversations", None), "unread", {}).items():
@@ -124,10 +132,11 @@ def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
     others = f" and {len(found.samples) - NAMED:,} more" if len(found.samples) > NAMED else ""
     (rows, length), (fewer_rows, shorter) = found.row, found.row_without
     verb, pronoun = ("sets", "it") if len(found.samples) == 1 else ("set", "them")
+    key = f" (data.max_tokens={found.largest_other})" if found.module == "llm" else ""
     return [
         f"{', '.join(names)}{others} {verb} the rows of {found.module}: "
         f"{found.positions:,} positions, where no other sample takes more than {found.largest_other:,}. With {pronoun} "
-        f"left out of the data, rows would be {fewer_rows} x {shorter:,} instead of {rows} x {length:,}: "
+        f"left out{key}, rows would be {fewer_rows} x {shorter:,} instead of {rows} x {length:,}: "
         f"{found.room_without:,.0f} instead of {found.room:,.0f} positions for a sample"
     ]
 

@@ -63,7 +63,7 @@ from mmjax.startup import seconds as startup_seconds
 from mmjax.training import announce
 from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples, samples_with_bad_gradients
 from mmjax.training.evaluation import BestMetric, make_evaluator, score_split, write_test_scores
-from mmjax.training.metrics import MetricsLog, MetricValue, StepMetrics
+from mmjax.training.metrics import MetricsLog, MetricValue, StepMetrics, check_wandb_login
 from mmjax.training.pass_times import time_passes, write_planned
 from mmjax.training.run_checkpoints import RunCheckpoints, restore_or_init
 from mmjax.training.run_data import append_launch, open_data
@@ -89,6 +89,8 @@ def train(
     flags: requests by signals. watchdog: ends this process when it hangs.
     """
     refuse_in_worker()
+    if project := config.training.wandb:
+        coordination.run_on_leader(partial(check_wandb_login, project))
     folder = run_folder_of(config)
     devices = choose_devices(config.device) if devices is None else devices
     watchdog = watchdog or Watchdog(config.training.watch, folder.stacks)
@@ -246,7 +248,8 @@ class Trainer:
             stored = coordination.run_on_leader(lambda: read_memory_plan(self.folder.memory_plan, key))
             decision = MemoryDecision.of(stored) if stored else None
         layout_of = partial(self.data.layout_of, mesh=self.mesh)
-        return plan_memory_on_mesh(self.config, self.mesh, layout_of, profile, decision, self.data.index.longest())
+        longest = self.data.index.longest(self.loader.budget.longest)
+        return plan_memory_on_mesh(self.config, self.mesh, layout_of, profile, decision, longest)
 
     def init_state(self) -> Any:
         """Restore or make the first state, and open the log. No file changes before. Raises DamagedCheckpoint."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -309,18 +310,40 @@ def _without_torch() -> Iterator[None]:
         del sys.modules["torch"]
 
 
-def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    """Start a Weights & Biases run, or resume the one of this folder."""
+@contextlib.contextmanager
+def _wandb(project: str) -> Iterator[Any]:
+    """Import wandb. Raises UserError where it is not installed, and for what it refuses."""
     try:
         import wandb
     except ImportError:
         raise UserError(f'training.wandb={project}: wandb is not installed; pip install "mmjax[wandb]"') from None
+    try:
+        yield wandb
+    except (wandb.Error, ValueError) as error:  # ValueError: an API key that cannot be one
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"training.wandb={project}: {reason}; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to "
+            "send the numbers later"
+        ) from None
+
+
+def check_wandb_login(project: str) -> None:
+    """Raise UserError where Weights & Biases would refuse a run of this project for want of a login; asks no server."""
+    with _wandb(project) as wandb:
+        if os.environ.get("WANDB_MODE", "online") == "online":
+            wandb.login(verify=False)
+
+
+def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
+    """Start a Weights & Biases run, or resume the one of this folder."""
     path = folder / "wandb.json"
     try:
         run_id = json.loads(path.read_text())["id"] if path.is_file() else None
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path} is not what was written; remove it to begin a new run there") from None
-    run = wandb.init(project=project, name=folder.name, id=run_id, resume="allow", dir=str(folder), config=dict(config))
+    options = {"id": run_id, "resume": "allow", "dir": str(folder), "config": dict(config)}
+    with _wandb(project) as wandb:
+        run = wandb.init(project=project, name=folder.name, **options)
     path.write_text(json.dumps({"id": run.id}) + "\n")
     return run
 

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from jax.sharding import Mesh
 
 from mmjax import __version__
-from mmjax.config import Config
+from mmjax.config import Config, DataConfig
 from mmjax.config.loading import from_json, to_json, validate
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import StepLoader
@@ -26,7 +27,7 @@ from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.data.sample import Files, Source
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.data.sources.opening import check_records, files_of, look_again, notes_of, open_sources, records_of
-from mmjax.disk import append_json_lines, read_json_lines, verify_checksum, with_checksum
+from mmjax.disk import append_json_lines, json_lines, read_json_lines, verify_checksum, with_checksum
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
@@ -187,7 +188,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         segment = last.segment if same else _next_segment(last, data, folder, step)
     planner, layout = make_planner(index, config, weights, topology_of(config, mesh), segment=segment)
     grouper = planner.grouper
-    coordination.run_on_leader(lambda: folder.list_oversize(map(index.name, grouper.oversize), config.data.on_oversize))
+    coordination.run_on_leader(lambda: _list_oversize(index, grouper.oversize, config.data, folder))
     loader = StepLoader(
         config=config,
         budget=grouper.budget,
@@ -266,7 +267,34 @@ def _index_sources(sources: Mapping[str, Source], config: Config, folder: RunFol
 def _grouping_settings(config: Config) -> tuple[object, ...]:
     """Return the settings that decide which samples form a step, whatever the devices."""
     batch = config.batch
-    return batch.size, dict(batch.rows), batch.microbatches, batch.grouping, batch.alignment, config.seed
+    size = batch.size, config.data.max_tokens
+    return *size, dict(batch.rows), batch.microbatches, batch.grouping, batch.alignment, config.seed
+
+
+MAX_NAMED = 5  # samples in an error
+
+
+def _list_oversize(index: LengthIndex, oversize: np.ndarray, data: DataConfig, folder: RunFolder) -> None:
+    """List the samples that no step takes, because of `data.max_tokens` or since they fit no budget.
+
+    Raises UserError for the latter where they are fatal; it removes the folder of a new run, so it names samples.
+    """
+    entries = []
+    fatal = []
+    for name, tokens in zip(map(index.name, oversize), index.llm_tokens[oversize].tolist(), strict=True):
+        capped = data.max_tokens is not None and tokens > data.max_tokens
+        reason = f"{tokens:,} LLM tokens, " + (
+            f"beyond data.max_tokens={data.max_tokens}" if capped else "fits no budget"
+        )
+        entries.append({"sample": name, "reason": reason})
+        fatal += [] if capped else [f"{name}: {reason}"]
+    folder.oversize.write_text(json_lines(entries))
+    if fatal and data.on_oversize == "raise":
+        more = f" and {len(fatal) - MAX_NAMED} more" if len(fatal) > MAX_NAMED else ""
+        raise UserError(
+            f"{len(fatal)} samples fit no budget (data.on_oversize=raise): {'; '.join(fatal[:MAX_NAMED])}{more}. "
+            "Raise batch.size, lower batch.rows, or skip them with data.on_oversize=skip"
+        )
 
 
 def _next_segment(last: Launch, data: Held, folder: RunFolder, step: int) -> Segment:
@@ -289,8 +317,8 @@ def _quarantine(index: LengthIndex, folder: RunFolder, config: Config) -> Quaran
     """Quarantine the samples that cannot be used, listed by process 0. Raises UserError where they are fatal."""
     bad = [BadSampleEntry(index.name(int(k)), str(reason)) for k, reason in zip(index.bad, index.reason, strict=True)]
     quarantine = Quarantine(folder.quarantine, config.data, len(index), writes=coordination.is_leader())
-    coordination.run_on_leader(lambda: len(quarantine.add(bad)))
-    quarantine.add(bad)  # on the other processes; adding the same samples twice changes nothing
+    coordination.run_on_leader(lambda: len(quarantine.add(bad, starting=True)))
+    quarantine.add(bad, starting=True)  # on the other processes; adding the same samples twice changes nothing
     if bad:
         print_lines(
             f"{len(bad)} of {len(index)} samples cannot be used; they are skipped, and listed in {folder.quarantine}"

@@ -1,4 +1,3 @@
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -181,12 +180,3 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
         with pytest.raises(UserError, match=f"cannot write the run folder {place}: .*; choose another with run=FOLDER"):
             start(config_in(place))
     assert files(tmp_path) == {"file": b"not a folder"}
-
-
-def test_samples_that_fit_no_budget_are_listed_and_fatal_where_the_config_says_so(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.list_oversize(["few[3]", "few[7]"], "skip")
-    lines = [json.loads(line) for line in folder.oversize.read_text().splitlines()]
-    assert [line["sample"] for line in lines] == ["few[3]", "few[7]"]
-    with pytest.raises(UserError, match=r"2 samples fit no budget .*first is few\[3\].*oversize\.jsonl"):
-        folder.list_oversize(["few[3]", "few[7]"], "raise")

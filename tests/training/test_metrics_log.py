@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import TINY, run
 from started import ROOT
 
+from mmjax import train
 from mmjax.errors import UserError
 from mmjax.runtime.run_dir import logged_records
 from mmjax.training.metrics import MetricsLog
@@ -60,6 +62,22 @@ def test_without_wandb_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"training.wandb=p: wandb is not installed; pip install"):
         MetricsLog(tmp_path / "metrics.jsonl", 0, "p")
+
+
+def test_without_a_login_a_run_ends_in_one_line_before_it_opens_its_data(tmp_path, monkeypatch, capsys):
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # which has read the environment of an earlier test
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, path in {"HOME": ".", "NETRC": "netrc", "WANDB_CONFIG_DIR": "."}.items():
+        monkeypatch.setenv(name, str(tmp_path / path))
+    ended = run(capsys, train.main, TINY, f"run={tmp_path}/run", "training.wandb=p", "data.sources={}")
+    wandb.teardown()
+    assert ended.code == 2
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: training.wandb=p: No API key configured")
+    assert line.endswith("run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to send the numbers later")
+    assert not (tmp_path / "run").exists()
 
 
 def test_writing_it_imports_no_torch(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class Reader:
     item: Callable[[int, int], np.ndarray]
     source_of: Callable[[np.ndarray], np.ndarray]
     name: Callable[[int], str]  # for messages: "source[index]"
+    with_place: Callable[[int, object], str]  # puts a sample's file and line before what is wrong with it
 
 
 def pack_microbatch(
@@ -177,8 +178,8 @@ def _reading(reader: Reader, sample: int, spoiled: dict[int, str] | None, item: 
         yield
     except (OSError, ValueError) as error:
         if spoiled is None:
-            raise UserError(f"{what}: {error}") from error
-        spoiled.setdefault(sample, f"{item}: {error}" if item else str(error))
+            raise UserError(f"{what}: {reader.with_place(sample, error)}") from error
+        spoiled.setdefault(sample, reader.with_place(sample, f"{item}: {error}" if item else error))
     except Exception as error:
         error.add_note(f"while reading {what}")
         raise

@@ -25,7 +25,7 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import PLANNER, RankLayout, StepPlan, StepPlanner, make_step_planner
-from mmjax.data.sample import Sample, SampleLengths, Source
+from mmjax.data.sample import Sample, SampleLengths, Source, with_place
 from mmjax.data.sources.opening import check_records, open_sources
 from mmjax.data.storage.latent_store import StoredLatents
 from mmjax.disk import read_sealed, write_sealed
@@ -327,4 +327,7 @@ def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
         source, i = locate(sample)
         return source.item(i, number)
 
-    return Reader(read, facts, item, index.source_of, index.name)
+    def placed(sample: int, reason: object) -> str:
+        return with_place(*locate(sample), reason)
+
+    return Reader(read, facts, item, index.source_of, index.name, placed)

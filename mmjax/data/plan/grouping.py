@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.balance.budgets import Budgets, fit_budgets
+from mmjax.balance.budgets import Budgets, align, fit_budgets, shortest_rows, units
 from mmjax.balance.isf import Grouping, choose_bounds, group_leftovers, isf
 from mmjax.balance.lpt import split, to_rows
 from mmjax.balance.pack import columns_for, count_steps, oversize, pack
 from mmjax.balance.parts import Parts
 from mmjax.balance.permutation import Shuffler
-from mmjax.config import BatchConfig, Config, IsfGrouping, NoGrouping, PackGrouping, Tokens
+from mmjax.config import BatchConfig, Config, IsfGrouping, NoGrouping, PackGrouping, Samples, Tokens
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.sampler import Draws, Due, Pool, Stream, pools_of, shares, typical_samples
 
@@ -53,19 +53,23 @@ class Budget:
 def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) -> Budget:
     """Choose rows and shapes of every module for the mixture of sources that `weights` say.
 
-    A sample with more LLM tokens than a microbatch of `batch.size`, or than learned positions, is not used. Raises
-    UserError where a source that should be drawn from has none left.
+    A sample of more LLM tokens than `data.max_tokens`, a microbatch of `batch.size` or the learned positions is not
+    used. Raises UserError where a source that should be drawn from has none left.
     """
     batch = config.batch
     modules = ("llm", *config.model.item_modules)
     by_tokens = isinstance(batch.size, Tokens)
     # With a batch of tokens no sample may be more than a microbatch; with one of samples all are used.
     longest = batch.size.count // batch.microbatches if by_tokens else int(index.llm_tokens.max(initial=0))
+    remedy = "raise batch.size"
     longest = min(longest, config.model.llm.max_tokens)
+    if (cap := config.data.max_tokens) is not None and cap < longest:
+        longest = cap
+        remedy = f"raise data.max_tokens={cap}"
     rows = np.array([batch.rows[m] for m in modules])
     # A row ends where a token of the LLM does.
     alignment = math.lcm(batch.alignment, *index.positions_per_token.tolist())
-    pools = pools_of(index, weights, np.flatnonzero(index.llm_tokens > longest))
+    pools = pools_of(index, weights, np.flatnonzero(index.llm_tokens > longest), remedy=remedy)
     # As many draws as there are samples, within these bounds.
     size = int(np.clip(sum(len(p) for p, w in zip(pools, weights, strict=True) if w > 0), *TYPICAL))
     typical = typical_samples(pools, weights, size, config.seed)
@@ -80,7 +84,9 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
             thin = columns >= _MANY_COLUMNS and samples < _THIN_COLUMN * columns
             headroom = _HEADROOM_IN_THIN_COLUMNS if thin else _HEADROOM
             fitted = fit_budgets(parts, samples, rows, batch.microbatches, alignment, headroom, names=modules)
-            return _budget(fitted.rows, fitted.length, fitted.samples_per_step, longest, notes=fitted.notes)
+            budget = _budget(fitted.rows, fitted.length, fitted.samples_per_step, longest, notes=fitted.notes)
+            grouper = StepGrouper(index, batch, weights, config.seed, budget)
+            return fit_short_epochs(grouper, parts, alignment, modules)
         case IsfGrouping(iterations=iterations):
             lengths = index.totals[np.concatenate([typical, extremes])]
             return _isf_budget(lengths, samples, rows, batch, iterations, alignment, longest)
@@ -400,7 +406,7 @@ class StepGrouper:
     def epoch_notes(self) -> tuple[str, ...]:
         """Say where epochs are so short that steps suffer, as a source's samples come at most once in a step."""
         draws = self._stream.draws(0)
-        per_step = self.budget.samples_per_step
+        per_step = self.requested
         if (chunk := sum(draw.end - draw.begin for draw in draws.values())) >= 8 * per_step:
             return ()
         sizes = {s: draw.last - draw.first for s, draw in draws.items()}
@@ -410,10 +416,27 @@ class StepGrouper:
             return ()
         name = self.index.source_name[shortest]
         key = f"data.sources.{name}.weight" if len(draws) > 1 else "batch.size.count"
-        what = f"all {sizes[shortest]} samples of {name} come once in {chunk / per_step:.3g} steps"
+        steps = self._first_step(1)
+        what = f"all {sizes[shortest]} samples of {name} come once in {steps} step{'s' if steps > 1 else ''}"
         if chunk < per_step:
             return (f"{what}, and never twice in one: steps have at most {chunk} samples; lower {key}",)
-        return (f"{what}; where an epoch ends a step is less full, so lower {key} if that is too often",)
+        if chunk / steps > 0.95 * per_step:
+            return (what,)
+        why = "no step holds samples of two epochs"
+        if steps > steps_for(chunk, per_step):
+            why = "rows that hold more of them would cost more than these steps"
+        return (f"{what} of {chunk / steps:.3g} instead of {per_step:.3g}, since {why}; lower {key} to fill them",)
+
+    def samples_in(self, chunk: int) -> int:
+        """Count the samples of a chunk."""
+        return self._stream.samples_in(chunk)
+
+    @property
+    def requested(self) -> float:
+        """Mean number of samples that a step should have; more than the config says where one sample is so long."""
+        per_step = self.budget.samples_per_step
+        exact = isinstance(self.batch.size, Samples) and per_step < _MORE * self.batch.size.count
+        return self.batch.size.count if exact else per_step
 
     @property
     def epoch_samples(self) -> int:
@@ -423,7 +446,7 @@ class StepGrouper:
     @property
     def samples_per_step(self) -> float:
         """Mean number of samples in the steps of the first chunk; fewer than the budget's where chunks are short."""
-        return self._stream.samples_in(0) / self._first_step(1)
+        return self.samples_in(0) / self._first_step(1)
 
     @property
     def _due(self) -> tuple[int, float]:
@@ -443,12 +466,12 @@ class StepGrouper:
     def _first_step(self, chunk: int) -> int:
         """Return the first step of a chunk, counted from that of the segment."""
         while len(self.first_steps) <= chunk:
-            self.first_steps.append(self.first_steps[-1] + self._steps_in(len(self.first_steps) - 1))
+            self.first_steps.append(self.first_steps[-1] + self.steps_in(len(self.first_steps) - 1))
         return self.first_steps[chunk]
 
-    def _steps_in(self, chunk: int) -> int:
+    def steps_in(self, chunk: int) -> int:
         """Count the steps of a chunk; only with ISF, and where it is small, it has to be grouped for that."""
-        samples = self._stream.samples_in(chunk)
+        samples = self.samples_in(chunk)
         match self.batch.grouping:
             case IsfGrouping():
                 return len(self._chunk(chunk))
@@ -485,9 +508,13 @@ class StepGrouper:
         order = self._stream.chunk(chunk)
         match grouping:
             case PackGrouping(pool_steps=pool):
-                # Small chunks are packed into as few steps as can be: to leave room for surprises costs them most.
-                steps = 0 if len(order) < _SOON_GROUPED else self._steps_in(chunk)
-                return self._packed(order, pool, steps)
+                if len(order) >= _SOON_GROUPED:
+                    return self._packed(order, pool, self.steps_in(chunk))
+                # Small chunks are packed into as few steps as can be: to leave room for surprises costs them most. But
+                # an epoch of few steps has no fewer than its samples make.
+                packed = self._packed(order, pool)
+                steps = steps_for(len(order), self.requested)
+                return packed if steps >= _SHORT or len(packed) >= steps else self._packed(order, pool, steps)
             case IsfGrouping(iterations=iterations):
                 return self._isf(order, iterations, Shuffler(self.seed, 3, chunk))
             case NoGrouping():
@@ -513,6 +540,56 @@ class StepGrouper:
         first = np.arange(steps + 1) * groups // steps
         step = np.searchsorted(first, position, side="right") - 1
         return _chunk_of(order, parts, step, np.repeat(position - first[step], np.diff(parts.sample_start)))
+
+
+_MORE = 1.25  # times the requested samples that rows hold for their alignment alone
+_SHORT = 32  # steps of a chunk, below which one step more makes all of them smaller
+_TRIALS = 8  # sizes of a microbatch, and numbers of rows
+_TRIAL_CHUNKS = 3
+
+
+def fit_short_epochs(grouper: StepGrouper, parts: Parts, alignment: int, names: Sequence[str]) -> Budget:
+    """Change the rows of a budget where short chunks take more steps than their samples make.
+
+    The last steps of a chunk have few samples to choose from, and a row of 816 positions holds one sample of 640: 20
+    of these, 10 a step, take three steps of 8 such rows, and two of 5 rows of 1,288. Rows stay as they are where
+    others would cost as much as the additional steps. parts: of typical samples and of the largest. names: of the
+    modules.
+    """
+    budget = grouper.budget
+    wanted = [steps_for(grouper.samples_in(chunk), grouper.requested) for chunk in range(_TRIAL_CHUNKS)]
+    if max(wanted) >= _SHORT or grouper.samples_in(0) >= _SOON_GROUPED:
+        return budget
+    steps = list(map(grouper.steps_in, range(_TRIAL_CHUNKS)))
+    unit = units(parts, len(names))
+    item = parts.largest(len(names))
+    sample = parts.totals(len(names)).max(0)
+    requested = np.array([grouper.batch.rows[name] for name in names])
+    room = np.array(budget.rows) * budget.lengths
+    numbers = np.unique(np.linspace(1, requested.max(), _TRIALS).astype(np.int64))[::-1]
+    for larger in np.linspace(1, sum(steps) / sum(wanted), _TRIALS, endpoint=False) if steps > wanted else ():
+        for number in numbers:
+            rows = np.minimum(requested, number)
+            lengths = align(np.ceil(room * larger / rows).astype(np.int64), unit, alignment)
+            if np.any(lengths < shortest_rows(item, sample, rows, unit, alignment)):
+                continue
+            fitted = replace(budget, rows=tuple(rows.tolist()), lengths=tuple(lengths.tolist()))
+            trial = replace(grouper, budget=fitted, first_steps=[0])
+            if all(trial.steps_in(chunk) <= limit for chunk, limit in enumerate(wanted)):
+                return replace(fitted, notes=_row_notes(budget, fitted, requested, names))
+    return budget
+
+
+def _row_notes(before: Budget, after: Budget, requested: np.ndarray, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the notes of a budget with those of the modules whose number of rows has changed since."""
+    changed = {
+        name: f"{name}: {new} rows instead of {wish}, so that an epoch has as many steps as batch.size says"
+        for name, old, new, wish in zip(names, before.rows, after.rows, requested.tolist(), strict=True)
+        if new not in (old, wish)
+    }
+    same = {name for name, old, new in zip(names, before.rows, after.rows, strict=True) if old == new}
+    kept = (note for note in before.notes if " rows instead of " not in note or note.partition(":")[0] in same)
+    return *kept, *changed.values()
 
 
 def _oversize(index: LengthIndex, wide: np.ndarray, batch: BatchConfig, budget: Budget) -> np.ndarray:

@@ -72,6 +72,41 @@ def visual_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     }
 
 
+# Sources of InternVL-Chat-1.2's training set, as modelled: samples, shares of images of 1, 3, 4 and 5 tiles, mean and
+# standard deviation of the logarithm of text tokens, and how many of these there are at least. The last is text alone,
+# which an empty tile stands beside.
+INTERNVL_SOURCES = (
+    (70_706, (0.09, 0.34, 0.01, 0.56), 4.08, 1.05, 33),
+    (200_000, (0.93, 0.07, 0, 0), 5.67, 0.30, 30),
+    (72_318, (0.62, 0.28, 0.04, 0.06), 5.01, 0.45, 30),
+    (157_712, (0.86, 0.06, 0, 0.08), 5.60, 0.60, 30),
+    (102_025, (0.52, 0.08, 0, 0.40), 5.56, 0.35, 30),
+    (374_622, (0.86, 0.06, 0, 0.08), 5.37, 0.65, 30),
+    (81_168, (0.84, 0.06, 0, 0.10), 6.25, 0.45, 30),
+    (81_168, (0.90, 0.08, 0, 0.02), 5.13, 0.30, 30),
+    (87_412, (0.18, 0.10, 0.02, 0.70), 5.56, 0.50, 30),
+    (40_688, (1, 0, 0, 0), 6.96, 0.85, 37),
+)
+INTERNVL_SAMPLES = sum(count for count, *_ in INTERNVL_SOURCES)
+
+
+def internvl_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
+    """Draw images and text like InternVL-Chat-1.2's training set: tiles of 256 tokens, and up to 4,096 tokens."""
+    rng = np.random.default_rng(seed)
+    counts, tiles_of, mean, deviation, least = map(np.array, zip(*INTERNVL_SOURCES, strict=True))
+    source = rng.choice(len(counts), samples, p=counts / INTERNVL_SAMPLES)
+    tiles = np.array([1, 3, 4, 5])[(rng.random((samples, 1)) > np.cumsum(tiles_of[source], 1)[:, :-1]).sum(1)]
+    # The first source's texts are a logarithmic normal above its least, those of the others one that is cut there.
+    offset = np.where(source == 0, least[0], 0)
+    text = np.maximum(offset + rng.lognormal(mean[source], deviation[source]), least[source])
+    image = np.where(source < len(counts) - 1, 256 * tiles, 0)
+    return {
+        "vision_items": tiles,
+        "llm_tokens": np.minimum(image + text, 4096).astype(np.int64),
+        "source": source,
+    }
+
+
 def omni_corpus(samples: int, seed: int) -> Mapping[str, np.ndarray]:
     """Draw text, images and audio of incoherent lengths: half of the samples have images, a third audio, few both."""
     rng = np.random.default_rng(seed)
@@ -186,14 +221,17 @@ class LengthIndex:
         source = int(self.source_of(np.array(sample)))
         return f"{self.source_name[source]}[{sample - self.source_start[source]}]"
 
-    def longest(self) -> str:
-        """Name the longest sample and its LLM tokens where it stands out, for messages; else empty."""
-        tokens = self.llm_tokens
+    def longest(self, limit: int) -> str:
+        """Name the longest sample of at most `limit` LLM tokens where it stands out, for messages; else empty."""
+        tokens = np.where(self.llm_tokens > limit, 0, self.llm_tokens)
         sample = int(np.argmax(tokens))
         usual = int(np.median(tokens))
         if tokens[sample] < OUTLIER * max(usual, 1):
             return ""
-        return f"the longest sample, {self.name(sample)}, has {tokens[sample]:,} LLM tokens, the median {usual:,}"
+        return (
+            f"the longest sample, {self.name(sample)}, has {tokens[sample]:,} LLM tokens, the median {usual:,}; "
+            "data.max_tokens=N leaves out longer ones"
+        )
 
     def parts(self, samples: np.ndarray | None = None) -> Parts:
         """Return the parts of samples for balancing: an LLM part each (module 0), then its items (1 + encoder)."""

@@ -86,10 +86,16 @@ def mixture_weights(data: DataConfig, index: LengthIndex) -> list[float]:
     return [w * n ** (1 / data.temperature) for w, n in zip(weights, usable.tolist(), strict=True)]
 
 
-def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray, due: Due = ()) -> list[Pool]:
+def pools_of(
+    index: LengthIndex,
+    weights: Sequence[float],
+    excluded: np.ndarray,
+    due: Due = (),
+    remedy: str = "raise batch.size",
+) -> list[Pool]:
     """Collect the usable samples of every source: not those that are excluded or bad.
 
-    Raises UserError where a source that should be drawn from has none.
+    remedy: what lets the excluded ones in. Raises UserError where a source that should be drawn from has none.
     """
     excluded = np.union1d(excluded, index.bad)
     pools = []
@@ -113,7 +119,7 @@ def pools_of(index: LengthIndex, weights: Sequence[float], excluded: np.ndarray,
             shortest = f"; the shortest has {index.llm_tokens[start:stop].min()} LLM tokens" if stop > start else ""
             raise UserError(
                 f"data.sources.{index.source_name[s]}: none of its {stop - start} samples fits the batch{shortest}; "
-                f"raise batch.size, or set data.sources.{index.source_name[s]}.weight=0"
+                f"{remedy}, or set data.sources.{index.source_name[s]}.weight=0"
             )
     return pools
 

@@ -209,7 +209,7 @@ def _alignments(grouper: StepGrouper, config: Config, context: int) -> np.ndarra
 
 
 # Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.
-PLANNER = 9
+PLANNER = 10
 
 
 @dataclass(frozen=True)

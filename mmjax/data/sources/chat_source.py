@@ -6,6 +6,7 @@ Token counts are cached on disk, and samples that cannot be read are remembered 
 from __future__ import annotations
 
 import hashlib
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,11 +39,21 @@ class BadSampleEntry:
     reason: str
 
 
+NAMED = 5  # bad samples in an error
+
+
+def bad_limit(data: DataConfig, total: int) -> tuple[int, str]:
+    """Return how many of all samples may be bad, and the setting that says so."""
+    if data.max_bad is not None:
+        return data.max_bad, f"data.max_bad={data.max_bad}"
+    return math.floor(data.max_bad_share * total), f"data.max_bad_share={data.max_bad_share:g}"
+
+
 @dataclass
 class Quarantine:
     """The bad samples that a run has met since its start. Each has one line in `path`, also over restarts.
 
-    total: samples of the run, of which `max_bad_share` may be bad. writes: whether this process writes the file.
+    total: samples of the run, some of which may be bad (`bad_limit`). writes: whether this process writes the file.
     """
 
     path: Path
@@ -54,10 +65,11 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._met)
 
-    def add(self, bad: Iterable[BadSampleEntry]) -> list[BadSampleEntry]:
+    def add(self, bad: Iterable[BadSampleEntry], starting: bool = False) -> list[BadSampleEntry]:
         """Record samples that were not met before, and return those.
 
-        Raises UserError, after recording them, where a bad sample is fatal or there are too many.
+        starting: the run has not begun, so that an error removes its folder. Raises UserError, after recording them,
+        where a bad sample is fatal or there are too many.
         """
         new = {entry.sample: entry for entry in bad if entry.sample not in self._met}
         self._met |= new
@@ -65,12 +77,20 @@ class Quarantine:
             self._write(new.values())
         if not new:
             return []
-        first = next(iter(self._met.values()))
+        first, *others = self._met.values()
         message = f"{len(self):,} of {self.total:,} samples cannot be used; the first, {first.sample}: {first.reason}"
+        if others:
+            more = f" and {len(others) - NAMED:,} more" if len(others) > NAMED else ""
+            message += f"; the others: {', '.join(entry.sample for entry in others[:NAMED])}{more}"
+        listed = "python -m mmjax.index lists all of them" if starting else f"all are in {self.path}"
         if self.data.on_bad_sample == "raise":
-            raise UserError(f"{message}. All are in {self.path}; mend them, or skip them with data.on_bad_sample=skip")
-        if len(self) > (share := self.data.max_bad_share) * self.total:
-            raise UserError(f"{message}. That is more than data.max_bad_share={share:g} allows; all are in {self.path}")
+            raise UserError(f"{message}. Mend them, or skip them with data.on_bad_sample=skip; {listed}")
+        limit, setting = bad_limit(self.data, self.total)
+        if len(self) > limit:
+            raise UserError(
+                f"{message}. That is more than {setting} allows, which is {limit:,}; mend them, or allow so many with "
+                f"data.max_bad={len(self)}; {listed}"
+            )
         return list(new.values())
 
     def _write(self, new: Iterable[BadSampleEntry]) -> None:

@@ -83,9 +83,7 @@ def test_a_source_with_fewer_samples_than_a_step_takes_comes_once_in_it_and_that
     assert Counter(np.concatenate(steps).tolist()) == Counter([*range(10)] * 18 + [*range(10, 100)] * 2)
     assert grouped.samples_per_step == 20 < grouped.budget.samples_per_step
     (note,) = grouped.epoch_notes()
-    assert note.startswith(
-        "all 10 samples of few come once in 0.5 steps, and never twice in one: steps have at most 20"
-    )
+    assert note.startswith("all 10 samples of few come once in 1 step, and never twice in one: steps have at most 20")
     assert note.endswith("lower data.sources.few.weight")
     assert not grouper(index_of_size(362), grouping=NoGrouping(), size=Samples(40)).epoch_notes()
 

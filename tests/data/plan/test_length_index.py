@@ -169,5 +169,7 @@ def test_an_image_alone_is_a_sample():
 
 def test_a_sample_that_is_much_longer_than_the_others_is_named():
     sources = {"a": random_texts([4, 5, 4]), "b": random_texts([6, 4000, 5])}
-    assert build_index(sources, {}).longest() == "the longest sample, b[1], has 4,000 LLM tokens, the median 5"
-    assert build_index({"a": random_texts([4, 5, 30])}, {}).longest() == ""
+    line = "the longest sample, b[1], has 4,000 LLM tokens, the median 5; data.max_tokens=N leaves out longer ones"
+    assert build_index(sources, {}).longest(4000) == line
+    assert build_index(sources, {}).longest(3999) == ""  # where it is left out
+    assert build_index({"a": random_texts([4, 5, 30])}, {}).longest(4000) == ""

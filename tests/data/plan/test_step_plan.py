@@ -180,7 +180,7 @@ def test_planning_takes_little_time():
 
 KNOWN = {
     ("pack", 1): 598500732878269624,
-    ("pack", 8): 2268053265518039218,
+    ("pack", 8): 286740218594793503,
     ("isf", 1): 981207165968923331,
     ("isf", 8): 1805459637372634302,
     ("none", 1): 1283602966739342613,
@@ -192,7 +192,7 @@ KNOWN = {
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
 def test_plans_are_those_of_this_planners_number(grouping, topology):
     """Where this fails because plans are meant to change, raise PLANNER and write down the new hashes."""
-    assert PLANNER == 9
+    assert PLANNER == 10
     planned = planner(grouping=grouping, topology=topology, size=Samples(6 if topology.ranks == 1 else 16))
     digest = sum(planned.plan(step).digest() for step in range(30)) % 2**61
     assert digest == KNOWN[grouping.kind, topology.ranks]

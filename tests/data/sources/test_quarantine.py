@@ -77,3 +77,17 @@ def test_more_than_the_share_is_fatal_and_just_as_many_is_not(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"3 of 100 samples.*data\.max_bad_share=0\.02"):
         quarantine.add([BadSampleEntry("a[3]", "x")])
     assert len(named(tmp_path / "quarantine.jsonl")) == 3
+
+
+def test_a_count_may_be_allowed_instead_of_a_share_and_the_error_says_so_with_the_names(tmp_path: Path) -> None:
+    bad = [BadSampleEntry(f"a[{k}]", "is cut off") for k in range(8)]
+    with pytest.raises(UserError) as refused:
+        Quarantine(tmp_path / "share.jsonl", DataConfig(), 20).add(bad, starting=True)
+    assert str(refused.value) == (
+        "8 of 20 samples cannot be used; the first, a[0]: is cut off; the others: a[1], a[2], a[3], a[4], a[5] and 2 "
+        "more. That is more than data.max_bad_share=0.01 allows, which is 0; mend them, or allow so many with "
+        "data.max_bad=8; python -m mmjax.index lists all of them"
+    )
+    assert len(Quarantine(tmp_path / "count.jsonl", DataConfig(max_bad=8), 20).add(bad)) == 8
+    with pytest.raises(UserError, match=r"more than data\.max_bad=7 allows, which is 7; .*all are in .*less\.jsonl"):
+        Quarantine(tmp_path / "less.jsonl", DataConfig(max_bad=7), 10_000).add(bad)
