@@ -57,6 +57,13 @@ ARTICLES = ("a", "an", "the")
 END_OF_THINKING = "</think>"  # behind which an answer stands, where a model writes what it thinks
 
 
+def without_thought(prediction: str, references: Sequence[str]) -> str:
+    """Return what stands behind a model's thought, unless the right answers have one too."""
+    if any(END_OF_THINKING in right for right in references):
+        return prediction
+    return prediction.rpartition(END_OF_THINKING)[2].strip()
+
+
 @dataclass(frozen=True)
 class Scored:
     """One answer, and what it should have been."""
@@ -437,9 +444,7 @@ class Evaluator:
         question: Question = source.question(sample)
         family, task = _family_and_task(question, name)
         references = question.answers or (question.answer,)
-        prediction = decode_answer(source, answer.tokens)
-        if not any(END_OF_THINKING in right for right in references):
-            prediction = prediction.rpartition(END_OF_THINKING)[2].strip()
+        prediction = without_thought(decode_answer(source, answer.tokens), references)
         return Answered(
             sample=sample,
             family=family,

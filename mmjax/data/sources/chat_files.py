@@ -163,10 +163,11 @@ def parse_question_record(record: Mapping[str, Any], question: str, answer: str)
     """Parse a question under one key, and its answer, or several right ones, under another. Raises BadSample."""
     media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
     answers = _value_of_one(record, (answer, f"{answer}s"))
-    read = {question, answer, f"{answer}s", *(key for keys in KEYS.values() for key in keys)}
-    beside = {key: value for key, value in record.items() if key not in read}
+    read = {question, answer, f"{answer}s", "system", *(key for keys in KEYS.values() for key in keys)}
+    unread = unread_keys(record, "record", read)
     files_of = {medium: files for medium, files in media.items() if files}
-    return parse_question(record.get(question), answers, files_of, beside)
+    beside = {"system": record.get("system")}
+    return with_unread(parse_question(record.get(question), answers, files_of, beside), unread)
 
 
 def parse_preference(record: Mapping[str, Any]) -> Record:

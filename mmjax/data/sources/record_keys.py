@@ -300,4 +300,6 @@ def _refusals(level: Level) -> Mapping[str, tuple[Refusal, ...]]:
 @lru_cache(maxsize=4096)
 def _meant(name: str, read: frozenset[str]) -> str:
     """Return the key that is read under nearly this name; empty where there is none."""
-    return next(iter(get_close_matches(name.lower().strip(), sorted(read), 1, 0.85)), "")
+    name = name.lower().strip()
+    swapped = [key for key in sorted(read) if sorted(key) == sorted(name)]  # letters, as in "vidoes"
+    return next(iter((*swapped, *get_close_matches(name, sorted(read), 1, 0.85))), "")
