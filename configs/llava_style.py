@@ -3,7 +3,8 @@
     python -m mmjax.train llava_style checkpoint=llava-1.5-7b-hf data=llava_v1_5_mix665k.json images=images
 
 checkpoint: a Hugging Face folder (docs/models.md says which), with eyes or ears. data: a .json or .jsonl; validation:
-one to ask while training; audio, videos: the folders of its clips and videos. The recipe is LLaVA-1.5's second stage:
+one to ask while training; audio, videos: the folders of its clips and videos. Data of another format keep these:
+`data.sources.chat=messages` behind them (docs/data.md has the kinds). The recipe is LLaVA-1.5's second stage:
 all but the encoders train, batch 128, learning rate 2e-5.
 """
 

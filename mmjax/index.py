@@ -90,7 +90,7 @@ class Part:
 
 def split_place(place: str) -> tuple[str, int | str]:
     """Split the place of a record into its file and its line; what has none has `[number]` from 0, or a key."""
-    if match := re.fullmatch(r"(.*):(\d+)", place, re.DOTALL):
+    if match := re.fullmatch(r"(.*[^:]):(\d+)", place, re.DOTALL):
         return match[1], int(match[2])
     if match := re.fullmatch(r"(.*)(\[\d+\])", place, re.DOTALL):
         return match[1], match[2]

@@ -23,11 +23,12 @@ from files_made import asked, clip, lines, picture, served, write
 
 from mmjax import index
 from mmjax.config import ArrayRecordSource
+from mmjax.config.loading import load
 from mmjax.data.sources.array_record_writing import write_array_records
 from mmjax.data.sources.array_records import ArrayRecords
 from mmjax.data.sources.chat_source import open_token_counts
 from mmjax.data.sources.media_sizes import open_facts, read_facts
-from mmjax.data.sources.opening import open_conversations, open_sources
+from mmjax.data.sources.opening import look_again, notes_of, open_conversations, open_sources
 from mmjax.errors import UserError
 from mmjax.index import PROBES
 
@@ -277,3 +278,35 @@ def test_videos_are_counted_and_their_tokens_told_by_frames_per_second(tmp_path:
     # 8 and 4 frames in patches of 2, each of 4 x 6 tokens of 8 x 8 pixels.
     assert ("2", "(this", "config)", "48", "72", "91.2", "96", "144") in rows
     assert any(row[:3] == ("8", "192", "288") for row in rows)
+
+
+def test_json_has_the_bad_records_by_line_and_the_keys_that_nothing_reads_by_source(words, tmp_path, capsys) -> None:
+    records = [asked("what?", note=k, mood="x" * (k % 2)) for k in range(4)]
+    records += [asked("what?", fps=1), asked("<image>what?", image="3.png", note=1)]
+    lines(tmp_path / "photos.jsonl", records)
+    held = [{"audio_filepath": "4.wav", "text": "four", "note": "y"}, {"audio_filepath": "none.wav", "text": "x"}]
+    lines(tmp_path / "held.jsonl", held)
+    found = json.loads(told(capsys, *words, "--json"))
+    assert set(found) == {"records", "bad", "ignored_keys"}
+    assert found["records"] == 6 + 4 + 2
+    assert found["ignored_keys"] == {"photos": {"mood": 2, "note": 5}, "speech": {"note": 1}}
+    places = [(Path(bad["file"]).name, bad["line"]) for bad in found["bad"]]
+    assert places == [("photos.jsonl", 5), ("photos.jsonl", 6), ("held.jsonl", 2)]
+    assert found["bad"][0]["reason"].startswith("has fps, which is not read here (qwen-vl-utils, ms-swift")
+    assert "3.png is a bad image file" in found["bad"][1]["reason"]
+    again = told(capsys, *words)
+    assert "ignored keys of photos: `mood` in 2 records, `note` in 5 records" in again
+    for name, place in (("a.json[3]", ("a.json", "[3]")), ("s-0.tar::00012", ("s-0.tar", "00012"))):
+        assert index.split_place(name) == place
+
+
+def test_training_names_the_keys_that_nothing_reads_before_its_first_step(tmp_path, capsys) -> None:
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    data = save_questions(tmp_path, 4)
+    records = [record | {"note": 1} for record in json.loads(data.read_text())]
+    lines(tmp_path / "d.jsonl", records)
+    words = [f"checkpoint={checkpoint}", f"data={tmp_path}/d.jsonl", f"images={tmp_path}/images"]
+    config = load("llava_style", [*words, f"data.cache={tmp_path}/cache"])
+    sources = open_sources(config, "train", tmp_path)
+    look_again(sources)
+    assert notes_of(sources)[-1] == "ignored keys of chat: `note` in 4 records"

@@ -242,3 +242,13 @@ def test_numbers_that_nothing_holds_are_one_line_for_every_key(number: str) -> N
     text = to_json(tiny).replace(f'"steps": {STEPS}', f'"steps": {number}')
     with pytest.raises(UserError, match=r"training\.steps: a whole number beyond|the stored config is not JSON"):
         from_json(text)
+
+
+def test_another_kind_of_source_takes_over_path_and_folders_and_nothing_that_means_something_else() -> None:
+    words = ["data.sources.mine=llava", "data.sources.mine.path=a.jsonl", "data.sources.mine.images=photos"]
+    words += ["data.sources.mine.outside=allow", "data.sources.mine.weight=2"]
+    for kind, images in (("messages", "photos"), ("parquet", "")):
+        more = ["data.sources.mine.messages=messages"] if kind == "parquet" else []
+        source = load("tiny_omni", [*words, f"data.sources.mine={kind}", *more]).data.sources["mine"]
+        assert (source.kind, source.path, source.images) == (kind, "a.jsonl", images)
+        assert (source.outside, source.weight) == ("allow", 2)

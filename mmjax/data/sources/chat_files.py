@@ -104,7 +104,8 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
             if isinstance(part, str):
                 parts.append(part)
                 continue
-            medium, reference = part
+            place, reference = part
+            medium = place.kind
             if reference is None and medium == "image" and image_is_video:
                 medium = "video"
             if reference is None:  # a marker, which takes the next file beside the messages
@@ -112,7 +113,7 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
                 reference = listed[places[medium]] if places[medium] < len(listed) else None
                 places[medium] += 1
             references.append(reference)
-            parts.append(MediaPlace(medium))
+            parts.append(replace(place, kind=medium))
         if any(isinstance(part, MediaPlace) or part.strip() for part in parts):
             messages.append(Message(role, tuple(parts), weight, _fields(turn, role, number)))
         elif role != "system":  # many data sets have an empty system message, which changes nothing
@@ -438,14 +439,14 @@ def _fields(turn: Mapping[str, Any], role: str, number: int) -> tuple[tuple[str,
     return fields
 
 
-def _parts(content: Any, number: int, unread: list[str]) -> Iterator[str | tuple[Medium, Reference | None]]:
-    """Yield texts, and media with their references; None for a reference beside the messages.
+def _parts(content: Any, number: int, unread: list[str]) -> Iterator[str | tuple[MediaPlace, Reference | None]]:
+    """Yield texts, and places of media with their references; None for a reference beside the messages.
 
     unread: to which keys that nothing reads are added.
     """
     # marked_parts cuts LLaVA's "<image>" out of a string; lists of parts have no markers in their texts.
     if isinstance(content, str):
-        yield from ((part.kind, None) if isinstance(part, MediaPlace) else part for part in split_markers(content))
+        yield from ((part, None) if isinstance(part, MediaPlace) else part for part in split_markers(content))
         return
     if not isinstance(content, Sequence):
         raise BadSample(f"message {number} has no content")
@@ -465,7 +466,7 @@ def _parts(content: Any, number: int, unread: list[str]) -> Iterator[str | tuple
             if len(present) > 1 and set(present) != {"path", "bytes"}:
                 both = f"both {present[0]} and {present[1]}"
                 raise BadSample(f"message {number} has a part {kind} with {both}; keep the one that is meant")
-            yield medium, part[present[0]] if present else None
+            yield MediaPlace(medium), part[present[0]] if present else None
         else:
             known = ", ".join(("text", *_PART_KEYS))
             raise BadSample(f"message {number} has a part of the unknown type {kind!r}; known: {known}")

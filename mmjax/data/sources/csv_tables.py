@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import pyarrow
 import pyarrow.parquet
@@ -44,23 +44,32 @@ def csv_to_parquet(path: str, cache: Path) -> Path:
         raise UserError(f"{path} is {_MARKS[start]}, not CSV in UTF-8; save it as CSV UTF-8")
     table = cache / f"table-{hash_strings(content, Path(path).suffix, _VERSION)}.parquet"
     if not table.exists():
-        with local.open(encoding="utf-8-sig", newline="") as text, atomic_write(table) as partial:
-            _convert(path, text, partial)
+        with local.open("rb") as file, atomic_write(table) as partial:
+            _convert(path, file, partial)
     return table
 
 
-def _convert(path: str, text: TextIO, out: Path) -> None:
+def _lines(path: str, file: BinaryIO) -> Iterator[str]:
+    """Decode lines, the first without its byte order mark."""
+    for number, line in enumerate(file, start=1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{path}:{number}: is not UTF-8; save it as CSV UTF-8") from None
+
+
+def _convert(path: str, file: BinaryIO, out: Path) -> None:
     csv.field_size_limit(_MAX_FIELD)
-    head = text.readline()
-    text.seek(0)
+    lines = _lines(path, file)
+    head = next(lines, "")
     delimiter = "\t" if path.endswith(".tsv") else max(_DELIMITERS, key=head.count)
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     try:
         names = [name.strip() for name in next(reader, [])]
+        if not any(names):
+            raise UserError(f"{path} is empty; its first line names the columns")
         if odd := [name for name in names if not name or names.count(name) > 1]:
             raise UserError(f"{path}:1: the column {odd[0]!r} has no name of its own; name every column once")
-        if not names:
-            raise UserError(f"{path} is empty; its first line names the columns")
         schema = pyarrow.schema([(LINE, pyarrow.int64()), *((name, pyarrow.string()) for name in names)])
         rows = _rows(path, reader, len(names))
         with pyarrow.parquet.ParquetWriter(out, schema) as writer:
@@ -68,8 +77,6 @@ def _convert(path: str, text: TextIO, out: Path) -> None:
                 writer.write_batch(pyarrow.record_batch(list(zip(*chunk, strict=True)), schema=schema))
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: is no CSV: {error}; mend the line") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}:{reader.line_num + 1}: is not UTF-8; save it as CSV UTF-8") from None
 
 
 def _rows(path: str, reader: Any, columns: int) -> Iterator[tuple[Any, ...]]:

@@ -14,7 +14,7 @@ from planned import GROUPINGS, KINDS, grouper, samples_of, some_index, steps_of_
 
 from mmjax.balance.parts import LLM
 from mmjax.config import IsfGrouping, NoGrouping, PackGrouping, Samples, Tokens
-from mmjax.data.plan.grouping import Budget, Group
+from mmjax.data.plan.grouping import Budget, Group, long_samples, make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.sample import Item
 
@@ -213,3 +213,35 @@ def test_a_sample_whose_items_cannot_be_laid_into_the_rows_is_over_long():
     grouped = grouper(index_of(source, config()), budget=Budget((3, 2, 1), (96, 100, 12), 6.0, 10**6))
     assert grouped.oversize.tolist() == [0]
     assert 0 not in np.concatenate([samples_of(grouped.step(step)) for step in range(10)])
+
+
+def test_every_sources_share_and_own_epochs_are_said_and_counted():
+    two = some_index()
+    large = len(two) - 20
+    index = replace(two, source_name=np.array(["big", "small"]), source_start=np.array([0, large, len(two)]))
+    grouped = grouper(index, weights=(1.0, 1.0), size=Samples(8))
+    big, small = grouped.source_shares(30)
+    assert (big[:3], small[:3]) == (("big", large, 0.5), ("small", 20, 0.5))
+    assert small[3] / big[3] == pytest.approx(large / 20)
+    drawn = np.zeros(2)
+    for step in range(30):
+        for group in grouped.step(step):
+            drawn += np.bincount(index.source_of(group.samples), minlength=2)
+        np.testing.assert_allclose(grouped.source_epochs_after(step), drawn / [large, 20])
+
+
+def test_the_few_samples_that_make_rows_long_are_found_with_what_leaving_them_out_saves():
+    lengths = [20 + k % 9 for k in range(60)]
+    texts = lambda *more: index_of(random_texts([*lengths, *more]), made)  # noqa: E731
+    made = config(size=Samples(4), rows={"llm": 4, "vision": 4, "audio": 4})
+    weights = (1.0,)
+    for more in ((), (30,)):
+        index = texts(*more)
+        assert long_samples(index, made, weights, make_budget(index, made, weights)) is None
+    index = texts(900, 800)
+    found = long_samples(index, made, weights, make_budget(index, made, weights))
+    assert (found.module, found.samples.tolist()) == ("llm", [60, 61])
+    assert (found.positions, found.largest_other) == (900, 28)
+    without = make_budget(texts(), made, weights)
+    assert found.row_without == (without.rows[LLM], without.lengths[LLM])
+    assert found.room > 2 * found.room_without

@@ -209,3 +209,15 @@ def test_a_record_without_what_its_loss_reads_is_bad(
     (bad,) = counting.text_tokens([conversation])
     assert isinstance(bad, BadSample)
     assert reason in str(bad)
+
+
+def test_tokens_that_completion_mask_leaves_out_have_no_weight_also_from_array_records(chat):
+    chat = replace(chat, loss=Grpo(loss_type="grpo"))
+    record = DRAWN | {"completion_mask": [[1, 0], [1]]}
+    conversation = parse_rollouts(record).conversation
+    assert from_header(json.loads(json.dumps(to_header(conversation, [])))) == conversation
+    branches = [s for s in chat.sample(conversation).segments if isinstance(s, Text) and s.branch]
+    assert [branch.weights.tolist() for branch in branches] == [[0, 1, 0], [0, 1]]
+    record["completion_ids"] = [[7, len(chat.tokenizer)], [9]]
+    with pytest.raises(BadSample, match="in an answer, and the tokenizer has"):
+        chat.sample(parse_rollouts(record).conversation)

@@ -114,3 +114,12 @@ def test_a_shard_that_was_cut_off_is_a_bad_sample_not_a_crash(tmp_path: Path) ->
     assert got.media(0)[0].read() == b"image"
     with pytest.raises(BadSample, match="cannot be read"):
         got.media(4)[0].read()
+
+
+def test_a_record_holds_what_the_template_gets_and_the_line_breaks_beside_markers() -> None:
+    image = MediaPlace("image", "", "\n")
+    thought = Message("assistant", ("yes",), fields=(("reasoning_content", "It is."),))
+    talk = Conversation((Message("user", (image, "what?")), thought), rejected=replace(thought, parts=("no",)))
+    read, _ = decode_record(encode_record(to_header(talk, [5]), [b"image"]))
+    assert read == talk
+    assert (read.messages[0].parts[0].before, read.messages[0].parts[0].after) == ("", "\n")

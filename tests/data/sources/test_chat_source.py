@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import tarfile
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from files_made import clip, lines, write
 from llava_folder import save_checkpoint, save_questions
+from PIL import Image
 
 from mmjax.config import (
+    AsIs,
     AudioConfig,
     BatchConfig,
     ChatFormat,
@@ -40,7 +43,7 @@ from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import BadSample, Item, Text
 from mmjax.data.sources.opening import look_again, open_sources, records_of
-from mmjax.errors import UserError
+from mmjax.errors import BadMedia, UserError
 from mmjax.hf.families import from_hf
 
 COUNT = 24
@@ -294,3 +297,25 @@ def test_a_stream_gives_the_batches_of_local_shards_each_sample_once_an_epoch_fr
         assert sorted(k for step in range(end) for k in samples[step]) == list(range(72))
         # Each shard once, and again what a resume, or a step far back, needs.
         assert len((tmp_path / "reads").read_text().split()) - reads <= 12 + 6 + 2
+
+
+def test_a_file_that_took_anothers_place_unseen_names_the_headers_that_are_remembered(checkpoint, tmp_path):
+    save_questions(tmp_path, 1)
+    config = config_of(checkpoint, tmp_path)
+    eyes = replace(config.model.encoders["vision"], images=AsIs())
+    config = replace(config, model=replace(config.model, encoders={"vision": eyes}))
+    path = tmp_path / "images" / "0.jpg"
+
+    def written(height: int, width: int) -> int:
+        Image.new("RGB", (width, height), (200, 10, 10)).save(path, "BMP")
+        os.utime(path, (1e9, 1e9))
+        return path.stat().st_size
+
+    assert written(8, 24) == written(24, 8)
+    assert open_sources(config, "train", tmp_path)["chat"].item(0, 0).shape == (24, 8, 3)
+    written(8, 24)
+    with pytest.raises(BadMedia) as bad:
+        open_sources(config, "train", tmp_path)["chat"].item(0, 0)
+    remedy = f"remembered in {tmp_path / 'cache' / 'media'}: remove that, and go on with --resume --new-data"
+    for told in ("data.json:1: a file of it is decoded to 8x24, and its header said 24x8", remedy):
+        assert told in str(bad.value)

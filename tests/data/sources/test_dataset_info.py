@@ -112,3 +112,55 @@ def test_a_name_that_is_not_there_and_tools_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, info, entry="mina")
     with pytest.raises(BadSample, match="has tools="):
         opened(tmp_path, info).conversation(0)
+
+
+def test_num_samples_draws_so_many_records_always_the_same_ones_all_before_any_comes_again(tmp_path: Path) -> None:
+    records = [{"instruction": f"{k}?", "output": str(k)} for k in range(10)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    drawn = {}
+    for count in (None, 4, 23):
+        got = opened(tmp_path, {"file_name": "d.jsonl", "num_samples": count})
+        drawn[count] = [int(got.conversation(k).messages[1].parts[0]) for k in range(len(got))]
+        assert [got.place(k) for k in range(len(got))] == [f"{tmp_path}/d.jsonl:{k + 1}" for k in drawn[count]]
+        again = opened(tmp_path, {"file_name": "d.jsonl", "num_samples": count})
+        assert [int(again.conversation(k).messages[1].parts[0]) for k in range(len(again))] == drawn[count]
+        assert (sum(n for _, n in got.files()), again.fingerprint()) == (len(got), got.fingerprint())
+    assert drawn[None] == list(range(10))
+    assert len(set(drawn[4])) == len(drawn[4]) == 4
+    assert {drawn[23].count(k) for k in range(10)} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"num_samples": 0}, "has num_samples=0; give a number of records"),
+        ({"num_samples": "5"}, "has num_samples='5'"),
+        ({"num_samples": True}, "has num_samples=True"),
+        ({"split": "test"}, "has split='test', which its files do not have"),
+        ({"ranking": "yes"}, "has ranking='yes'; give true or false"),
+        ({"columns": ["prompt"]}, "has columns that are no object of names"),
+        ({"columns": {"prompt": 3}}, "has columns that are no object of names"),
+    ],
+)
+def test_values_of_an_entry_that_mean_nothing_are_refused(tmp_path: Path, entry: dict, told: str) -> None:
+    (tmp_path / "d.json").write_text("[]")
+    with pytest.raises(UserError, match=told):
+        opened(tmp_path, {"file_name": "d.json"} | entry)
+
+
+def test_keys_of_records_that_no_column_names_are_bad_or_counted_and_those_of_messages_read(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "loss": False}]
+    turns += [{"from": "human", "value": "Bye"}, {"from": "gpt", "value": "Goodbye"}]
+    records = [
+        {"conversations": turns, "note": 1},
+        {"conversations": turns, "system": "Be brief."},
+        {"conversations": turns, "images": ["a.png"]},
+        {"conversations": turns, "label": False},
+    ]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    got = opened(tmp_path, {"file_name": "d.jsonl", "formatting": "sharegpt"})
+    assert [m.weight for m in got.conversation(0).messages] == [1, 0, 1, 1]
+    assert got.conversation(0).unread == ("note",)
+    for index, key in ((1, "system"), (2, "images"), (3, "label")):
+        with pytest.raises(BadSample, match=f"has {key}, which"):
+            got.conversation(index)

@@ -204,3 +204,20 @@ def test_with_a_window_a_row_group_is_fetched_once_and_its_copy_makes_room_for_o
             got[0].media(4)[0].read()
     with pytest.raises(UserError, match=r"mine\.window=3: two windows take .* data\.window_space=1e-07"):
         opened(replace(source, path=str(path)), tmp_path, space=1e-7)
+
+
+def test_captions_alone_answer_one_prompt_and_unread_columns_are_named(tmp_path: Path) -> None:
+    columns = {
+        "image": [struct(picture(colour=k), f"{k}.png") for k in range(2)],
+        "caption": ["one", "two"],
+        "url": ["x", "y"],
+        "id": [1, 2],
+        "tools": [None, "[{}]"],
+    }
+    path = parquet(tmp_path / "d.parquet", columns)
+    got = opened(ParquetSource(path, answer="caption", prompt="Describe it.", images="image"), tmp_path)
+    assert [m.parts for m in got.conversation(0).messages] == [(IMAGE, "Describe it."), ("one",)]
+    assert got.media(0)[0].read() == picture(colour=0)
+    assert got.conversation(0).unread == ("url",)
+    with pytest.raises(BadSample, match="has tools, which is not read here"):
+        got.conversation(1)

@@ -158,3 +158,12 @@ def test_a_broken_or_compressed_archive_is_fatal(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=told) as error:
             folder(tmp_path / name, tmp_path).find("x.png")
         assert name in str(error.value)
+
+
+def test_an_absolute_path_into_the_folder_is_inside_and_others_name_the_key_that_allows_them(photos, tmp_path) -> None:
+    inside = MediaFolder(str(photos), "refuse", tmp_path / "cache", "data.sources.mine.outside")
+    for path in (photos / "a.png", photos / "sub" / ".." / "a.png", photos / "same.png"):
+        assert inside.find(str(path)).read() == picture()
+    for path in (tmp_path / "secret.png", photos / "link.png", f"{photos}/../secret.png", f"{photos}2/a.png"):
+        told = refused(inside, str(path))
+        assert told.endswith("(data.sources.mine.outside=allow reads it)")

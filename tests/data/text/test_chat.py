@@ -777,3 +777,87 @@ def test_crops_stand_in_the_text_as_gemmas_processor_writes_them(tmp_path: Path)
     trained_text = chat.tokenizer.decode([i for i, weight in zip(ids, weights, strict=True) if weight])
     assert "crops" not in trained_text
     assert "A cat sits on a mat." in trained_text
+
+
+# As Qwen3's and Qwen3.5's: what was thought before the last question is left out, unless a variable says otherwise.
+REASONING = """{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}
+{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and (loop.index0 > ns.last or (preserve_thinking is defined and preserve_thinking)) %}
+{{- '<think>\\n' + (m.reasoning_content | default('')) + '\\n</think>\\n\\n' }}{%- endif %}
+{{- m.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + prompt | default('') }}{%- endif %}"""
+
+
+def thought(answer: str, reasoning: str) -> Message:
+    return Message("assistant", (answer,), fields=(("reasoning_content", reasoning),))
+
+
+def test_what_was_thought_reaches_the_template_in_training_and_in_what_is_asked(tmp_path: Path) -> None:
+    chat = qwen(tmp_path, REASONING, variables={"preserve_thinking": True})
+    talk = Conversation((Message("user", ("What?",)), thought("A cat.", "It has ears."), Message("user", ("Sure?",))))
+    whole = replace(talk, messages=(*talk.messages, thought("Yes.", "Ears.")))
+    said_of = "<think>\n{}\n</think>\n\n{}<|im_end|>"
+    assert trained(chat, chat.sample(whole)) == [
+        said_of.format("It has ears.", "A cat."),
+        said_of.format("Ears.", "Yes."),
+    ]
+    asked = chat.tokenizer.decode(flat(chat.prompt(talk))[0])
+    assert said_of.format("It has ears.", "A cat.") in asked
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": m.role, "content": m.parts[0]} | dict(m.fields) for m in whole.messages]
+    assert flat(chat.sample(whole))[0] == theirs.apply_chat_template(
+        messages, preserve_thinking=True, return_dict=False
+    )
+
+
+def test_a_template_that_drops_earlier_thinking_offers_what_keeps_it_or_the_last_answer_alone(tmp_path: Path) -> None:
+    turns = (Message("user", ("What?",)), Message("assistant", ("A cat.",)))
+    twice = Conversation((*turns, *turns))
+    chat = qwen(tmp_path, REASONING)
+    with pytest.raises(UserError) as refused:
+        chat.sample(twice)
+    remedies = ("data.chat.variables.preserve_thinking=true", "data.chat.train_on=last_assistant")
+    assert all(f"say {remedy}" in str(refused.value) for remedy in remedies)
+    last = load_chat(replace(chat.form, train_on="last_assistant"))
+    kept = load_chat(replace(chat.form, variables={"preserve_thinking": True}))
+    assert len(trained(last, last.sample(twice))) == 1
+    assert len(trained(kept, kept.sample(twice))) == 2
+
+
+def test_a_thought_that_the_template_does_not_write_is_refused(tmp_path: Path) -> None:
+    talk = Conversation((Message("user", ("What?",)), thought("A cat.", "It has ears.")))
+    with pytest.raises(BadSample, match=r"has reasoning_content, which the chat template .* does not write"):
+        qwen(tmp_path / "plain").sample(talk)
+    dropping = REASONING.replace("(m.reasoning_content | default(''))", "(m.reasoning_content | default(''))[:0]")
+    with pytest.raises(BadSample, match="leaves the reasoning_content of its last answer out"):
+        qwen(tmp_path / "dropping", dropping).sample(talk)
+    # A prompt that begins a thought, and an answer without one: the empty thought's line breaks are one token.
+    begun = load_chat(ChatFormat(str(tmp_path / "plain"), str(_saved(tmp_path / "r.jinja")), {"prompt": "<think>\n"}))
+    assert begun.sample(talk)
+    with pytest.raises(BadSample, match="its prompt begins a thought, and the answer has none"):
+        begun.sample(said(("user", "What?"), ("assistant", "A cat.")))
+
+
+def _saved(path: Path) -> Path:
+    path.write_text(REASONING)
+    return path
+
+
+@pytest.mark.parametrize("source", [checkpoints.QWEN2_VL, checkpoints.QWEN2], ids=["typed parts", "strings"])
+def test_line_breaks_beside_markers_are_text_where_the_config_says_so_as_in_transformers(tmp_path, source) -> None:
+    where = {"image": Placeholder("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>", "<|vision_start|>")}
+    where["image"] = replace(where["image"], after="<|vision_end|>")
+    placeholders = where if source == checkpoints.QWEN2 else {"image": Placeholder("<|image_pad|>")}
+    chat = qwen(tmp_path, source, line_breaks="text", placeholders=placeholders)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for question in ("<image>\nWhat?", "What? \n<image>", "<image> \n <image>\nBoth?", "<image>What?<image>"):
+        record = {"images": ["a.png"] * question.count("<image>"), "messages": [{"role": "user", "content": question}]}
+        record["messages"].append({"role": "assistant", "content": "A cat."})
+        talk = parse_chat(record, "messages").conversation
+        written = question.replace("<image>", where["image"].written)
+        messages = [{"role": "user", "content": written}, record["messages"][1]]
+        media = [["vision"]] * question.count("<image>")
+        ids = flat(chat.sample(talk, media), [1] * 2, chat.tokenizer.id("<|image_pad|>"))[0]
+        assert ids == theirs.apply_chat_template(messages, return_dict=False)
+    assert chat.fingerprint() != qwen(tmp_path, source, placeholders=placeholders).fingerprint()
