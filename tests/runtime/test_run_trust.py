@@ -77,7 +77,7 @@ def of_others(folder: Path, marker: Path, name: str) -> None:
         encoders = {**config.model.encoders, "vision": replace(eyes, callbacks=callbacks)}
         config = replace(config, model=replace(config.model, encoders=encoders))
     config = replace(config, run=str(folder))
-    RunFolder(folder).write_config(config)
+    (folder / "config.json").write_text(to_json(config))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
     rows = (1,) * len(module_names(config.model))
     launch = Launch(
