@@ -62,6 +62,7 @@ from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.planning.unet import unet_blocks
 from mmjax.runtime.compiler_options import GPU
 from mmjax.runtime.devices import local_cluster
+from mmjax.runtime.run_trust import sign_text
 from mmjax.training.announce import describe_memory_plan, replication_warning
 from mmjax.training.pipeline_report import (
     pipeline_numbers,
@@ -215,7 +216,8 @@ def _write_plan(
     overrides = [word for word in words if key_of(word) not in parameters]
     unnamed = [word for word in words if key_of(word) != "name" or word in arguments]
     name = config.name if unnamed == list(words) else load(path, unnamed).name
-    out.write_text(plan_text(planned.config, config, name, arguments, overrides, str(cluster), planned.expected))
+    text = plan_text(planned.config, config, name, arguments, overrides, str(cluster), planned.expected)
+    out.write_text(sign_text(text))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -35,6 +35,7 @@ from mmjax.planning.plan_file import Plan, read_plan
 from mmjax.runtime.devices import set_gpu_memory_fraction
 from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, run_folder_of
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
+from mmjax.runtime.run_trust import check_plan
 from mmjax.startup import end_loading
 from mmjax.training.loop import train
 from mmjax.training.signals import StopFlags
@@ -43,7 +44,7 @@ from mmjax.training.signals import StopFlags
 def _read_config(words: Sequence[str], plan: str, resume: bool, trust: bool) -> tuple[Config, Path]:
     """Read the config that the words name, and its file; a run resumed by its folder has its own stored config.
 
-    trust: do what the stored config says, whoever wrote it.
+    trust: do what the stored config and the plan say, whoever wrote them.
     """
     named = next((word for word in words if "=" not in word), "")
     changes = [word for word in words if word is not named]
@@ -54,7 +55,7 @@ def _read_config(words: Sequence[str], plan: str, resume: bool, trust: bool) -> 
             return load(path, changes), path
         parameters = config_parameters(path)
         arguments = [change for change in changes if key_of(change) in parameters]
-        return _with_plan(partial(load, path), read_plan(Path(plan)), changes, arguments), path
+        return _with_plan(partial(load, path), read_plan(Path(plan)), changes, arguments, trust), path
     stored = replace(run, trusted=trust).read_config(changes)
     stored = replace(stored, run=str(run.path))  # the folder may have been moved since it was written
     changes = [change for change in changes if not change.startswith("run=")]
@@ -67,7 +68,7 @@ def _read_config(words: Sequence[str], plan: str, resume: bool, trust: bool) -> 
             f"config; name the file: --resume CONFIG {read.arguments[0]} run={run.path} plan={plan}"
         )
     read = replace(read, settings=[word for word in read.settings if key_of(word) != "run"])
-    return _with_plan(partial(apply_overrides, stored), read, changes, []), run.source
+    return _with_plan(partial(apply_overrides, stored), read, changes, [], trust), run.source
 
 
 def _resumed_run(named: str, changes: Sequence[str], resume: bool) -> RunFolder | None:
@@ -98,10 +99,10 @@ class ReadConfig(Protocol):
     def __call__(self, overrides: Sequence[str], planned: Sequence[str]) -> Config: ...
 
 
-def _with_plan(read: ReadConfig, plan: Plan, changes: Sequence[str], arguments: Sequence[str]) -> Config:
+def _with_plan(read: ReadConfig, plan: Plan, changes: Sequence[str], arguments: Sequence[str], trust: bool) -> Config:
     """Read a config with the words of a plan, then those of the command line; say which of the plan's these change.
 
-    arguments: those of the changes that the plan's own config needs too.
+    arguments: those of the changes that the plan's own config needs too. trust: do what it says, whoever wrote it.
     """
     try:
         planned = read(arguments, plan.words)
@@ -114,6 +115,8 @@ def _with_plan(read: ReadConfig, plan: Plan, changes: Sequence[str], arguments: 
             f"plan={plan.path} was made for {plan.config}, not for {name}; make one for it with mmjax.plan --out"
         )
     config = read(changes, plan.words)
+    if not trust:
+        check_plan(plan, config, changes)
     given = {key_of(word): word for word in arguments}
     lines = [f"{word} -> {given[key_of(word)]}" for word in plan.arguments if given.get(key_of(word), word) != word]
     keys = [key_of(word) for word in plan.settings]
@@ -154,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--change", action="append", default=[], metavar="KEY", help="with --resume: this part of the config may differ"
     )
-    parser.add_argument("--trust", action="store_true", help=f"with --resume: {TRUST_HELP}")
+    parser.add_argument("--trust", action="store_true", help=f"with --resume or plan=: {TRUST_HELP}")
     started = parser.add_mutually_exclusive_group()
     started.add_argument(
         "--resume", nargs="?", const="resume", choices=("resume", "auto"), help="continue the run (auto: or start it)"
@@ -176,8 +179,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         mute()
     set_gpu_memory_fraction()
     permitted = AllowedChanges(args.new_data, tuple(args.change), args.trust)
-    if permitted != NO_CHANGES and not args.resume:
-        raise UserError("--new-data, --change and --trust are of a run that goes on; say --resume, or --resume=auto")
+    if permitted != NO_CHANGES and not args.resume and not (plan and permitted == AllowedChanges(trust=True)):
+        raise UserError(
+            "--new-data and --change are of a run that goes on, and --trust of that or of plan=; say --resume, or "
+            "--resume=auto"
+        )
     mode = "overwrite" if args.overwrite else args.resume or "new"
     flags = StopFlags()
     watchdog = Watchdog(config.training.watch, run_folder_of(config).stacks)

@@ -25,7 +25,7 @@ from mmjax.config.model_validation import MAX_LAYERS
 from mmjax.errors import UserError
 
 VERSION = 2  # version 1 had what planning chose alone, without the overrides that it was chosen for
-KEYS = ("version", "config", "cluster", "arguments", "settings", "expected")
+KEYS = ("version", "config", "cluster", "arguments", "settings", "expected", "signature")
 REMAKE = "make one with python -m mmjax.plan --out"
 # What every plan states, changed or not: sections and keys. Other keys are stated where they differ from the config's.
 CHOSEN = ("mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor", "batch.rows", "batch.microbatches", "batch.balance")

@@ -200,8 +200,12 @@ class RunFolder:
                 f"{self.checkpoints}/<step>/meta/metadata"
             ) from None
 
-    def write_config(self, config: Config) -> None:
-        """Write the resolved config, atomically: a folder with a config.json is a run."""
+    def write_config(self, config: Config, made: bool = True) -> None:
+        """Write the resolved config, atomically, and sign what it says: a folder with a config.json is a run.
+
+        made: as of `sign_run`.
+        """
+        sign_run(self.path, config, made)
         with atomic_write(self.config) as partial:
             partial.write_text(to_json(config))
 
@@ -228,10 +232,9 @@ def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = 
             _check_writable(folder)
             if source.absolute().parent != folder.path and not permitted.trust:
                 check_files(folder.path, config, partial(config_texts, source))
-            sign_run(folder.path, config, made=permitted.trust)
         yield True
         with _writing(folder):
-            folder.write_config(config)
+            folder.write_config(config, made=permitted.trust)
         return
     was_folder = folder.path.is_dir()
     if exists:
@@ -246,7 +249,6 @@ def claim(config: Config, source: Path, mode: Mode, permitted: AllowedChanges = 
             folder.path.mkdir(parents=True, exist_ok=True)
             _check_writable(folder)
             copy_config(source, folder.path)
-            sign_run(folder.path, config, made=True)
             folder.identity.write_text(secrets.token_hex(8) + "\n")
             folder.write_config(config)
         yield False

@@ -21,16 +21,19 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from mmjax.config import ChatFormat, Config, DataConfig, FileSource, FunctionSource
-from mmjax.config.codec import encode, walk
+from mmjax.config.codec import encode, key_of, walk
 from mmjax.config.loading import callback_names
 from mmjax.data.storage.files import is_url
 from mmjax.data.storage.spool import PIPE
 from mmjax.disk import user_config
 from mmjax.errors import UserError
 from mmjax.hub import would_download
+from mmjax.planning.plan_file import Plan
 
 SIGNATURES = "signatures"  # a run folder's file of codes, one a line
-HELP = "execute and fetch what the config of a run says that you did not make"
+SIGNATURE = "signature"  # a plan file's last key
+MAX_INNOCENT = 3  # characters, which name neither a command nor a URL
+HELP = "execute and fetch what a run or a plan says that you did not make"
 _MADE = "this run"  # signed when it begins
 _PATHS = ("path", "validation", "test")  # of a source of files
 
@@ -72,10 +75,10 @@ def check_run(folder: Path, config: Config, typed: Sequence[str] = ()) -> None:
     typed: overrides `a.b=value`, whose keys count no more.
     """
     signed = _Signed(folder)
-    keys = {line.partition("=")[0].strip() for line in typed}
+    keys = {key_of(line) for line in typed}
     for key, text, verb in statements_of(config):
         if key not in keys and not signed.has(f"{key}={text}"):
-            raise _refusal(folder, f"its config says {key}={text[:200]!r}, which would be {verb}")
+            raise _refusal(str(folder), f"its config says {key}={text[:200]!r}, which would be {verb}")
     check_files(folder, config)
 
 
@@ -90,7 +93,38 @@ def check_files(folder: Path, config: Config, texts: Callable[[], Mapping[str, s
     for path in _files_of(folder):
         content = path.read_bytes()
         if not signed.has(_line_of(path.name, content)) and texts().get(path.name, "").encode() != content:
-            raise _refusal(folder, f"its {path.name} would be executed")
+            raise _refusal(str(folder), f"its {path.name} would be executed")
+
+
+def check_plan(plan: Plan, config: Config, typed: Sequence[str] = ()) -> None:
+    """Raise UserError where what a plan file set in a config would be executed or fetched, and it is not signed.
+
+    typed: overrides of the command line, whose keys count no more.
+    """
+    if _is_signed_text(plan.path):
+        return
+    typed_keys = {key_of(word) for word in typed}
+    keys = [key_of(word) for word in plan.settings]
+    values = [value for word in plan.arguments if len(value := word.partition("=")[2]) > MAX_INNOCENT]
+    for key, text, verb in statements_of(config):
+        # By its key or section, or by an argument of the config's function that is part of it.
+        by_plan = any(f"{key}.".startswith(f"{name}.") for name in keys) or any(value in text for value in values)
+        if by_plan and key not in typed_keys:
+            raise _refusal(f"plan={plan.path}", f"it says {key}={text[:200]!r}, which would be {verb}", "plan")
+
+
+def sign_text(text: str) -> str:
+    """Add this user's code to the text of a JSON object; where the home cannot be written there is none."""
+    with suppress(OSError):
+        key = _key() or _make_key()
+        return f'{text.rstrip().removesuffix("}")},\n  "{SIGNATURE}": "{_code(key, text)}"}}\n'
+    return text
+
+
+def _is_signed_text(path: Path) -> bool:
+    text, _, rest = path.read_text().rpartition(f',\n  "{SIGNATURE}": "')
+    key = _key()
+    return key is not None and rest == f'{_code(key, text + "}" + chr(10))}"}}\n'
 
 
 def is_own(folder: Path) -> bool:
@@ -137,9 +171,9 @@ def _files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.py"))
 
 
-def _refusal(folder: Path, what: str) -> UserError:
+def _refusal(place: str, what: str, kind: str = "run") -> UserError:
     return UserError(
-        f"{folder}: you did not make this run, or it was changed since: {what}; look at it, and say --trust to do as "
+        f"{place}: you did not make this {kind}, or it was changed since: {what}; look at it, and say --trust to do as "
         "it says"
     )
 

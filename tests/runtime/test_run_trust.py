@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 from commands import TINY, TINY_MEDIA, run
 
-from mmjax import evaluate
+from mmjax import evaluate, plan, train
 from mmjax.cli import COMMANDS
 from mmjax.config import ChatFormat, Config, FunctionSource, MessagesSource, WebDatasetSource
 from mmjax.config.loading import from_json, load, to_json
@@ -77,7 +77,7 @@ def of_others(folder: Path, marker: Path, name: str) -> None:
         encoders = {**config.model.encoders, "vision": replace(eyes, callbacks=callbacks)}
         config = replace(config, model=replace(config.model, encoders=encoders))
     config = replace(config, run=str(folder))
-    RunFolder(folder).write_config(config)
+    (folder / "config.json").write_text(to_json(config))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
     rows = (1,) * len(module_names(config.model))
     launch = Launch(
@@ -250,3 +250,22 @@ def test_whatever_a_config_would_execute_or_fetch_is_known(tmp_path: Path) -> No
     assert {s.key for s in statements_of(compiled)} - known == {"compiler.xla_gpu_cuda_data_dir"}
     arguments = replace(config, data=replace(config.data, sources={"a": FunctionSource("config:few", {"n": 2})}))
     assert [(s.key, s.text) for s in statements_of(arguments)] == [("data.sources.a.function", 'config:few {"n": 2}')]
+
+
+def test_a_plan_of_others_executes_nothing_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.json"
+    assert run(capsys, plan.main, TINY, "cluster=h100x1x1", "data.pool=ray://mine:1", f"--out={path}").code == 0
+    assert run(capsys, train.main, TINY, f"plan={path}", "--show").code == 0
+    own = path.read_text()
+    for text in (
+        own.replace("ray://mine:1", "ray://others:1"),
+        own.partition(',\n  "signature"')[0] + "}",
+        own.replace('"settings": {', '"settings": {"seed": 1,'),
+    ):
+        path.write_text(text)
+        ended = run(capsys, train.main, TINY, f"plan={path}", "--show")
+        assert f"plan={path}: you did not make this plan, or it was changed since: it says data.pool='ray:" in ended.err
+        assert run(capsys, train.main, TINY, f"plan={path}", "--show", "data.pool=local").code == 0
+        assert run(capsys, train.main, TINY, f"plan={path}", "--show", "--trust").code == 0
+    path.write_text(own.partition(',\n  "signature"')[0].replace('"data.pool": "ray://mine:1"', '"seed": 1') + "}")
+    assert run(capsys, train.main, TINY, f"plan={path}", "--show").code == 0

@@ -148,7 +148,12 @@ class Chat:
                     counts.append(of_one)
         return counts
 
-    def _count(self, conversation: Conversation, lines: Sequence[TokenizerInput], encoded: Sequence[Encoded]) -> int:
+    def _count(
+        self, conversation: Conversation, lines: Sequence[TokenizerInput], encoded: Sequence[Encoded | BadSample]
+    ) -> int:
+        for text in encoded:
+            if isinstance(text, BadSample):
+                raise text
         tokens, answers = self._branches(conversation, lines, encoded)
         return tokens.text_tokens() + sum(len(answer.tokens) for answer in answers)
 

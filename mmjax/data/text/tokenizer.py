@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import tokenizers
 
 from mmjax.data.sample import BadSample, Conversation, Item, Sample, Text
+from mmjax.data.text.text_growth import GrowingText, check_growth
 from mmjax.data.toy.dataset import BEFORE_ITEM, END, PASSAGE, QUESTION, STRIDE
 from mmjax.disk import read_json
 from mmjax.errors import UserError
@@ -137,15 +139,30 @@ class Tokenizer:
 
     def encode(self, text: str, around: bool = False) -> Encoded:
         """Tokenize a text, parsing special tokens in it; around: add the tokens before and after it."""
-        return _encoded(self.backend.encode(text, add_special_tokens=around))
+        with _panics_as_bad(self.folder):
+            return _encoded(self.backend.encode(text, add_special_tokens=around))
 
-    def encode_all(self, texts: Sequence[str]) -> Iterator[Encoded]:
-        """Tokenize texts as a batch, on all cores unless the variable TOKENIZERS_PARALLELISM is false."""
-        return map(_encoded, self.backend.encode_batch(texts, add_special_tokens=False))
+    def encode_all(self, texts: Sequence[str]) -> Iterator[Encoded | BadSample]:
+        """Tokenize texts as a batch, on all cores unless the variable TOKENIZERS_PARALLELISM is false.
+
+        Yields in place of one that cannot be tokenized why that is.
+        """
+        try:
+            with _panics_as_bad(self.folder):
+                return map(_encoded, self.backend.encode_batch(texts, add_special_tokens=False))
+        except BadSample:
+            return map(self._encode_or_bad, texts)
+
+    def _encode_or_bad(self, text: str) -> Encoded | BadSample:
+        try:
+            return self.encode(text)
+        except BadSample as error:
+            return error
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Decode tokens to text."""
-        text = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        with _panics_as_bad(self.folder):
+            text = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
         for spaced in SPACED if self.cleans else ():
             text = text.replace(spaced, spaced.strip())
         return text
@@ -159,6 +176,17 @@ class Tokenizer:
 def _encoded(encoding: tokenizers.Encoding) -> Encoded:
     begin, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
     return Encoded(np.array(encoding.ids, np.int32), begin, end)
+
+
+@contextmanager
+def _panics_as_bad(folder: str) -> Iterator[None]:
+    """Turn a panic of the library, which is no Exception, into BadSample: of a pattern that would search for ages."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise BadSample(f"{folder}/tokenizer.json cannot tokenize it: {error}") from None
 
 
 def load_tokenizer(folder: str) -> Tokenizer:
@@ -186,7 +214,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
         backend=backend,
         named={name: _content(token) for name, token in named.items()},
         special=frozenset(special),
-        around=_around(backend),
+        around=_around(folder, backend),
         ends=_ends(folder, backend, named.get("eos_token")),
         cleans=bool(config.get("clean_up_tokenization_spaces", False)) and not bpe,
     )
@@ -209,7 +237,11 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
         if processor.get("type") == "ByteLevel":
             processor["trim_offsets"] = False
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(content))
+        check_growth(content)
+        with _panics_as_bad(str(path.parent)):
+            return tokenizers.Tokenizer.from_str(json.dumps(content))
+    except GrowingText as error:
+        raise UserError(f"{path}: {error}; use the model's own tokenizer.json") from None
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {error}") from error
 
@@ -255,11 +287,12 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Json, named: Sequence[str
         backend.add_tokens(missing)
 
 
-def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _around(folder: str, backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that the tokenizer's post-processor adds before and after a text."""
     if not backend.num_special_tokens_to_add(is_pair=False):
         return (), ()
-    encoding = backend.encode("a", add_special_tokens=True)
+    with _panics_as_bad(folder):
+        encoding = backend.encode("a", add_special_tokens=True)
     # "a" may be several tokens itself; what lies outside the ones that are not special was added.
     inner = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
     return tuple(encoding.ids[: inner[0]]), tuple(encoding.ids[inner[-1] + 1 :])
