@@ -32,7 +32,7 @@ import soxr
 from PIL import Image, features
 
 from mmjax.config import MediaLimits
-from mmjax.data.media.mp3 import decode_mp3, read_mp3_header
+from mmjax.data.media.mp3 import decode_mp3, is_mp3, read_mp3_header
 from mmjax.errors import BadMedia, UserError
 
 Probe = Callable[[BinaryIO], tuple[int, int]]  # reads the size of an image or clip, or a video's packed header
@@ -62,7 +62,7 @@ MAX_SCANS = 500  # of a JPEG, each of which passes over all of its pixels
 _BRANDS = {"AVIF": AVIF_BRANDS, "HEIC": HEIF_BRANDS}
 INFLATED = 1 << 22  # bytes of a PNG that are inflated at a time
 BAND = 1024  # rows that are converted at a time
-CLIP_STARTS = {b"fLaC": "FLAC", b"OggS": "OGG", b"ID3": "MP3"}
+CLIP_STARTS = {b"fLaC": "FLAC", b"OggS": "OGG"}
 # struct formats of (width, height) in a header, for files that Pillow refuses because one of them is 0.
 EXTENTS = {"PNG": ">16xII", "GIF": "<6xHH", "BMP": "<18xii"}
 # PNG interlacing: first x, first y, step of x and of y of each of its seven passes.
@@ -426,7 +426,7 @@ def _clip_kind(reader: _FileReader) -> str:
     kind = next((kind for start, kind in CLIP_STARTS.items() if head.startswith(start)), None)
     if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
         kind = "WAV"
-    elif head[0] == 0xFF and head[1:] and head[1] >= 0xE0:
+    elif is_mp3(head):
         kind = "MP3"
     if kind is None:
         raise BadMedia("no clip of a known format (WAV, FLAC, Ogg, MP3)")
