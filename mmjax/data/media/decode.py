@@ -19,7 +19,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import cache, partial
 from itertools import chain
@@ -32,6 +32,7 @@ import soxr
 from PIL import Image, features
 
 from mmjax.config import MediaLimits
+from mmjax.data.media import tiff
 from mmjax.data.media.mp3 import decode_mp3, is_mp3, read_mp3_header
 from mmjax.errors import BadMedia, UserError
 
@@ -249,13 +250,16 @@ def _webp_size(reader: _FileReader) -> tuple[int, int] | None:
 
 
 def _pixels(reader: _FileReader, kind: str) -> np.ndarray:
-    with _open_image(reader, kind) as image:
+    with tiff.lock if kind == "TIFF" else nullcontext(), _open_image(reader, kind) as image:
         if image.mode == "F":
             raise BadMedia(f"a {kind} of floats, whose values from 0 to 1 would all be black; write it in 8 bits")
         if image.mode == "I" and kind != "PNG":
             raise BadMedia(f"a {kind} of 32-bit numbers; write it in 8 or 16 bits")
         if kind == "JPEG":
             return _jpeg_pixels(reader, image)
+        if kind == "TIFF":
+            reader.seek(0)
+            tiff.check_tiff(reader.read())
         image.load()
         if kind == "PNG":
             chunks = list(_png_chunks(reader))  # checks checksums: Pillow accepts any damage that still inflates
