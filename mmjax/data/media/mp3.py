@@ -53,8 +53,7 @@ while head := requests.read(24):
     fault = ""
     try:
         with soundfile.SoundFile(file) as clip:
-            if first:
-                clip.seek(first)
+            clip.seek(first)  # to 0 too, as soundfile.read does: it changes the last bit
             while len(block := clip.read(min(missing, (1 << 20) // clip.channels), "float32", True)):
                 missing -= len(block)
                 mono = block.T.mean(axis=0) if clip.channels > 1 else block[:, 0]
