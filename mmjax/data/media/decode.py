@@ -3,8 +3,8 @@
 Images: JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF and HEIC; the first frame or page. EXIF orientation is applied, then
 Pillow's `convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped.) Grey of 16 bits becomes its
 high byte, as Pillow has 16-bit colours, where `convert` makes white of all above 255.
-Clips: WAV, FLAC, Ogg (Vorbis, Opus), MP3, and where PyAV is installed M4A; channels averaged, then resampled by soxr, as
-in transformers' `load_audio`. Every fault of a file raises `BadMedia`, including those that Pillow and libsndfile
+Clips: WAV, FLAC, Ogg (Vorbis, Opus), MP3, and where PyAV is installed M4A; channels averaged, then resampled by soxr,
+as in transformers' `load_audio`. Every fault of a file raises `BadMedia`, including those that Pillow and libsndfile
 ignore: damaged JPEG data, missing rows, more samples than the header claims, and metadata that Pillow only warns of.
 I/O errors while reading (a lost connection) propagate unchanged.
 """

@@ -63,6 +63,7 @@ def test_an_m4a_is_a_clip_of_its_own_length_and_one_that_is_cut_off_is_bad(tmp_p
         stream = container.add_stream("aac", rate=16_000, layout="mono")
         frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
         frame.sample_rate = 16_000
+        frame.pts = 0  # else the encoder's own first samples are not told from the clip's
         for packet in (*stream.encode(frame), *stream.encode(None)):
             container.mux(packet)
     data = (tmp_path / "a.m4a").read_bytes()
