@@ -2,8 +2,9 @@
 
 Reads the headers of all media, once for each file, lists the bad samples, and draws the lengths of all others; in
 tokens where the config has a chat format. Training reuses the results from a cache. ``--to arrayrecord OUT`` writes the
-format to train on at scale. ``--latents`` makes the latents of the images that generators learn to make. ``--json``
-prints the bad records and the keys that nothing reads, for programs.
+format to train on at scale. ``--shrink FOLDER`` writes copies of the images as small as the model uses them.
+``--latents`` makes the latents of the images that generators learn to make. ``--json`` prints the bad records and the
+keys that nothing reads, for programs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmjax.config import Config, FileSource, VisionConfig
-from mmjax.config.loading import default_config, find_config, load
-from mmjax.console import ProgressLine, count, print_lines, table
+from mmjax.config import Config, ConversationFiles, FileSource, VisionConfig
+from mmjax.config.loading import default_config, find_config, load, resolve_callbacks
+from mmjax.config.media import AsIs
+from mmjax.console import ProgressLine, count, print_lines, size, table
 from mmjax.data.media.decode import VideoHeader
 from mmjax.data.media.patches import item_size
 from mmjax.data.media.video import sample_video
@@ -32,6 +34,7 @@ from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.sample import Split
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records
 from mmjax.data.sources.chat_source import BadSampleEntry, bad_limit
+from mmjax.data.sources.image_copies import Copy, CopyMaker, named_images
 from mmjax.data.sources.media_sizes import MediaFacts, Progress, read_facts
 from mmjax.data.sources.opening import (
     SPLITS,
@@ -42,8 +45,8 @@ from mmjax.data.sources.opening import (
     part_name,
     path_of,
 )
-from mmjax.data.sources.processors import PROBES
-from mmjax.data.storage.files import Conversations
+from mmjax.data.sources.processors import PROBES, MediaProcessors
+from mmjax.data.storage.files import Conversations, FileRef
 from mmjax.disk import json_lines
 from mmjax.errors import BadMedia, UserError, exit_process, run_command
 
@@ -115,6 +118,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="also say at how many frames per second videos have so many tokens",
     )
     parser.add_argument(
+        "--shrink",
+        type=Path,
+        metavar="FOLDER",
+        help="write copies of the images into a folder, as small as the model uses them, and nothing else",
+    )
+    parser.add_argument(
         "--latents",
         action="store_true",
         help="make the latents of the images that generators learn to make, with their frozen VAE, and nothing else",
@@ -141,6 +150,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         from mmjax.runtime.latents import make_all_latents  # starts JAX
 
         _write_bad(list(make_all_latents(config)), out / BAD)
+        return
+    if args.shrink:
+        _shrink(config, args.shrink, out / BAD)
         return
     parts = list(read_parts(config))
     unread = [line for part in parts for line in describe_unread(part.name, part.facts.unread)]
@@ -182,6 +194,54 @@ def _describe_training(config: Config, parts: Sequence[Part]) -> list[str]:
             f"data.max_bad={bad}"
         ]
     return [f"{found}: training leaves them out"]
+
+
+def _shrink(config: Config, folder: Path, bad_path: Path) -> None:
+    """Write copies of the images of every source that names them by paths, and print what trains on these."""
+    functions = resolve_callbacks(config.model, Path())
+    processors = MediaProcessors(config.model.item_modules, functions, config.data.limits).image_processors
+    if not processors or any(isinstance(p.encoder.images, AsIs) for p in processors):
+        raise UserError(
+            "--shrink: no encoder of the config resizes images, so there is no size to which to shrink them"
+        )
+    sources = {n: s for n, s in config.data.sources.items() if isinstance(s, ConversationFiles)}
+    if not sources:
+        raise UserError("--shrink: no source of the config names its images by paths; --to arrayrecord OUT copies them")
+    cache = cache_folder(config.data)
+    bad: list[BadSampleEntry] = []
+    words = []
+    for name, source in sources.items():
+        maker = CopyMaker(folder / name if len(sources) > 1 else folder, processors, config.data.limits)
+        images: dict[str, FileRef] = {}
+        others, several = 0, False
+        for split in SPLITS:
+            if path_of(source, split):
+                records = open_conversations(source, split, cache, f"data.sources.{name}", config.data.window_space)
+                of_split = _with_progress(len(records), f"{name} {split}", partial(named_images, records))
+                images |= of_split[0]
+                others, several = others + of_split[1], several or of_split[2]
+        maker.prepare_folder()
+        copies = _with_progress(len(images), f"to {maker.folder}", partial(_make_copies, maker, images, several))
+        states = Counter(copy.state for copy in copies)
+        counts = ", ".join(f"{number:,} {state}" for state, number in states.items()) or "none"
+        print_lines(f"wrote  {counts} of {len(images):,} images: {maker.folder}")
+        if shrunk := [copy for copy in copies if copy.state == "shrunk"]:
+            before, after = (sum(getattr(copy, key) for copy in shrunk) for key in ("before", "after"))
+            print_lines(f"       {size(before)} of files became {size(after)}")
+        if others:
+            print_lines(f"       {others:,} images have no path below the source's folder, and no copy: {name}")
+        bad += [BadSampleEntry(f"{name}: {c.name}", c.reason) for c in copies if c.state == "bad"]
+        words.append(f"data.sources.{name}.images={maker.folder}")
+    _write_bad(bad, bad_path)
+    print_lines("train on them with", *(f"  {word}" for word in words))
+
+
+def _make_copies(maker: CopyMaker, images: Mapping[str, FileRef], several: bool, progress: Progress) -> list[Copy]:
+    copies = []
+    for copy in maker.copies(images, several):
+        copies.append(copy)
+        progress(len(copies))
+    return copies
 
 
 def _make_folder(option: str, path: Path) -> Path:

@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "base", "manager", "misc"}
-DISTRIBUTIONS = {  # where an import is not called as its distribution
+DISTRIBUTIONS = {
+    "pillow_heif": "pillow-heif",  # where an import is not called as its distribution
     "absl": "absl-py",
     "huggingface_hub": "huggingface-hub",
     "array_record": "array-record",
@@ -53,10 +54,13 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         NUMERIC,
     ),
     "data": May(("mmjax.data.sample", *BASE), frozenset({"numpy"})),
-    "data.storage": May(("mmjax.data.storage", *DATA, "mmjax.hub", *BASE), frozenset({"numpy", "fsspec", "soundfile"})),
+    "data.storage": May(
+        ("mmjax.data.storage", "mmjax.data.media.mp3", *DATA, "mmjax.hub", *BASE),
+        frozenset({"numpy", "fsspec", "soundfile"}),
+    ),
     "data.media": May(
         ("mmjax.data.media", *DATA, "mmjax.batch", *BASE),
-        frozenset({"av", "numpy", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"}),
+        frozenset({"av", "numpy", "pillow_heif", "scipy", "PIL", "simplejpeg", "soundfile", "soxr"}),
     ),
     "data.toy": May(("mmjax.data.toy", *DATA, *BASE), frozenset({"numpy"})),
     "data.text": May(
@@ -170,6 +174,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "wandb": ("mmjax.training.metrics",),
     "huggingface_hub": ("mmjax.hub",),
     "av": ("mmjax.data.media.video",),
+    "pillow_heif": ("mmjax.data.media.decode",),
 }
 
 
@@ -284,7 +289,8 @@ def test_every_package_has_its_rules() -> None:
 def test_everything_imported_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["wandb"], *extras["hub"], *extras["video"], *extras["pool"]]
+    optional = (line for extra in ("wandb", "hub", "video", "heif", "pool") for line in extras[extra])
+    lines = [*project["dependencies"], *optional]
     declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower() for line in lines}
     modules = modules_of(ROOT / "mmjax")
     tops = {i.split(".")[0] for name, path in modules.items() for i in imports_of(name, path, modules)}

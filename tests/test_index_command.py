@@ -16,6 +16,7 @@ import pytest
 from clips_made import frames_of, write_video
 from commands import run
 from llava_folder import save_checkpoint, save_questions
+from PIL import Image
 from started import finish, start
 
 sys.path.append(str(Path(__file__).parent / "data"))
@@ -310,3 +311,48 @@ def test_training_names_the_keys_that_nothing_reads_before_its_first_step(tmp_pa
     sources = open_sources(config, "train", tmp_path)
     look_again(sources)
     assert notes_of(sources)[-1] == "ignored keys of chat: `note` in 4 records"
+
+
+def test_copies_of_photos_are_as_small_as_the_model_uses_them(tmp_path, capsys) -> None:
+    """Upright, by the records' names, made once; what is bad is named, and another model's folder refused."""
+    rng = np.random.default_rng(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    pixels = Image.fromarray(rng.integers(0, 255, (30, 40, 3), np.uint8)).resize((800, 600))
+    pixels.save(tmp_path / "photos" / "a" / "0.jpg", exif=exif)
+    pixels.save(tmp_path / "photos" / "1.png")
+    write(tmp_path, {"photos/2.png": picture(10, 20)})
+    whole = (tmp_path / "photos" / "a" / "0.jpg").read_bytes()
+    write(tmp_path, {"photos/3.jpg": whole[: len(whole) // 2]})
+    names = ["a/0.jpg", "1.png", "2.png", "3.jpg", "a/0.jpg", f"{tmp_path}/photos/1.png"]
+    lines(tmp_path / "r.jsonl", [asked("<image>what?", image=name) for name in names])
+    words = [
+        "tiny_omni",
+        "model.encoders.vision.images=fixed_size",
+        "model.encoders.vision.images.resize=64",
+        "model.encoders.vision.images.crop=64,64",
+        "data.sources={}",
+        "data.sources.photos=llava",
+        f"data.sources.photos.path={tmp_path}/r.jsonl",
+        "data.sources.photos.outside=allow",
+        f"data.cache={tmp_path}/cache",
+        f"--out={tmp_path}/out",
+    ]
+    copies = tmp_path / "small"
+    originals = f"data.sources.photos.images={tmp_path}/photos"
+    out = told(capsys, *words, originals, "--shrink", copies)
+    assert "wrote  2 shrunk, 1 as it was, 1 bad of 4 images" in out
+    assert "1 images have no path below the source's folder, and no copy: photos" in out
+    assert f"data.sources.photos.images={copies}" in out
+    assert "3.jpg: corrupt JPEG" in (tmp_path / "out" / "bad.jsonl").read_text()
+    assert Image.open(copies / "a" / "0.jpg").size == (64, 85)
+    assert Image.open(copies / "1.png").size == (85, 64)
+    assert (copies / "2.png").read_bytes() == picture(10, 20)
+    stamps = {path: path.stat().st_ino for path in copies.rglob("*.*g")}
+    assert "3 there already, 1 bad of 4 images" in told(capsys, *words, originals, "--shrink", copies)
+    assert {path: path.stat().st_ino for path in copies.rglob("*.*g")} == stamps
+    words[2] = "model.encoders.vision.images.resize=32"
+    ended = run(capsys, index.main, *words, originals, "--shrink", copies)
+    assert ended.code == 2
+    assert "its copies are for a model that prepares images in another way" in ended.err

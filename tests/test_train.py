@@ -29,6 +29,7 @@ from mmjax.distributed.watchdog import Watchdog
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder, claim, run_folder_of
 from mmjax.runtime.state import all_parameters, parameter_shardings
+from mmjax.training.announce import loader_verdict
 from mmjax.training.loop import Trainer
 from mmjax.training.signals import StopFlags
 
@@ -124,6 +125,13 @@ def test_a_step_is_settled_and_written_down_before_the_evaluation_after_it(train
 
 def test_it_says_whether_the_loader_keeps_up(trained):
     assert "loading a step takes" in trained[1]
+
+
+def test_a_loader_that_large_photos_hold_up_is_told_to_shrink_them_once():
+    assert "--shrink FOLDER" in loader_verdict(1.0, 2, 0.02, pixels=12e6)
+    assert "half of the images have 12 megapixels or more" in loader_verdict(1.0, 2, 0.02, pixels=12e6)
+    assert "--shrink" not in loader_verdict(1.0, 2, 0.02, pixels=4e5)
+    assert "--shrink" not in loader_verdict(0.01, 2, 0.02, pixels=12e6)
 
 
 def test_the_end_says_where_the_run_is_and_what_to_try_next(trained):

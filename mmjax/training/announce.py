@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -20,6 +20,9 @@ from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.grouping import StepGrouper, long_samples
 from mmjax.data.plan.step_plan import RankLayout
+from mmjax.data.sample import Source
+from mmjax.data.sources.chat_files import ChatFiles
+from mmjax.data.sources.chat_source import ChatSource
 from mmjax.models.model import Model, parameter_group
 from mmjax.models.quantization import parameter_shapes
 from mmjax.planning.remat import MemoryPlan, StagePlan
@@ -236,10 +239,21 @@ def replication_warning(memory_plan: MemoryPlan) -> str:
 WAITING = 0.1  # share of the time that a run may wait for data before it is told so at its start
 
 
-def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> str:
+LARGE_PHOTO = 2_000_000  # pixels of a photo that takes longer to decode than most models use of it
+
+
+def median_pixels(sources: Iterable[Source]) -> float:
+    """Return the pixels of the median image in files that records name by paths; 0 where there is none."""
+    named = [s for s in sources if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)]
+    sizes = np.concatenate([np.empty((0, 2)), *(source.image_sizes() for source in named)])
+    return float(np.median(sizes.prod(axis=1))) if len(sizes) else 0.0
+
+
+def loader_verdict(load_seconds: float, workers: int, step_seconds: float, pixels: float = 0.0) -> str:
     """Say in one line whether the workers can keep up.
 
-    load_seconds: to load one step on one core. step_seconds: to run one, without waiting for data.
+    load_seconds: to load one step on one core. step_seconds: to run one, without waiting for data. pixels: of the
+    median image, by `median_pixels`.
     """
     per_step = load_seconds / max(workers, 1)
     line = (
@@ -253,6 +267,11 @@ def loader_verdict(load_seconds: float, workers: int, step_seconds: float) -> st
     remedy = f"use data.workers={needed}"
     if needed > cores:
         remedy = f"{needed} workers would keep up, and this machine has {cores} cores: data.pool takes those of others"
+    if pixels >= LARGE_PHOTO:
+        remedy = (
+            f"half of the images have {pixels / 1e6:.2g} megapixels or more: make smaller copies once, with "
+            "python -m mmjax.index CONFIG --shrink FOLDER"
+        )
     waiting = 1 - step_seconds / per_step
     return f"{line}: THE LOADER CANNOT KEEP UP, about {waiting:.0%} of the time will be waiting; {remedy}"
 

@@ -437,7 +437,9 @@ class Trainer:
             if self.config.data.pool == "local":
                 load_seconds = float(loaded.load_seconds)  # the first steps' includes opening everything
                 workers = self.config.data.workers
-                print_lines(announce.loader_verdict(load_seconds, workers, self.metrics.typical_seconds()))
+                pixels = announce.median_pixels(self.loader.sources.values())
+                seconds = self.metrics.typical_seconds()
+                print_lines(announce.loader_verdict(load_seconds, workers, seconds, pixels))
 
     def log(self, done: int, scalars: Mapping[str, MetricValue]) -> None:
         """Log numbers after `done` steps, on process 0."""

@@ -3,10 +3,10 @@
 Images: JPEG, PNG, WebP, GIF, BMP, TIFF, AVIF and HEIC; the first frame or page. EXIF orientation is applied, then
 Pillow's `convert("RGB")`, as in transformers' `load_image`. (So transparency is dropped.) Grey of 16 bits becomes its
 high byte, as Pillow has 16-bit colours, where `convert` makes white of all above 255.
-Clips: WAV, FLAC, Ogg (Vorbis, Opus) and MP3; channels averaged, then resampled by soxr, as in transformers'
-`load_audio`. Every fault of a file raises `BadMedia`, including those that Pillow and libsndfile ignore: damaged JPEG
-data, missing rows, more samples than the header claims, and metadata that Pillow only warns of. I/O errors while
-reading (a lost connection) propagate unchanged.
+Clips: WAV, FLAC, Ogg (Vorbis, Opus), MP3, and where PyAV is installed M4A; channels averaged, then resampled by soxr,
+as in transformers' `load_audio`. Every fault of a file raises `BadMedia`, including those that Pillow and libsndfile
+ignore: damaged JPEG data, missing rows, more samples than the header claims, and metadata that Pillow only warns of.
+I/O errors while reading (a lost connection) propagate unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from functools import cache, partial
 from itertools import chain
@@ -32,7 +32,8 @@ import soxr
 from PIL import Image, features
 
 from mmjax.config import MediaLimits
-from mmjax.data.media.mp3 import decode_mp3, read_mp3_header
+from mmjax.data.media import tiff
+from mmjax.data.media.mp3 import decode_mp3, is_mp3, read_mp3_header
 from mmjax.errors import BadMedia, UserError
 
 Probe = Callable[[BinaryIO], tuple[int, int]]  # reads the size of an image or clip, or a video's packed header
@@ -62,7 +63,7 @@ MAX_SCANS = 500  # of a JPEG, each of which passes over all of its pixels
 _BRANDS = {"AVIF": AVIF_BRANDS, "HEIC": HEIF_BRANDS}
 INFLATED = 1 << 22  # bytes of a PNG that are inflated at a time
 BAND = 1024  # rows that are converted at a time
-CLIP_STARTS = {b"fLaC": "FLAC", b"OggS": "OGG", b"ID3": "MP3"}
+CLIP_STARTS = {b"fLaC": "FLAC", b"OggS": "OGG"}
 # struct formats of (width, height) in a header, for files that Pillow refuses because one of them is 0.
 EXTENTS = {"PNG": ">16xII", "GIF": "<6xHH", "BMP": "<18xii"}
 # PNG interlacing: first x, first y, step of x and of y of each of its seven passes.
@@ -82,6 +83,7 @@ UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile's length of a stream whose header
 UNKNOWN_SIZE = 0x7FFF0000  # bytes; a WAV header claims at least this for the same reason
 MAX_OGG_PAGE = 65_307  # bytes
 BLOCK = 1 << 20  # samples of all channels that are decoded at a time
+MISSING_SECONDS = 0.1  # that an M4A may lack at its end, whose header counts what its encoder added
 MIN_SECONDS = 0.001  # a shorter clip is a mistake
 
 
@@ -249,13 +251,16 @@ def _webp_size(reader: _FileReader) -> tuple[int, int] | None:
 
 
 def _pixels(reader: _FileReader, kind: str) -> np.ndarray:
-    with _open_image(reader, kind) as image:
+    with tiff.lock if kind == "TIFF" else nullcontext(), _open_image(reader, kind) as image:
         if image.mode == "F":
             raise BadMedia(f"a {kind} of floats, whose values from 0 to 1 would all be black; write it in 8 bits")
         if image.mode == "I" and kind != "PNG":
             raise BadMedia(f"a {kind} of 32-bit numbers; write it in 8 or 16 bits")
         if kind == "JPEG":
             return _jpeg_pixels(reader, image)
+        if kind == "TIFF":
+            reader.seek(0)
+            tiff.check_tiff(reader.read())
         image.load()
         if kind == "PNG":
             chunks = list(_png_chunks(reader))  # checks checksums: Pillow accepts any damage that still inflates
@@ -368,7 +373,8 @@ def read_clip_header(file: BinaryIO) -> ClipHeader:
     Raises BadMedia for an unknown format, an unknown length, and an empty clip.
     """
     reader = _FileReader(file)
-    facts = _call_decoder(reader, _clip_kind(reader), _clip_facts)
+    kind = _clip_kind(reader)
+    facts = _track_header(file) if kind == "M4A" else _call_decoder(reader, kind, _clip_facts)
     if facts.frames >= UNKNOWN_LENGTH:
         raise BadMedia("it does not say its length; encode it again")
     if facts.frames < 1 or facts.sample_rate < 1:
@@ -395,6 +401,8 @@ def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits
     check_media_size("audio", facts, limits)
     reader = _FileReader(io.BytesIO(data))
     kind = _clip_kind(reader)
+    if kind == "M4A":
+        return _decode_track(data, sample_rate, limits)
     if kind == "OGG":
         _check_ogg_end(data)
     return _call_decoder(reader, kind, partial(_mono, facts=facts, sample_rate=sample_rate))
@@ -426,11 +434,29 @@ def _clip_kind(reader: _FileReader) -> str:
     kind = next((kind for start, kind in CLIP_STARTS.items() if head.startswith(start)), None)
     if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
         kind = "WAV"
-    elif head[0] == 0xFF and head[1:] and head[1] >= 0xE0:
+    elif is_mp3(head):
         kind = "MP3"
+    elif head[4:8] == b"ftyp" and image_kind(head) is None:
+        kind = "M4A"
     if kind is None:
-        raise BadMedia("no clip of a known format (WAV, FLAC, Ogg, MP3)")
+        raise BadMedia("no clip of a known format (WAV, FLAC, Ogg, MP3, M4A)")
     return kind
+
+
+def _track_header(file: BinaryIO) -> ClipHeader:
+    from mmjax.data.media import soundtrack  # which imports this module, and FFmpeg where there is need of it
+
+    soundtrack.import_pyav("M4A clips")
+    file.seek(0)
+    if (header := soundtrack.read_sound_header(file)) == soundtrack.SILENT:
+        raise BadMedia("an M4A without a sound track")
+    return header
+
+
+def _decode_track(data: bytes, sample_rate: int, limits: MediaLimits) -> np.ndarray:
+    from mmjax.data.media import soundtrack
+
+    return soundtrack.decode_sound(io.BytesIO(data), sample_rate, limits, MISSING_SECONDS)
 
 
 def _clip_facts(reader: _FileReader, kind: str) -> ClipHeader:

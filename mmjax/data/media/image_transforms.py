@@ -9,9 +9,10 @@ the item sizes, for which the image's header is enough.
 from __future__ import annotations
 
 import functools
+import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
@@ -132,6 +133,7 @@ class LazyImage:
 BeforeEncoder = Callable[[LazyImage, int], Sequence[LazyImage]]  # (image, images in its sample) -> items
 
 MAX_SIDE = 4096  # pixels that Idefics3's resizing makes at most
+SLACK = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)  # by which a smaller image may be larger than what it becomes
 MAX_ASPECT = 200  # longer side / shorter side, in Qwen-VL's resizing
 
 
@@ -170,6 +172,16 @@ def prepared_sizes(
     return tuple(item.size for item in prepare(picture, images))
 
 
+def encode_image(pixels: np.ndarray, lossless: bool) -> bytes:
+    """Encode pixels uint8 `[h, w, 3]`: as PNG, or as JPEG of quality 95 with all of its colours."""
+    file = io.BytesIO()
+    if lossless:
+        Image.fromarray(pixels).save(file, "PNG")
+    else:
+        Image.fromarray(pixels).save(file, "JPEG", quality=95, subsampling=0)
+    return file.getvalue()
+
+
 def prepare_image(
     prepare: BeforeEncoder, image: np.ndarray, images: int = 1, limits: MediaLimits = MediaLimits()
 ) -> tuple[np.ndarray, ...]:
@@ -183,6 +195,41 @@ def prepare_image(
         raise BadMedia(f"an image of {image.shape[0]} x {image.shape[1]} pixels is empty")
     picture = LazyImage(image.shape[:2], image, limits.pixels)
     return tuple(item.pixels for item in prepare(picture, images))
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced(LazyImage):
+    """A size that notes what a preparation resizes it to, before anything else has resized it."""
+
+    targets: list[tuple[Size, Size]] = field(default_factory=list)  # (size before, size after)
+    original: bool = True
+
+    def resized(self, size: Size, filter: Filter = "bicubic") -> LazyImage:
+        if self.original:
+            self.targets.append((self.size, size))
+        return replace(super().resized(size, filter), original=False)
+
+
+def smaller_size(prepare: BeforeEncoder, size: Size, images: int = 1, limits: MediaLimits = MediaLimits()) -> Size:
+    """Compute the size of a smaller image of which a preparation makes items of the same sizes, with as many details.
+
+    That is the size to which it resizes, or the smallest of the image's own shape that is as large; the image's own
+    where it resizes nothing, or something to more than there is. Raises BadMedia as `prepared_sizes`.
+    """
+    traced = _Traced(size, None, limits.pixels)
+    sizes = tuple(item.size for item in prepare(traced, images))
+    scales = [max(after[0] / before[0], after[1] / before[1]) for before, after in traced.targets]
+    scale = max(scales, default=1.0)
+    candidates = [after for before, after in traced.targets if before == size]
+    candidates += [(math.ceil(size[0] * scale * more), math.ceil(size[1] * scale * more)) for more in SLACK]
+    for candidate in candidates:
+        covers = all(c >= math.floor(scale * s) for c, s in zip(candidate, size, strict=True))
+        smaller = (
+            candidate[0] * candidate[1] < size[0] * size[1] and candidate[0] <= size[0] and candidate[1] <= size[1]
+        )
+        if scale < 1 and covers and smaller and prepared_sizes(prepare, candidate, images, limits) == sizes:
+            return candidate
+    return size
 
 
 def fixed_size(config: FixedSize, picture: LazyImage, images: int) -> tuple[LazyImage, ...]:

@@ -37,8 +37,9 @@ BIT_RATES = (
 ENDS = (b"TAG", b"APETAGEX", b"LYRICSBE")  # of tags behind the last frame
 SAMPLES = {0: 576, 2: 576, 3: 1152}  # of a frame
 
-# Decodes files, each an 8-byte length and its bytes, until there are no more. Answers with blocks, each the bytes of
-# its float32 samples behind their number, an empty one, and a line of JSON: what was said on standard error.
+# Decodes files until there are no more: each the number of its first sample, how many are wanted, its length and bytes.
+# Answers with blocks, each the bytes of its float32 samples behind their number, an empty one, and a line of JSON: what
+# soundfile raised, and what was said on standard error.
 _DECODER = """
 import io, json, os, struct, sys, tempfile
 import numpy, soundfile
@@ -46,12 +47,15 @@ requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
 log = tempfile.TemporaryFile()
 os.dup2(log.fileno(), 1)
 os.dup2(log.fileno(), 2)
-while head := requests.read(8):
-    file = io.BytesIO(requests.read(struct.unpack("<Q", head)[0]))
+while head := requests.read(24):
+    first, missing, size = struct.unpack("<QQQ", head)
+    file = io.BytesIO(requests.read(size))
     fault = ""
     try:
         with soundfile.SoundFile(file) as clip:
-            while len(block := clip.read((1 << 20) // clip.channels, "float32", True)):
+            clip.seek(first)  # to 0 too, as soundfile.read does: it changes the last bit
+            while len(block := clip.read(min(missing, (1 << 20) // clip.channels), "float32", True)):
+                missing -= len(block)
                 mono = block.T.mean(axis=0) if clip.channels > 1 else block[:, 0]
                 answers.write(struct.pack("<Q", 4 * len(mono)) + numpy.ascontiguousarray(mono).tobytes())
     except Exception as error:
@@ -63,6 +67,11 @@ while head := requests.read(8):
     answers.write(struct.pack("<Q", 0) + json.dumps([fault, lines]).encode() + b"\\n")
     answers.flush()
 """
+
+
+def is_mp3(head: bytes) -> bool:
+    """Tell an MP3 by its first bytes: a tag's, or a frame's."""
+    return head.startswith(b"ID3") or (head[:1] == b"\xff" and head[1:2] >= b"\xe0")
 
 
 def read_mp3_header(file: BinaryIO) -> tuple[int, int]:
@@ -144,13 +153,13 @@ class _Decoder:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # the process that started it: a fork has none of its own yet
 
-    def blocks(self, data: bytes) -> Iterator[np.ndarray]:
-        """Decode a file to blocks of mono samples, float32. Raises BadMedia at the end where it is damaged."""
+    def blocks(self, data: bytes, first: int, count: int) -> Iterator[np.ndarray]:
+        """Decode a stretch of a file to blocks of mono samples, float32. Raises BadMedia at a damaged one's end."""
         with self._lock:
             process = self._started()
             try:
                 # The decoder answers only when it has all of the file.
-                process.stdin.write(struct.pack("<Q", len(data)))
+                process.stdin.write(struct.pack("<QQQ", first, count, len(data)))
                 process.stdin.write(data)
                 process.stdin.flush()
                 while size := struct.unpack("<Q", process.stdout.read(8))[0]:
@@ -192,7 +201,10 @@ def _first_complaint(lines: str) -> str:
 _decoder = _Decoder()
 
 
-def decode_mp3(data: bytes) -> Iterator[np.ndarray]:
-    """Decode an MP3 to blocks of mono samples, float32 `[n]`. Raises BadMedia at its end for what libmpg123 mends."""
+def decode_mp3(data: bytes, first: int = 0, count: int = 1 << 62) -> Iterator[np.ndarray]:
+    """Decode an MP3, or `count` samples from the `first` on, to blocks of mono samples, float32 `[n]`.
+
+    Raises BadMedia, at the end also for what libmpg123 mends.
+    """
     _check_frames(data)
-    return _decoder.blocks(data)
+    return _decoder.blocks(data, first, count)

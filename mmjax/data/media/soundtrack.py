@@ -6,6 +6,7 @@ length of its longest track. Whether a file is cut off is seen by its frames.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -37,10 +38,13 @@ def read_sound_header(file: BinaryIO) -> ClipHeader:
         return ClipHeader(frames=max(1, round(seconds * stream.rate)), sample_rate=stream.rate)
 
 
-def decode_sound(file: BinaryIO, sample_rate: int, limits: MediaLimits = MediaLimits()) -> np.ndarray | None:
+def decode_sound(
+    file: BinaryIO, sample_rate: int, limits: MediaLimits = MediaLimits(), missing_seconds: float = math.inf
+) -> np.ndarray | None:
     """Decode a video's sound to mono samples at that rate, float32 `[n]`; None for a silent video.
 
-    Raises BadMedia as `read_sound_header`, for sound beyond the limits, and for sound that is corrupt.
+    Raises BadMedia as `read_sound_header`, for sound beyond the limits, for sound that is corrupt, and where more of it
+    is missing than so many seconds.
     """
     header = read_sound_header(file)
     if header == SILENT:
@@ -50,7 +54,8 @@ def decode_sound(file: BinaryIO, sample_rate: int, limits: MediaLimits = MediaLi
     av = import_pyav()
     try:
         with open_container(file) as container:
-            return resample(_filled(_mono(av, container, header), header.frames), header, sample_rate)
+            missing = missing_seconds * header.sample_rate
+            return resample(_filled(_mono(av, container, header), header.frames, missing), header, sample_rate)
     except av.FFmpegError as error:
         raise BadMedia(f"corrupt sound of a video: {error}") from None
 
@@ -63,14 +68,16 @@ def _mono(av: Any, container: Any, header: ClipHeader) -> Iterator[np.ndarray]:
         yield wave
 
 
-def _filled(blocks: Iterator[np.ndarray], samples: int) -> Iterator[np.ndarray]:
-    """Yield so many samples in blocks, the last ones silence where there are fewer. Raises BadMedia for none."""
+def _filled(blocks: Iterator[np.ndarray], samples: int, may_miss: float) -> Iterator[np.ndarray]:
+    """Yield so many samples in blocks, the last ones silence where there are fewer. Raises BadMedia for too few."""
     missing = samples
     for block in blocks:
         yield block[:missing]
         missing -= len(block[:missing])
     if missing == samples:
         raise BadMedia("a video whose sound cannot be decoded")
+    if missing > may_miss:
+        raise BadMedia(f"truncated sound: {samples - missing} of {samples} samples")
     for start in range(0, missing, BLOCK):
         yield np.zeros(min(BLOCK, missing - start), np.float32)
 

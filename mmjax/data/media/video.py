@@ -165,12 +165,12 @@ def _qwen3_size(how: Qwen3Video, size: Size, merged: int, frames: int, unit: int
 # ----------------------------------------------------------------------------------------------------------- headers
 
 
-def import_pyav() -> Any:
-    """Import PyAV. Raises UserError where it is not installed."""
+def import_pyav(what: str = "videos") -> Any:
+    """Import PyAV. Raises UserError, naming what the data has, where it is not installed."""
     try:
         import av
     except ImportError:
-        raise UserError('the data has videos, which PyAV decodes: pip install "mmjax[video]"') from None
+        raise UserError(f'the data has {what}, which PyAV decodes: pip install "mmjax[video]"') from None
     av.logging.set_level(None)  # FFmpeg's own messages; its errors are raised
     return av
 

@@ -559,9 +559,13 @@ class ChatFiles:
         return self._read(self.record(index)).conversation
 
     def media(self, index: int) -> tuple[FileRef, ...]:
+        return tuple(resolve_reference(reference, self._folders[kind]) for kind, reference in self.references(index))
+
+    def references(self, index: int) -> tuple[tuple[Medium, Reference], ...]:
+        """Return the kind of each medium of a record, and what the record refers to it by."""
         record = self._read(self.record(index))
-        media = zip(record.conversation.media(), record.references, strict=True)
-        return tuple(resolve_reference(reference, self._folders[medium.kind]) for medium, reference in media)
+        places = record.conversation.media()
+        return tuple((place.kind, reference) for place, reference in zip(places, record.references, strict=True))
 
 
 def _draw(count: int, samples: int) -> np.ndarray:

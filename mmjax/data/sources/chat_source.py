@@ -264,6 +264,10 @@ class ChatSource:
         self._facts = read_facts(self._heard, PROBES, self._cache, progress, self._limits)
         return self._facts
 
+    def image_sizes(self) -> np.ndarray:
+        """Return (height, width) of all images, int64 `[k, 2]`, as their headers were read last."""
+        return self._facts.of("image")
+
     def count_tokens(self, progress: Progress = lambda done: None) -> None:
         """Tokenize all text, unless that was done for these records and this template."""
         self._text = count_text(self.conversations, self._reopen, self.chat, self._cache, progress)

@@ -128,6 +128,11 @@ class MediaProcessors:
         self.items = lru_cache(maxsize=CACHED_SIZES)(self._items)
 
     @property
+    def image_processors(self) -> tuple[ImageProcessor, ...]:
+        """Return what prepares images for each encoder that takes them."""
+        return tuple(self._eyes.values())
+
+    @property
     def makes_pictures(self) -> bool:
         """Tell whether images of the assistant's are made by a generator."""
         return any(isinstance(module, Generator) for module in self.encoders.values())

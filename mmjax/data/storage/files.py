@@ -10,7 +10,7 @@ import stat
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import fsspec
+import numpy as np
 import soundfile
 
+from mmjax.data.media.mp3 import decode_mp3, is_mp3, read_mp3_header
 from mmjax.data.sample import BadSample, Conversation
 from mmjax.disk import atomic_write
-from mmjax.errors import UserError
+from mmjax.errors import BadMedia, UserError
 
 HEAD = 4096  # bytes of the first read of a remote file; most headers are shorter
 MAX_BYTES = 1 << 29  # of one encoded file, also unpacked: a larger one is no image or clip
@@ -464,6 +466,8 @@ class AudioSegment:
     def read(self) -> bytes:
         """Return the file itself where this is all of it, else a WAV of the stretch with the same samples."""
         encoded = self.file.read()
+        if is_mp3(encoded):
+            return self._cut_mp3(encoded)
         try:
             with soundfile.SoundFile(io.BytesIO(encoded)) as clip:
                 frames = self.frames(clip.frames, clip.samplerate)
@@ -473,15 +477,30 @@ class AudioSegment:
                 # The samples stay bit for bit: integers of at most 32 bits, or floats.
                 subtype = clip.subtype if soundfile.check_format("WAV", clip.subtype) else "FLOAT"
                 kind = "int32" if subtype.startswith("PCM") else "float64"
-                file = io.BytesIO()
-                with soundfile.SoundFile(file, "w", clip.samplerate, clip.channels, subtype, format="WAV") as cut:
-                    block = max(1, _PIECE // clip.channels)
-                    for start in range(0, frames, block):
-                        cut.write(clip.read(min(block, frames - start), kind, always_2d=True))
-                        check_bytes(f"{self.name} from {self.offset} s", file.tell())
-                    count = cut.frames
+                block = max(1, _PIECE // clip.channels)
+                sizes = (min(block, frames - start) for start in range(0, frames, block))
+                blocks = (clip.read(size, kind, always_2d=True) for size in sizes)
+                return self._wav(blocks, frames, clip.samplerate, clip.channels, subtype)
         except (soundfile.LibsndfileError, RuntimeError) as error:
             raise BadSample(f"{self.name} cannot be read: {one_line(error)}") from None
+
+    def _cut_mp3(self, encoded: bytes) -> bytes:
+        """Return the file itself, or a WAV of the stretch with its channels averaged, as they will be anyway."""
+        try:
+            total, rate = read_mp3_header(io.BytesIO(encoded))
+            if (frames := self.frames(total, rate)) == total:
+                return encoded
+            return self._wav(decode_mp3(encoded, round(self.offset * rate), frames), frames, rate, 1, "FLOAT")
+        except BadMedia as error:
+            raise BadSample(f"{self.name} is a bad audio file: {error}") from None
+
+    def _wav(self, blocks: Iterable[np.ndarray], frames: int, rate: int, channels: int, subtype: str) -> bytes:
+        file = io.BytesIO()
+        with soundfile.SoundFile(file, "w", rate, channels, subtype, format="WAV") as cut:
+            for block in blocks:
+                cut.write(block)
+                check_bytes(f"{self.name} from {self.offset} s", file.tell())
+            count = cut.frames
         if count != frames:
             raise BadSample(f"{self.name} is truncated: {count} of {frames} frames from {self.offset} s")
         return file.getvalue()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
 import soundfile
+import soxr
 from transformers.audio_utils import load_audio
 
 from mmjax.config import MediaLimits
-from mmjax.data.media.decode import ClipHeader, decode_clip, read_clip_header, resampled_length
+from mmjax.data.media.decode import BLOCK, ClipHeader, decode_clip, read_clip_header, resampled_length
 from mmjax.errors import BadMedia
 
 FORMATS = {
@@ -176,3 +178,22 @@ def test_an_error_of_the_file_itself_is_no_bad_media():
     for name in ("wav 16", "flac", "opus"):
         with pytest.raises(ConnectionResetError, match="lost"):
             read_clip_header(Lost(encoded(wave(9000), 16_000, name)))
+
+
+def test_a_clip_of_many_channels_and_a_high_rate_takes_little_more_than_its_resampled_samples():
+    """40 s of 8 channels at 96 kHz: 123 MB of samples from 20 KB."""
+    data = encoded(np.zeros((40 * 96_000, 8), np.float32), 96_000, "flac")
+    assert len(data) < 100_000
+    tracemalloc.start()
+    assert len(decode_clip(data, 16_000)) == 40 * 16_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 25_000_000
+
+
+def test_clips_that_are_decoded_in_blocks_are_those_that_are_decoded_whole():
+    samples = wave(2 * BLOCK + 1234)
+    whole = soxr.resample(samples[:, 0], 44_100, 16_000, quality="HQ")
+    made = decode_clip(encoded(samples, 44_100, "wav float"), 16_000)
+    np.testing.assert_array_equal(made[: len(whole)], whole[: len(made)])
+    assert abs(len(made) - len(whole)) <= 1

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 import struct
+import subprocess
+import sys
 import time
+import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from image_shapes import picture
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers.image_utils import load_image
 
 from mmjax.config import MediaLimits
+from mmjax.data.media import decode
 from mmjax.data.media.decode import ADAM7, check_media_size, decode_image, read_image_size
-from mmjax.errors import BadMedia
+from mmjax.errors import BadMedia, UserError
 
 HEIGHT, WIDTH = 61, 90
 LOSSLESS = ("PNG", "GIF", "BMP", "TIFF")
@@ -75,11 +80,11 @@ def check_as_transformers(data: bytes, folder) -> None:
     ("format", "mode"),
     [
         *(("JPEG", mode) for mode in ("RGB", "L", "CMYK")),
-        *(("PNG", mode) for mode in ("RGB", "L", "1", "P", "RGBA", "LA", "I;16")),
+        *(("PNG", mode) for mode in ("RGB", "L", "1", "P", "RGBA", "LA")),
         *(("WEBP", mode) for mode in ("RGB", "RGBA")),
         *(("GIF", mode) for mode in ("P", "L", "1")),
         *(("BMP", mode) for mode in ("RGB", "L", "1", "P")),
-        *(("TIFF", mode) for mode in ("RGB", "L", "1", "P", "RGBA", "CMYK", "I;16")),
+        *(("TIFF", mode) for mode in ("RGB", "L", "1", "P", "RGBA", "CMYK")),
     ],
 )
 def test_every_mode_has_the_pixels_of_transformers(format, mode, tmp_path):
@@ -275,6 +280,108 @@ def test_a_jpeg_that_libjpeg_warns_of_is_refused(mode, progressive):
         Image.open(io.BytesIO(damaged)).load()  # Pillow makes an image of it
         with pytest.raises(BadMedia, match=r"corrupt JPEG: .*(Corrupt JPEG data|premature end|Premature)"):
             decode_image(damaged)
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF"])
+def test_grey_of_16_bits_becomes_its_high_byte_where_transformers_makes_white_of_it(format, tmp_path):
+    grey = np.linspace(0, 65535, 600).astype(np.uint16).reshape(20, 30)
+    path = tmp_path / "image"
+    path.write_bytes(encoded(Image.fromarray(grey), format))
+    np.testing.assert_array_equal(decode_image(path.read_bytes()), np.repeat(grey[..., None] >> 8, 3, axis=2))
+    assert (np.asarray(load_image(str(path)))[..., 0] == np.minimum(grey, 255)).all()
+
+
+def photo() -> Image.Image:
+    """A smooth picture, of which lossy formats keep much."""
+    y, x = np.mgrid[0:61, 0:90]
+    return Image.fromarray(np.stack([2 * x, 3 * y, x + y], -1).astype(np.uint8))
+
+
+@pytest.mark.parametrize("format", ["AVIF", "HEIF"])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_photos_of_phones_are_read_upright(format, orientation, tmp_path):
+    if format == "HEIF":
+        pytest.importorskip("pillow_heif").register_heif_opener()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(photo(), format, exif=exif)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    assert read_image_size(io.BytesIO(data)) == expected.shape[:2]
+    np.testing.assert_array_equal(decode_image(data), expected)
+    for cut in range(40, len(data), 97):
+        with pytest.raises(BadMedia):
+            decode_image(data[:cut])
+
+
+def test_without_pillow_heif_a_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    decode._register_heif.cache_clear()
+    with pytest.raises(UserError, match=r'the data has HEIC photos, .*: pip install "mmjax\[heif\]"'):
+        read_image_size(io.BytesIO(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)))
+    decode._register_heif.cache_clear()
+
+
+def tiffs() -> dict[str, bytes]:
+    one_bit = photo().convert("1")
+    kinds = {"jpeg": photo(), "tiff_lzw": photo(), "tiff_deflate": photo(), "group4": one_bit, "packbits": one_bit}
+    return {kind: encoded(image, "TIFF", compression=kind) for kind, image in kinds.items()}
+
+
+def damaged(data: bytes, rng: np.random.Generator) -> bytes:
+    spoiled = bytearray(data)
+    at = int(rng.integers(8, len(data) - 64))
+    spoiled[at : at + 20] = rng.bytes(20)
+    return bytes(spoiled)
+
+
+def test_a_tiff_that_libtiff_complains_of_is_refused_and_nothing_comes_to_the_screen(capfd):
+    """Of JPEG and fax Pillow raises nothing, and prints some of what libtiff says."""
+    rng = np.random.default_rng(0)
+    reasons = []
+    for data in tiffs().values():
+        decode_image(data)
+        for _ in range(12):
+            try:
+                decode_image(damaged(data, rng))
+            except BadMedia as error:
+                reasons.append(str(error))
+    assert any("JPEG data" in reason for reason in reasons)
+    assert any("Premature EOL" in reason or "Bad code word" in reason for reason in reasons)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not shutil.which("tiffcp"), reason="needs libtiff-tools")
+def test_tiffs_are_refused_exactly_where_tiffcp_complains(tmp_path):
+    rng = np.random.default_rng(1)
+    for kind, data in tiffs().items():
+        for _ in range(60):
+            spoiled = damaged(data, rng)
+            (tmp_path / "a.tif").write_bytes(spoiled)
+            theirs = subprocess.run(["tiffcp", tmp_path / "a.tif", tmp_path / "b.tif"], capture_output=True)
+            refusal = ""
+            try:
+                decode_image(spoiled)
+            except BadMedia as error:
+                refusal = str(error)
+            assert bool(theirs.stderr) == bool(refusal), (kind, theirs.stderr, refusal)
+
+
+def test_a_png_that_inflates_to_more_than_its_rows_is_not_inflated_whole():
+    header = struct.pack(">IIBBBBB", 10, 10, 8, 2, 0, 0, 0)
+    bomb = png_chunk(b"IDAT", zlib.compress(bytes(100_000_000), 9))
+    data = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + bomb + png_chunk(b"IEND", b"")
+    tracemalloc.start()
+    decode_image(data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10_000_000
+
+
+def test_a_jpeg_of_a_thousand_scans_is_refused():
+    data = encoded(photo(), "JPEG", progressive=True)
+    with pytest.raises(BadMedia, match="a JPEG of more than 500 scans"):
+        decode_image(data[:-2] + 500 * b"\xff\xda\0\x0c\x03" + data[-2:])
 
 
 def test_an_image_of_floats_is_refused():

@@ -15,7 +15,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize
-from mmjax.data.media.image_transforms import before_encoder, prepare_image, prepared_sizes, tile_grid
+from mmjax.config.media import PanAndScan, PixtralResize, SplitTiles
+from mmjax.data.media.image_transforms import before_encoder, prepare_image, prepared_sizes, smaller_size, tile_grid
 from mmjax.data.media.patches import patchify
 from mmjax.errors import BadMedia
 
@@ -190,3 +191,32 @@ def test_an_image_that_would_be_blown_up_while_it_is_prepared_is_bad():
 def test_only_rgb_images_of_bytes_are_taken(array):
     with pytest.raises(ValueError, match="an image must be uint8"):
         prepare_image(before_encoder(AsIs()), array)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        FixedSize(),
+        FixedSize(square=(1, 2, 3), resize=(336,), crop=(336, 336)),
+        FixedSize(resize=(384, 384), crop=()),
+        SmartResize(),
+        SmartResize(frames=2),
+        DynamicTiles(),
+        AnyRes(),
+        PixtralResize(),
+        SplitTiles(),
+        PanAndScan(),
+    ],
+)
+def test_a_smaller_copy_of_a_photo_becomes_items_of_the_same_sizes_and_a_small_image_stays(how) -> None:
+    prepare = before_encoder(how)
+    for size in ((3024, 4032), (4000, 3001), (6000, 1500)):
+        for images in (1, 2):
+            small = smaller_size(prepare, size, images)
+            assert prepared_sizes(prepare, small, images) == prepared_sizes(prepare, size, images)
+            assert small[0] <= size[0]
+            assert small[1] <= size[1]
+            if isinstance(how, FixedSize | SmartResize):
+                assert small[0] * small[1] < 0.3 * size[0] * size[1]
+    assert smaller_size(prepare, (40, 50)) == (40, 50)
+    assert smaller_size(before_encoder(AsIs()), (3024, 4032)) == (3024, 4032)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from clips_made import SOUND_RATE, frames_of, write_video
 from PIL import Image
 
 from mmjax.config import MediaLimits
-from mmjax.data.media.decode import resampled_length
+from mmjax.data.media.decode import decode_clip, read_clip_header, resampled_length
 from mmjax.data.media.soundtrack import SILENT, decode_sound, read_sound_header
 from mmjax.data.media.video import read_video_header
 from mmjax.errors import BadMedia
@@ -54,3 +55,24 @@ def test_a_video_without_sound_and_a_list_of_frames_are_silent(tmp_path: Path) -
         assert decode_sound(io.BytesIO(content), 16_000) is None
     with pytest.raises(BadMedia, match="no video that FFmpeg can open"):
         read_sound_header(io.BytesIO(b"no video at all, but some text"))
+
+
+def test_an_m4a_is_a_clip_of_its_own_length_and_one_that_is_cut_off_is_bad(tmp_path: Path) -> None:
+    samples = (0.5 * np.sin(np.arange(48_000) * 0.05)).astype(np.float32)
+    with av.open(str(tmp_path / "a.m4a"), "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("aac", rate=16_000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
+        frame.sample_rate = 16_000
+        frame.pts = 0  # else the encoder's own first samples are not told from the clip's
+        for packet in (*stream.encode(frame), *stream.encode(None)):
+            container.mux(packet)
+    data = (tmp_path / "a.m4a").read_bytes()
+    header = read_clip_header(io.BytesIO(data))
+    assert header.sample_rate == 16_000
+    assert abs(header.frames - 48_000) <= 2048
+    made = decode_clip(data, 16_000)
+    assert len(made) == header.frames
+    assert np.corrcoef(made[1000:40_000], samples[1000:40_000])[0, 1] > 0.95
+    for cut in range(40, len(data) - 2000, 997):
+        with pytest.raises(BadMedia):
+            decode_clip(data[:cut], 16_000)

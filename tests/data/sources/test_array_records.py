@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 from files_made import served
 
 from mmjax.config import ArrayRecordSource
@@ -123,3 +124,15 @@ def test_a_record_holds_what_the_template_gets_and_the_line_breaks_beside_marker
     read, _ = decode_record(encode_record(to_header(talk, [5]), [b"image"]))
     assert read == talk
     assert (read.messages[0].parts[0].before, read.messages[0].parts[0].after) == ("", "\n")
+
+
+def test_a_shard_that_is_compressed_is_refused_since_it_may_unpack_to_anything(tmp_path: Path) -> None:
+    folder = make(tmp_path / "d", (1,))
+    writer = ArrayRecordWriter(str(folder / "00000.arrayrecord"), "group_size:1,zstd")
+    writer.write(encode_record(to_header(TALK, [5, 2]), [b"image", bytes(2)]))
+    writer.close()
+    with pytest.raises(UserError, match=r"00000\.arrayrecord is compressed \(.*zstd.*\); write the folder again"):
+        opened(folder, tmp_path).media(0)
+    (folder / "00000.jsonl").write_text(json_lines([to_header(TALK, [1 << 30, 0])]))
+    with pytest.raises(BadSample, match=r"00000\.jsonl:1 has 1,073,741,824 bytes, more than the 536,870,912"):
+        opened(folder, tmp_path).media(0)

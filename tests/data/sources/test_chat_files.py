@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from mmjax.config import LlavaSource, ManifestSource, MessagesSource, QuestionsSource, ShareGptSource
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message
-from mmjax.data.sources.json_records import JsonRecords
+from mmjax.data.sources.chat_files import MAX_CHARACTERS
+from mmjax.data.sources.json_records import MAX_VALUES, JsonRecords
 from mmjax.data.sources.opening import open_conversations
+from mmjax.data.storage.files import MAX_TEXT
 from mmjax.errors import UserError
 
 IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")
@@ -359,3 +361,16 @@ def test_annotations_and_media_behind_http_are_read_like_local_ones(tmp_path: Pa
         asked_before = server.asked["GET"]
         assert len(opened(LlavaSource(f"{server.url}/d.jsonl", images=f"{server.url}/photos"), tmp_path)) == 3
         assert server.asked["GET"] == asked_before
+
+
+def test_a_record_of_more_bytes_values_or_text_than_is_read_is_bad_and_the_others_are_read(tmp_path: Path) -> None:
+    with (tmp_path / "a.jsonl").open("w") as file:
+        file.write(json.dumps(asked("?", "!")) + "\n")
+        file.write('{"conversations": "' + " " * MAX_TEXT + '"}\n')
+        file.write('{"conversations": [' + "0," * MAX_VALUES + "0]}\n")
+        file.write(json.dumps(asked("?", "a" * (MAX_CHARACTERS + 1))) + "\n")
+    got = opened(LlavaSource(str(tmp_path / "a.jsonl")), tmp_path)
+    assert got.conversation(0).messages[1].parts == ("!",)
+    assert "has 67,108,885 bytes, more than the 67,108,864" in reason(lambda: got.conversation(1))
+    assert "has more than 4,194,304 values" in reason(lambda: got.conversation(2))
+    assert "characters of text, more than 4,194,304" in reason(lambda: got.conversation(3))

@@ -15,6 +15,7 @@ from mmjax.config import ParquetSource
 from mmjax.data.sample import BadSample, MediaPlace
 from mmjax.data.sources import parquet as parquet_source
 from mmjax.data.sources.opening import open_conversations
+from mmjax.data.sources.parquet_pages import measure_chunk
 from mmjax.errors import UserError
 
 IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")
@@ -221,3 +222,47 @@ def test_captions_alone_answer_one_prompt_and_unread_columns_are_named(tmp_path:
     assert got.conversation(0).unread == ("url",)
     with pytest.raises(BadSample, match="has tools, which is not read here"):
         got.conversation(1)
+
+
+def repeated(text: str, count: int) -> pyarrow.DictionaryArray:
+    """A column of one value, which Parquet stores once."""
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count, "int32"), pyarrow.array([text]))
+
+
+def test_a_dictionary_that_grows_a_million_fold_is_unpacked_in_stretches_and_a_list_of_it_refused(tmp_path) -> None:
+    """100 GB of a file of 1 KB."""
+    column = repeated("x" * 1_000_000, 100_000)
+    path = parquet(tmp_path / "d.parquet", {"q": column, "a": column}, 100_000)
+    got = opened(ParquetSource(path, question="q", answer="a"), tmp_path)
+    for row in (0, 300, 99_999):
+        assert len(got.conversation(row).messages[0].parts[0]) == 1_000_000
+    arrays = got._files[0]._cache._arrays.values()
+    assert max(array.nbytes for array in arrays) <= parquet_source.MAX_UNPACKED + 1_000_000
+    listed = pyarrow.ListArray.from_arrays(pyarrow.array([0, 100_000], "int32"), column)
+    path = parquet(tmp_path / "e.parquet", {"q": ["?"], "a": ["!"], "i": listed})
+    got = opened(ParquetSource(path, question="q", answer="a", images="i"), tmp_path)
+    with pytest.raises(BadSample, match=r"row group 0 of .*e\.parquet has 100,000,000,000 bytes of i, more than"):
+        got.media(0)[0].read()
+
+
+def test_a_row_group_of_more_values_than_fit_is_refused_by_its_page_headers_whatever_the_footer_says(tmp_path) -> None:
+    nulls = pyarrow.nulls(parquet_source.MAX_GROUP_VALUES + 1, "string")
+    path = parquet(tmp_path / "d.parquet", {"q": nulls, "a": nulls}, 1 << 30)
+    with pytest.raises(BadSample, match=r"d\.parquet has 16,777,217 values of q, more than 16,777,216"):
+        opened(ParquetSource(path, question="q", answer="a"), tmp_path).conversation(0)
+
+
+def test_pages_are_measured_by_their_own_headers(tmp_path) -> None:
+    for version in ("1.0", "2.0"):
+        table = pyarrow.table({"q": [f"text {k}" for k in range(50_000)], "a": repeated("y" * 5000, 50_000)})
+        pyarrow.parquet.write_table(table, tmp_path / "d.parquet", data_page_version=version, compression="zstd")
+        group = pyarrow.parquet.ParquetFile(tmp_path / "d.parquet").metadata.row_group(0)
+        for number, dictionary in enumerate([0, 5004]):
+            chunk = group.column(number)
+            start = chunk.dictionary_page_offset or chunk.data_page_offset
+            with (tmp_path / "d.parquet").open("rb") as file:
+                measured = measure_chunk(file, start, chunk.total_compressed_size)
+            assert measured.values == 50_000
+            # The footer counts pages' headers too.
+            assert 0 <= chunk.total_uncompressed_size - measured.size < 1000
+            assert not dictionary or measured.dictionary == dictionary

@@ -16,9 +16,11 @@ from files_made import clip, picture, served
 
 from mmjax.config import WebDatasetSource
 from mmjax.data.sample import BadSample, MediaPlace
+from mmjax.data.sources.json_records import MAX_VALUES
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.sources.processors import PROBES
+from mmjax.data.storage.files import MAX_TEXT
 from mmjax.errors import UserError
 
 IMAGE, AUDIO = MediaPlace("image"), MediaPlace("audio")
@@ -315,3 +317,39 @@ def test_a_stream_that_changes_in_mid_run_ends_it_and_is_indexed_again_when_it_s
     again = opened(command, tmp_path, window=4)
     assert again.conversation(2).messages[1].parts == ("number 3",)
     assert again.fingerprint() != first.fingerprint()
+
+
+def test_what_a_compressed_shard_unpacks_to_is_bounded_member_by_member(tmp_path: Path) -> None:
+    members = {"0.txt": "short", "1.txt": bytes(MAX_TEXT + 1), "2.json": b"[" + b"0," * MAX_VALUES + b"0]"}
+    path = shard(tmp_path / "d.tar", members)
+    (tmp_path / "d.tar.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
+    got = opened(tmp_path / "d.tar.gz", tmp_path, window=4)
+    assert got.conversation(0).messages[1].parts == ("short",)
+    with pytest.raises(BadSample, match=r"d\.tar\.gz::1\.txt has 67,108,865 bytes, more than the 67,108,864"):
+        got.conversation(1)
+    with pytest.raises(BadSample, match=r"has more than 4,194,304 values"):
+        got.conversation(2)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "message"),
+    [
+        (1 << 30, tarfile.XHDTYPE, r"it has a header of 1,073,741,824 bytes"),
+        (1 << 30, tarfile.GNUTYPE_LONGNAME, r"it has a header of 1,073,741,824 bytes"),
+        (-1024, tarfile.REGTYPE, r"has a negative size|cannot be read as a \.tar"),
+        (1 << 30, tarfile.GNUTYPE_SPARSE, r"with holes \(tar --sparse\)|cannot be read as a \.tar"),
+    ],
+    ids=["extended", "long name", "negative", "sparse"],
+)
+def test_a_tar_header_that_claims_too_much_or_less_than_nothing_is_refused_in_a_line(
+    size, kind, message, tmp_path: Path
+) -> None:
+    header = tarfile.TarInfo("0.txt")
+    header.type = kind
+    header.size = size
+    (tmp_path / "d.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + bytes(10 * 512))
+    with pytest.raises(UserError, match=rf"d\.tar .*({message})"):
+        opened(tmp_path / "d.tar", tmp_path)
+    (tmp_path / "d.tar.gz").write_bytes(gzip.compress((tmp_path / "d.tar").read_bytes()))
+    with pytest.raises(UserError, match=rf"d\.tar\.gz .*({message})"):
+        opened(tmp_path / "d.tar.gz", tmp_path, window=4)

@@ -152,6 +152,21 @@ def zipfile_with_wrong_size(path: Path) -> bytes:
     return content
 
 
+def test_a_member_that_claims_more_than_is_read_of_one_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    zipfile_with_wrong_size(tmp_path / "a.zip")
+    claimed = (tmp_path / "a.zip").read_bytes().replace((100).to_bytes(4, "little"), (1 << 30).to_bytes(4, "little"))
+    (tmp_path / "a.zip").write_bytes(claimed)
+    with tarfile.open(tmp_path / "b.tar", "w") as archive:
+        member = tarfile.TarInfo("bomb.png")
+        member.size = 1 << 30
+        archive.fileobj.write(member.tobuf())
+        archive.fileobj.truncate(2048 + member.size)  # a hole
+        archive.fileobj.seek(0, io.SEEK_END)
+    for name in ("a.zip", "b.tar"):
+        told = refused(folder(tmp_path / name, tmp_path), "bomb.png")
+        assert f"{name}::bomb.png has 1,073,741,824 bytes, more than the 536,870,912 that are read of one" in told
+
+
 def test_a_broken_or_compressed_archive_is_fatal(tmp_path: Path) -> None:
     write(tmp_path, {"a.zip": b"PK\x03\x04 no", "b.tar": b"1" * 600, "c.tar.gz": b"\x1f\x8b"})
     for name, told in (("a.zip", "cannot be read"), ("b.tar", "cannot be read"), ("c.tar.gz", "unpack it")):

@@ -1,0 +1,102 @@
+"""Check the first page of a TIFF by what libtiff complains of, which Pillow does not raise.
+
+Pillow brings libtiff with it, and reads through it whatever is compressed. Here the same library reads the page once
+more, strip by strip or tile by tile, while its handlers of warnings and errors are ours; they are the process's, so one
+thread at a time does this. Where a Pillow was built without a libtiff of its own nothing is checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from PIL import Image
+
+from mmjax.errors import BadMedia
+
+MAX_PIECE = 1 << 29  # bytes of a strip or a tile
+HARMLESS = (b"Unknown field with tag",)  # private tags, which are not read
+_MESSAGE = 300  # characters
+
+lock = threading.Lock()  # held while a TIFF is decoded: Pillow sets handlers too
+_complaints: list[str] = []
+
+
+def check_tiff(data: bytes) -> None:
+    """Raise BadMedia where libtiff warns of, or cannot read, anything of the first page. The lock must be held."""
+    if (library := _libtiff()) is None:
+        return
+    _complaints.clear()
+    library.TIFFSetWarningHandler(_handler())
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.seek(0)  # where libtiff begins
+        # m: without a memory map, whose accesses past a file's end would kill the process.
+        page = library.TIFFFdOpen(os.dup(file.fileno()), b"", b"rm")
+        if page:
+            try:
+                _read_pieces(library, page)
+            finally:
+                library.TIFFClose(page)
+    if _complaints:
+        raise BadMedia(f"a damaged TIFF: {_complaints[0]}")
+    if not page:
+        raise BadMedia("a corrupt TIFF: libtiff cannot open it")
+
+
+def _read_pieces(library: Any, page: int) -> None:
+    if library.TIFFIsTiled(page):
+        count, size, read = library.TIFFNumberOfTiles(page), library.TIFFTileSize(page), library.TIFFReadEncodedTile
+    else:
+        count, size, read = library.TIFFNumberOfStrips(page), library.TIFFStripSize(page), library.TIFFReadEncodedStrip
+    if not 0 < size <= MAX_PIECE:
+        raise BadMedia(f"a TIFF with strips or tiles of {size:,} bytes")
+    buffer = ctypes.create_string_buffer(size)
+    for number in range(count):
+        if read(page, number, buffer, size) < 0 or _complaints:
+            _complaints.append(f"strip or tile {number} cannot be read")
+            return
+
+
+@cache
+def _handler() -> Any:
+    """Return a function that libtiff calls with what it complains of."""
+    c = ctypes.CDLL(None)
+
+    def complain(module: bytes, form: bytes, arguments: int) -> None:
+        text = ctypes.create_string_buffer(_MESSAGE)
+        c.vsnprintf(text, ctypes.c_size_t(_MESSAGE), form, ctypes.c_void_p(arguments))
+        if not any(harmless in text.value for harmless in HARMLESS):
+            _complaints.append(" ".join(text.value.decode(errors="replace").split()))
+
+    return ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)(complain)
+
+
+@cache
+def _libtiff() -> Any:
+    """Return Pillow's libtiff, whose errors come to us from now on; None where it has none that can be called."""
+    Image.init()
+    try:
+        with open("/proc/self/maps") as maps:
+            path = next(line.split(maxsplit=5)[5].strip() for line in maps if "/libtiff" in line)
+        library = ctypes.CDLL(path)
+        library.TIFFFdOpen.restype = ctypes.c_void_p
+        for name in ("TIFFTileSize", "TIFFStripSize", "TIFFReadEncodedTile", "TIFFReadEncodedStrip"):
+            getattr(library, name).restype = ctypes.c_ssize_t
+        for name in ("TIFFNumberOfTiles", "TIFFNumberOfStrips"):
+            getattr(library, name).restype = ctypes.c_uint32
+        of_page: list[Callable[..., Any]] = [library.TIFFIsTiled, library.TIFFClose]
+        of_page += [library.TIFFTileSize, library.TIFFStripSize, library.TIFFNumberOfTiles, library.TIFFNumberOfStrips]
+        for function in of_page:
+            function.argtypes = [ctypes.c_void_p]
+        for function in (library.TIFFReadEncodedTile, library.TIFFReadEncodedStrip):
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_ssize_t]
+        library.TIFFSetErrorHandler(_handler())
+    except (OSError, StopIteration, AttributeError):
+        return None
+    return library
