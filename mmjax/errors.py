@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -137,6 +138,26 @@ def raise_ctrl_c_once() -> Iterator[None]:
         if sys.unraisablehook is unraisable:  # else another hook was installed over it meanwhile, and stays
             sys.unraisablehook = hook
         signal.signal(signal.SIGINT, previous)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Exit the process from any thread without waiting for others, nor for data workers, which are killed.
+
+    What `multiprocessing` would free at an orderly exit is freed, or Python would call it leaked. It has no public name
+    for that. Remove when it frees it by itself.
+    """
+
+    def end_workers() -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        multiprocessing.util._exit_function()
+
+    ending = threading.Thread(target=end_workers, daemon=True)
+    ending.start()
+    ending.join(2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def exit_process(code: int) -> NoReturn:

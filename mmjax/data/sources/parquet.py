@@ -33,7 +33,16 @@ from mmjax.data.sources.chat_files import (
     resolve_reference,
 )
 from mmjax.data.storage.archives import MediaFolder
-from mmjax.data.storage.files import FileRef, check_unchanged, file_at, filesystem, hash_strings, is_url, one_line
+from mmjax.data.storage.files import (
+    FileRef,
+    Unreadable,
+    check_unchanged,
+    file_at,
+    filesystem,
+    hash_strings,
+    is_url,
+    one_line,
+)
 from mmjax.data.storage.spool import Spool
 from mmjax.errors import UserError
 
@@ -251,7 +260,7 @@ class _File:
             with self._open() as file:
                 return file.read_row_group(group, [leaf], use_threads=False).column(0)
         except (OSError, pyarrow.ArrowException) as error:
-            raise BadSample(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
+            raise Unreadable(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
 
     @contextmanager
     def _open(self) -> Iterator[pyarrow.parquet.ParquetFile]:
