@@ -74,6 +74,26 @@ def check_file_limit() -> None:
         )
 
 
+@contextmanager
+def explain_exhaustion() -> Iterator[None]:
+    """Raise UserError with what to do where JAX raises in the body that a device's memory is exhausted."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in text:
+            raise
+        line = " ".join(text.splitlines()[0].split())[:200]
+        raise UserError(f"a device is out of memory ({line}); {LESS_MEMORY}") from error
+
+
+LESS_MEMORY = (
+    "lower batch.rows or batch.size, leave out the longest samples or cut the prompt, compute attention by blocks "
+    "(model.llm.attention=blockwise), recompute more (model.llm.remat=full), or share parameters (mesh.fsdp); "
+    "python -m mmjax.plan says what fits"
+)
+
+
 def run_command(main: Callable[[], int | None]) -> int:
     """Run a command and return its exit code: 0, or what it returns; 2 for bad input (one line on stderr), 130 for ^C.
 
@@ -83,7 +103,7 @@ def run_command(main: Callable[[], int | None]) -> int:
     set_cpu_threads()
     raise_file_limit()
     try:
-        with raise_ctrl_c_once():
+        with raise_ctrl_c_once(), explain_exhaustion():
             return main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

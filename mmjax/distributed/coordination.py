@@ -25,7 +25,7 @@ import jax
 from jax._src import distributed  # remove when jax.distributed gives the service's client a public name
 
 from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor, StuckReport, host_and_port
-from mmjax.errors import StoppedBySignal, UserError, exit_at_once
+from mmjax.errors import StoppedBySignal, UserError, exit_at_once, explain_exhaustion
 
 _START_SECONDS = 300  # until all processes have connected
 _JAX_SECONDS = 60  # that JAX waits longer: it would end this process with a stack in C++
@@ -73,7 +73,8 @@ def process_group() -> Iterator[None]:
     _peer_monitor.start()
     try:
         hosts()  # by all together now, so that any may ask for them alone
-        yield
+        with explain_exhaustion():
+            yield
         wait_for_all("end")
     except UserError as error:
         if is_leader() or not error.everywhere:

@@ -201,7 +201,7 @@ def read_facts(
 
 
 def _states_folder(conversations: Conversations, cache: Path, limits: MediaLimits) -> Path:
-    return Path(f"{_folder(conversations, cache, limits)}-states")
+    return cache / _folder(conversations, cache, limits).name.replace("facts", "states")
 
 
 def open_states(conversations: Conversations, cache: Path, limits: MediaLimits) -> np.ndarray | None:
