@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -73,6 +74,26 @@ def check_file_limit() -> None:
         )
 
 
+@contextmanager
+def explain_exhaustion() -> Iterator[None]:
+    """Raise UserError with what to do where JAX raises in the body that a device's memory is exhausted."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in text:
+            raise
+        line = " ".join(text.splitlines()[0].split())[:200]
+        raise UserError(f"a device is out of memory ({line}); {LESS_MEMORY}") from error
+
+
+LESS_MEMORY = (
+    "lower batch.rows or batch.size, leave out the longest samples or cut the prompt, compute attention by blocks "
+    "(model.llm.attention=blockwise), recompute more (model.llm.remat=full), or share parameters (mesh.fsdp); "
+    "python -m mmjax.plan says what fits"
+)
+
+
 def run_command(main: Callable[[], int | None]) -> int:
     """Run a command and return its exit code: 0, or what it returns; 2 for bad input (one line on stderr), 130 for ^C.
 
@@ -82,7 +103,7 @@ def run_command(main: Callable[[], int | None]) -> int:
     set_cpu_threads()
     raise_file_limit()
     try:
-        with raise_ctrl_c_once():
+        with raise_ctrl_c_once(), explain_exhaustion():
             return main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -137,6 +158,26 @@ def raise_ctrl_c_once() -> Iterator[None]:
         if sys.unraisablehook is unraisable:  # else another hook was installed over it meanwhile, and stays
             sys.unraisablehook = hook
         signal.signal(signal.SIGINT, previous)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Exit the process from any thread without waiting for others, nor for data workers, which are killed.
+
+    What `multiprocessing` would free at an orderly exit is freed, or Python would call it leaked. It has no public name
+    for that. Remove when it frees it by itself.
+    """
+
+    def end_workers() -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        multiprocessing.util._exit_function()
+
+    ending = threading.Thread(target=end_workers, daemon=True)
+    ending.start()
+    ending.join(2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def exit_process(code: int) -> NoReturn:

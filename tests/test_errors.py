@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import pytest
 
 from mmjax.errors import UserError, run_command
@@ -128,6 +129,16 @@ def test_commands_give_several_cpu_devices_threads_for_all_their_collectives(dev
         monkeypatch.delenv("NPROC")
     run_command(lambda: None)
     assert os.environ.get("NPROC") == used
+
+
+def test_memory_that_is_exhausted_anywhere_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(lambda: jnp.zeros((1 << 44,), jnp.float32).block_until_ready() and None) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(
+        "error: a device is out of memory (RESOURCE_EXHAUSTED: Out of memory allocating 7036874417766"
+    )
+    assert "; lower batch.rows or batch.size, leave out the longest samples" in err
+    assert (out, err.count("\n")) == ("", 1)
 
 
 FILE_LIMIT = """

@@ -25,7 +25,7 @@ import jax
 from jax._src import distributed  # remove when jax.distributed gives the service's client a public name
 
 from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor, StuckReport, host_and_port
-from mmjax.errors import StoppedBySignal, UserError
+from mmjax.errors import StoppedBySignal, UserError, exit_at_once, explain_exhaustion
 
 _START_SECONDS = 300  # until all processes have connected
 _JAX_SECONDS = 60  # that JAX waits longer: it would end this process with a stack in C++
@@ -73,27 +73,28 @@ def process_group() -> Iterator[None]:
     _peer_monitor.start()
     try:
         hosts()  # by all together now, so that any may ask for them alone
-        yield
+        with explain_exhaustion():
+            yield
         wait_for_all("end")
     except UserError as error:
         if is_leader() or not error.everywhere:
             print(f"error: process {index()}: {error}", file=sys.stderr, flush=True)
         if error.everywhere:
             _peer_monitor.await_exits(range(count()))
-        _exit_now(2)
+        exit_at_once(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-        _exit_now(130)
+        exit_at_once(130)
     except StoppedBySignal:
         end_others(0)
-        _exit_now(0)
+        exit_at_once(0)
     except BaseException:
         # A failed collective mostly means that another process died: the monitor prints which and ends this one, within
         # JAX's heartbeat timeout. Only where it has not is the traceback worth printing.
         time.sleep(HEARTBEAT_SECONDS + 6)
         print(f"process {index()} of {count()}:", file=sys.stderr)
         traceback.print_exc()
-        _exit_now(1)
+        exit_at_once(1)
     _peer_monitor.finish()
     _disconnect()
 
@@ -280,9 +281,9 @@ def _join(coordinator: str) -> None:
             pass
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-        _exit_now(130)
+        exit_at_once(130)
     except StoppedBySignal:
-        _exit_now(0)
+        exit_at_once(0)
     if joined.is_set() and not errors:
         return
     reason = str(errors[0]).splitlines()[0][:200] if errors else f"not all have come in {_START_SECONDS} s"
@@ -298,7 +299,7 @@ def _join(coordinator: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-    _exit_now(2)
+    exit_at_once(2)
 
 
 def _disconnect() -> None:
@@ -306,16 +307,8 @@ def _disconnect() -> None:
     client = distributed.global_state.client
     if not is_leader():
         client.key_value_set(f"mmjax/exited/{index()}", "")
-        _exit_now(0)
+        exit_at_once(0)
     for process in range(1, count()):
         client.blocking_key_value_get(f"mmjax/exited/{process}", _WAIT_SECONDS * 1000)
     time.sleep(_EXIT_SECONDS)
     jax.distributed.shutdown()
-
-
-def _exit_now(code: int) -> None:
-    """Exit at once: an orderly exit would wait for processes that are dead."""
-    # Remove `os._exit` when JAX's exit hook, `jax.distributed.shutdown`, no longer waits for all processes.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

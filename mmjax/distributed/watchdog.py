@@ -30,6 +30,7 @@ from mmjax.distributed.peer_monitor import (
     call_with_timeout,
     exit_once,
 )
+from mmjax.errors import exit_at_once
 
 # Phases of a process, in the order in which a step, or a run, reaches them.
 PhaseName = Literal[
@@ -185,6 +186,8 @@ class Watchdog:
         call_with_timeout(1, sys.stdout.flush)
         if peers is not None:
             peers.await_exits(set(range(peers.count)) - set(stuck.silent))
+        if stuck.code != STUCK:
+            exit_at_once(stuck.code)
         for worker in multiprocessing.active_children():
             worker.kill()  # one that is stuck in native code would stay
         os._exit(stuck.code)  # the main thread, which alone could exit in order, is stuck

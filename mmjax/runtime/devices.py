@@ -18,9 +18,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from mmjax.config import MeshConfig
+from mmjax.console import size
 from mmjax.data.plan.placement import Topology
 from mmjax.distributed import coordination
-from mmjax.errors import UserError, check_file_limit
+from mmjax.errors import LESS_MEMORY, UserError, check_file_limit
 from mmjax.parallel.sharding import local_ranks, row_ranks
 from mmjax.planning.hardware import USABLE, Cluster, Device, find_device
 
@@ -111,6 +112,21 @@ def host_ram() -> float:
 def ram_per_device(device: jax.Device) -> float | None:
     """Return the bytes of RAM for each of the devices that a CPU is divided into; None for other devices."""
     return host_ram() / (jax.local_device_count() * coordination.per_host()) if device.platform == "cpu" else None
+
+
+def check_ram(program: jax.stages.Compiled, device: jax.Device) -> None:
+    """Raise UserError where a program for a CPU takes more memory than that has, before it runs."""
+    ram = ram_per_device(device)
+    if ram is None:
+        return
+    memory = program.memory_analysis()
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    if needed > ram:
+        raise UserError(
+            f"a step takes {size(needed)} of RAM for each device, as compiled, and there are {size(ram)}; "
+            f"{LESS_MEMORY}",
+            everywhere=True,
+        )
 
 
 def local_cluster() -> Cluster:

@@ -33,6 +33,7 @@ from mmjax.runtime.device_batch import (
     weigh,
     weigh_images,
 )
+from mmjax.runtime.devices import check_ram
 from mmjax.runtime.losses import (
     MAX_WORST,
     ExpertSums,
@@ -507,7 +508,7 @@ class Executor:
             # Twice, since the first total is a number and each later one an array: two programs of `weigh`.
             weight, (put, _), unreadable = self.weigh_batches([put, put], reports)
             program = self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight, noise)
-            program.compile()
+            check_ram(program.compile(), self.mesh.local_devices[0])
         sums = jax.tree.map(
             lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
             program.out_info,

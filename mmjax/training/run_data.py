@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +26,15 @@ from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.data.sample import Files, Source
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
-from mmjax.data.sources.opening import check_records, files_of, look_again, notes_of, open_sources, records_of
+from mmjax.data.sources.opening import (
+    check_records,
+    contents_of,
+    files_of,
+    look_again,
+    notes_of,
+    open_sources,
+    records_of,
+)
 from mmjax.disk import append_json_lines, json_lines, read_json_lines, verify_checksum, with_checksum
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
@@ -55,6 +63,7 @@ class Launch:
     layout: RankLayout
     segment: Segment
     config: Config
+    contents: Mapping[str, str] = field(default_factory=dict)  # hash of what each source's conversations say
 
     def to_record(self) -> dict[str, Any]:
         """Return this start as an object of `history.jsonl`, with its checksum."""
@@ -176,10 +185,12 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     weights = mixture_weights(config.data, index)
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
+    contents = contents_of(sources)
     segment = WHOLE_RUN
     if step and (last := launch_of_step(folder.history, step, folder.due_samples)) is not None:
         same = last.fingerprint == fingerprint and list(last.weights) == weights
         same = same and _grouping_settings(last.config) == _grouping_settings(config)
+        same = same and last.contents in ({}, contents)
         if not same and not permitted.allows_other_samples():
             raise UserError(
                 f"{folder.path} was trained on other data: its files have changed since; restore them, go on with what "
@@ -224,6 +235,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         layout=layout,
         segment=segment,
         config=config,
+        contents=contents,
     )
     return RunData(
         launch=launch,

@@ -6,23 +6,20 @@ handlers in the main thread alone, which may compile for minutes in native code:
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 import jax
 
 from mmjax.console import print_note
 from mmjax.data.loading.workers import kill_workers
 from mmjax.distributed import coordination
-from mmjax.errors import StoppedBySignal
+from mmjax.errors import StoppedBySignal, exit_at_once
 
 STOP = (signal.SIGTERM, signal.SIGUSR1)
 TRACE = signal.SIGUSR2
@@ -77,13 +74,9 @@ class StopFlags:
                 continue
             if not noticed:
                 print_note("interrupted" if number == signal.SIGINT else self.describe_end(number.name))
-            self._end_now(INTERRUPTED if number == signal.SIGINT else 0)
-
-    def _end_now(self, code: int) -> NoReturn:
-        coordination.end_others(code)
-        kill_workers()
-        sys.stdout.flush()
-        os._exit(code)
+            code = INTERRUPTED if number == signal.SIGINT else 0
+            coordination.end_others(code)
+            exit_at_once(code)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Note that the main thread handles Ctrl-C, by the handler that was there before."""

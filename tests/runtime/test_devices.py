@@ -3,13 +3,14 @@ from __future__ import annotations
 import os
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mmjax.config import MeshConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import make_mesh
-from mmjax.runtime.devices import mesh_topology, set_gpu_memory_fraction
+from mmjax.runtime.devices import check_ram, mesh_topology, set_gpu_memory_fraction
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,15 @@ def test_most_of_a_gpus_memory_is_used_unless_somebody_said_how_much(said, used,
         monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
     set_gpu_memory_fraction()
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == used
+
+
+def test_a_program_that_takes_more_than_the_ram_is_refused_before_it_runs():
+    def pairs(x):
+        return jnp.sort(x[:, None] * x).sum()
+
+    few, many = (jax.jit(pairs).lower(jax.ShapeDtypeStruct((n,), jnp.float32)).compile() for n in (16, 1 << 20))
+    check_ram(few, jax.devices("cpu")[0])
+    with pytest.raises(
+        UserError, match=r"a step takes \d+\.\d GB of RAM for each device, .*; lower batch.rows or batch"
+    ):
+        check_ram(many, jax.devices("cpu")[0])

@@ -13,15 +13,19 @@ from pathlib import Path
 import jax
 import pytest
 from commands import TINY_MEDIA, media_run, run
+from llava_folder import save_checkpoint, save_questions
 from restarts import last, losses, records
 from started import finish, kill, launch, wait_until
 
 from mmjax import inspect, train
+from mmjax.config import BatchConfig, ChatFormat, Config, DataConfig, LlavaSource, Samples, TrainingConfig
 from mmjax.config.loading import load
 from mmjax.data.loading.replay import Replayed
+from mmjax.errors import UserError
+from mmjax.hf.families import from_hf
 from mmjax.parallel.sharding import make_mesh
-from mmjax.runtime.run_dir import NO_CHANGES, RunFolder, claim, run_folder_of
-from mmjax.training.run_data import launch_of_step, loader_of, open_data, read_launches
+from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, RunFolder, claim, run_folder_of
+from mmjax.training.run_data import append_launch, launch_of_step, loader_of, open_data, read_launches
 
 WORDS = (
     "schedule.warmup=2", "training.evaluate_every=0", "training.steps=100000", "training.checkpoint_every=50",
@@ -191,3 +195,29 @@ def test_a_step_whose_data_has_changed_since_is_refused(shown, capsys):
         (path / name).write_text(kept)
     assert refused.code == 2
     assert "the data has changed since" in refused.err
+
+
+def test_a_text_replaced_by_one_of_the_same_length_is_new_data_to_a_resumed_run_and_a_copy_is_not(tmp_path):
+    path = save_questions(tmp_path, 24)
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    chat = ChatFormat(str(checkpoint))
+    source = LlavaSource(str(path), images=str(tmp_path / "images"))
+    config = Config(
+        "chat",
+        DataConfig({"chat": source}, chat=chat, cache=str(tmp_path / "cache")),
+        BatchConfig(Samples(8), {"llm": 2, "vision": 2}),
+        from_hf(checkpoint),
+        TrainingConfig(100),
+        run=str(tmp_path / "run"),
+    )
+    folder, mesh = run_folder_of(config), make_mesh(config.mesh, jax.devices()[:1])
+    folder.path.mkdir()
+    append_launch(folder.history, open_data(config, folder, 0, NO_CHANGES, mesh).launch)
+    copy = path.read_bytes()
+    path.unlink()
+    path.write_bytes(copy)
+    assert open_data(config, folder, 2, NO_CHANGES, mesh).launch.segment.first == 0
+    path.write_bytes(copy.replace(b"What colour", b"Whet colour"))
+    with pytest.raises(UserError, match=r"was trained on other data: its files have changed since; .* by --new-data"):
+        open_data(config, folder, 2, NO_CHANGES, mesh)
+    assert open_data(config, folder, 2, AllowedChanges(new_data=True), mesh).launch.segment.first == 2

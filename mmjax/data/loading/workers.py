@@ -176,6 +176,7 @@ def start_workers(
             iterator = iter(iterable.mp_prefetch(options, worker_init_fn=_start_worker))
             iterator.get_state()  # makes what start_prefetch starts: otherwise each worker waits for the one before it
             iterator.start_prefetch()
+        multiprocessing.util.Finalize(None, _free_blocks, exitpriority=0)
     except OSError as error:
         raise UserError(
             f"data workers cannot be started: {error.strerror or error}; make room in /dev/shm, or set data.workers=0"

@@ -20,11 +20,19 @@ import numpy as np
 from mmjax.config import ChatFormat, DataConfig, LossConfig, MediaLimits
 from mmjax.data.media.patches import ItemModules
 from mmjax.data.sample import PICTURE, SOUND, BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
-from mmjax.data.sources.media_sizes import KINDS, MediaFacts, Progress, open_facts, read_facts
+from mmjax.data.sources.media_sizes import (
+    KINDS,
+    MediaFacts,
+    Progress,
+    check_state,
+    open_facts,
+    open_states,
+    read_facts,
+)
 from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, MediaSizes, SampleMedia, text_tokens
 from mmjax.data.sources.sound import WithSound
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
-from mmjax.data.storage.files import Conversations, FileRef, hash_strings
+from mmjax.data.storage.files import Conversations, FileRef, Unreadable, hash_strings
 from mmjax.data.text.chat import Chat, load_chat
 from mmjax.data.text.chat_template import ASSISTANT
 from mmjax.disk import append_json_lines, read_json_lines, remove_path
@@ -104,7 +112,7 @@ class Quarantine:
 Reopen = Callable[[], Conversations]
 
 _VERSION = "5"
-_NAMES = ("tokens", "bad", "reason")
+_NAMES = ("tokens", "content", "bad", "reason")
 _CHUNK = 8192  # records that a killed run counts again, for each core
 _ALONE = 3 * _CHUNK  # records below which starting worker processes takes longer than counting
 
@@ -114,6 +122,7 @@ class TokenCounts:
     """Text tokens of all records of a data set."""
 
     tokens: np.ndarray  # int32 [n]: of text, without media; 0 for a bad record
+    content: np.ndarray  # uint64 [n]: hash of each conversation; 0 for a bad record
     bad: np.ndarray  # int64 [b]: records whose text cannot be used, in order
     reason: np.ndarray  # str [b]
 
@@ -183,17 +192,25 @@ def _lengths(chunk: range, conversations: Conversations, chat: Chat) -> TokenCou
             bad[index] = str(error)
     # Readable conversations are tokenized as one batch.
     tokens = np.zeros(len(chunk), np.int32)
+    content = np.zeros(len(chunk), np.uint64)
     for index, count in zip(readable, chat.text_tokens(list(readable.values())), strict=True):
         if isinstance(count, BadSample):
             bad[index] = str(count)
         else:
             tokens[index - chunk.start] = count
+            content[index - chunk.start] = _content(readable[index])
     indices = sorted(bad)
-    return TokenCounts(tokens, np.array(indices, np.int64), np.array([bad[k] for k in indices], np.str_))
+    return TokenCounts(tokens, content, np.array(indices, np.int64), np.array([bad[k] for k in indices], np.str_))
 
 
 def _path(conversations: Conversations, chat: Chat, cache: Path) -> Path:
     return cache / f"text-{hash_strings(conversations.fingerprint(), chat.fingerprint(), _VERSION)}"
+
+
+def _content(conversation: Conversation) -> int:
+    """Hash a conversation to 64 bits: its texts, weights and answers, and where its media stand."""
+    encoded = repr(conversation).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
 
 def with_pictures(kinds: Sequence[str], conversation: Conversation) -> list[str]:
@@ -247,6 +264,10 @@ class ChatSource:
         for array in (self._facts.start, self._facts.size, self._facts.bad):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()[:16]
+
+    def content(self) -> str:
+        """Hash what all conversations say: the same wherever and whenever their files were written."""
+        return hashlib.sha256(np.ascontiguousarray(self._text.content).tobytes()).hexdigest()[:16]
 
     def files(self) -> list[tuple[str, int]]:
         return self.conversations.files()
@@ -321,11 +342,36 @@ class ChatSource:
             kinds = with_pictures(kinds, self.conversations.conversation(index))
         return [(kind, tuple(size)) for kind, size in zip(kinds, self._facts.size[media].tolist(), strict=True)]
 
+    @cached_property
+    def _states(self) -> np.ndarray | None:
+        return open_states(self._heard, self._cache, self._limits)
+
     def _file(self, index: int, medium: int) -> FileRef:
-        return self.conversations.media(index)[medium]
+        """Return a medium's file. Raises UserError where it has changed since the run was started."""
+        stored = self.conversations.media(index)[medium]
+        if self._states is not None:
+            first, last = self._facts.start[index : index + 2].tolist()
+            # The sound of a video, which is read from the video's file, has facts of its own.
+            files = first + np.flatnonzero(self._facts.kind[first:last] != KINDS.index(SOUND))
+            check_state(stored, int(self._states[files[medium]]))
+        return stored
+
+    def _conversation(self, index: int) -> Conversation:
+        """Read a conversation. Raises UserError where it is not the one whose tokens were counted."""
+        try:
+            conversation = self.conversations.conversation(index)
+            if index in self._bad or _content(conversation) == self._text.content[index]:
+                return conversation
+        except BadSample as error:
+            if isinstance(error, Unreadable) or index in self._bad:
+                raise
+        raise UserError(
+            f"{self.place(index)} has changed since it was indexed; restore it and go on with --resume, or train on "
+            "what it has now with --resume --new-data (where the file's size and time are as before, touch it)"
+        )
 
     def sample(self, index: int) -> Sample:
-        conversation = self.conversations.conversation(index)
+        conversation = self._conversation(index)
         return self._media.place(index, partial(self.chat.sample, conversation))
 
     def item(self, index: int, number: int) -> np.ndarray:

@@ -14,7 +14,15 @@ import numpy as np
 
 from mmjax.data.sample import BadSample
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
-from mmjax.data.storage.files import MAX_TEXT, LocalFile, check_bytes, check_unchanged, hash_strings, local_copy
+from mmjax.data.storage.files import (
+    MAX_TEXT,
+    LocalFile,
+    Unreadable,
+    check_bytes,
+    check_unchanged,
+    hash_strings,
+    local_copy,
+)
 from mmjax.errors import UserError
 
 _VERSION = "5"  # of the index
@@ -67,7 +75,7 @@ class JsonRecords:
             # Records may be appended in mid-run; where those before them have moved, all would be lost as bad ones.
             check_unchanged(LocalFile(path), self._stamps[number])
             if isinstance(error, OSError):
-                raise BadSample(f"cannot be read: {error}") from None
+                raise Unreadable(f"cannot be read: {error}") from None
             # The decoder's own text counts lines from the record's first.
             at = f"{error.msg} (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else error
             raise BadSample(f"is not JSON: {at}") from None

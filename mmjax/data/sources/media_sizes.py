@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import socket
 import time
 import uuid
 from collections import Counter
@@ -31,6 +32,7 @@ from mmjax.data.storage.array_store import (
     Missing,
     open_array_files,
     open_arrays,
+    open_arrays_if_sound,
     print_recomputation,
     save_arrays,
 )
@@ -43,6 +45,7 @@ from mmjax.data.storage.files import (
     hash_strings,
     is_url,
     local_copy,
+    state_of,
 )
 from mmjax.disk import append_json_lines, atomic_write, read_json_lines, remove_path
 from mmjax.errors import BadMedia, UserError
@@ -178,6 +181,7 @@ def read_facts(
     records = range(len(conversations))
     chunks = []
     unread = Counter[str]()
+    states: list[int] = []
     latency = 0
 
     def read_record(index: int) -> _RecordFacts:
@@ -195,6 +199,7 @@ def read_facts(
             facts += pool.map(read_record, chunk[len(facts) :])
             chunks.append(_as_arrays(chunk.start, facts))
             unread.update(key for record in facts for key in record.unread)
+            states += [state for record in facts for state in record.states]
             known.write_some()
             progress(chunk.stop)
     finally:
@@ -205,10 +210,41 @@ def read_facts(
     joined = {name: np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names}
     joined["unread_key"] = np.array(sorted(unread), np.str_)
     joined["unread_count"] = np.array([unread[key] for key in sorted(unread)], np.int64)
+    state = np.array(states, np.uint64)
+    save_arrays(_states_folder(conversations, cache, limits), {"state": state, "host": np.array(socket.gethostname())})
     media = np.concatenate([[0], *(np.diff(chunk.start) for chunk in chunks)])
     folder = _folder(conversations, cache, limits)
     MediaFacts(start=np.cumsum(media, dtype=np.int64), **joined).save(folder)
     return MediaFacts.open(str(folder), cache)
+
+
+def _states_folder(conversations: Conversations, cache: Path, limits: MediaLimits) -> Path:
+    return cache / _folder(conversations, cache, limits).name.replace("facts", "states")
+
+
+def open_states(conversations: Conversations, cache: Path, limits: MediaLimits) -> np.ndarray | None:
+    """Open the states that all media had when `read_facts` read their facts on this host, uint64 `[m]`.
+
+    None where there are none, as of records that hold their media.
+    """
+    if isinstance(conversations, ArrayRecords):
+        return None
+    arrays = open_arrays_if_sound(_states_folder(conversations, cache, limits), ("state", "host"))
+    return arrays["state"] if arrays is not None and str(arrays["host"]) == socket.gethostname() else None
+
+
+def check_state(stored: FileRef, state: int) -> None:
+    """Raise UserError where a medium's file has changed since it had this state. One that is missing has not."""
+    with suppress(Unreadable):
+        if _state(stored) != state:
+            raise UserError(
+                f"{stored.name} has changed since the run was started; restore it, or train on what it has now; both "
+                "with --resume"
+            )
+
+
+def _state(stored: FileRef) -> int:
+    return _hash(f"{stored.name} {state_of(stored)}")
 
 
 def _folder(conversations: Conversations, cache: Path, limits: MediaLimits) -> Path:
@@ -251,6 +287,7 @@ class _RecordFacts:
 
     kinds: tuple[int, ...] = ()
     sizes: tuple[tuple[int, int], ...] = ()
+    states: tuple[int, ...] = ()
     characters: int = 0
     reason: str = ""  # why it is bad
     unread: tuple[str, ...] = ()  # keys that nothing reads
@@ -265,7 +302,9 @@ def _read_record(
         unread = conversation.unread
         media = tuple(conversation.media())
         sizes = []
+        states = []
         for medium, stored in zip(media, conversations.media(index) if media else (), strict=True):
+            states.append(_state(stored))
             first, second = known.size(medium.kind, stored, probes[medium.kind])
             if isinstance(stored, FrameFiles) and medium.kind == "video":
                 first = stored.counted(first)
@@ -278,7 +317,8 @@ def _read_record(
         return _RecordFacts(reason=str(error) or "cannot be used", unread=unread)
     parts = (part for message in conversation.messages for part in message.parts)
     characters = sum(len(part) for part in parts if isinstance(part, str))
-    return _RecordFacts(tuple(KINDS.index(medium.kind) for medium in media), tuple(sizes), characters, unread=unread)
+    kinds = tuple(KINDS.index(medium.kind) for medium in media)
+    return _RecordFacts(kinds, tuple(sizes), tuple(states), characters, unread=unread)
 
 
 def _as_arrays(first: int, records: Sequence[_RecordFacts]) -> MediaFacts:

@@ -246,6 +246,11 @@ def records_of(sources: Mapping[str, Source]) -> dict[str, str]:
     return {n: (s.conversations if isinstance(s, ChatSource) else s).fingerprint() for n, s in sources.items()}
 
 
+def contents_of(sources: Mapping[str, Source]) -> dict[str, str]:
+    """Hash what the conversations of each source say, whatever their files are called and when they were written."""
+    return {name: source.content() for name, source in sources.items() if isinstance(source, ChatSource)}
+
+
 def check_records(sources: Mapping[str, Source], expected: Mapping[str, str]) -> None:
     """Raise UserError where sources have other records than those expected, by `records_of`."""
     for name, found in records_of(sources).items():

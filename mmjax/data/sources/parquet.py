@@ -39,7 +39,16 @@ from mmjax.data.sources.csv_tables import LINE, to_parquet
 from mmjax.data.sources.parquet_pages import Unpacked, measure_chunk
 from mmjax.data.sources.record_keys import DESCRIPTIONS, refused_columns
 from mmjax.data.storage.archives import MediaFolder
-from mmjax.data.storage.files import FileRef, check_unchanged, file_at, filesystem, hash_strings, is_url, one_line
+from mmjax.data.storage.files import (
+    FileRef,
+    Unreadable,
+    check_unchanged,
+    file_at,
+    filesystem,
+    hash_strings,
+    is_url,
+    one_line,
+)
 from mmjax.data.storage.spool import Spool
 from mmjax.errors import UserError
 
@@ -315,7 +324,7 @@ class _File:
             with self._open() as file:
                 yield file.iter_batches(rows, row_groups=[group], columns=[leaf], use_threads=False)
         except (OSError, ValueError, StopIteration, pyarrow.ArrowException) as error:
-            raise BadSample(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
+            raise Unreadable(f"row group {group} of {self.path} cannot be read: {one_line(error)}") from None
 
     def _rows_of_stretch(self, group: int, leaf: str) -> int:
         """Return how many rows are unpacked together: all of a row group, unless they may take more than MAX_UNPACKED.

@@ -74,6 +74,23 @@ class FileRef(Protocol):
         """Read all of it."""
 
 
+def state_of(stored: FileRef) -> str:
+    """Return the stamp of a file, of one of this machine with the time at which the system has last changed it.
+
+    No program can set that time back. But it changes with a file's name and permissions too, and differs between
+    copies, so that it serves for one start on one host.
+    """
+    if isinstance(stored, FrameFiles):
+        return hash_strings(*map(state_of, stored.files))
+    if isinstance(stored, ArchiveMember | AudioSegment):
+        return state_of(stored.file)
+    if not isinstance(stored, LocalFile):
+        return stored.stamp()
+    with _raise_unreadable(stored.name):
+        status = os.stat(stored.name)
+    return f"{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
+
+
 def check_unchanged(file: File, stamp: str) -> None:
     """Raise UserError where a file of many samples is gone, or has changed since it had this stamp.
 

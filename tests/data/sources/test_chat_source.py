@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import tarfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from files_made import clip, lines, write
 from llava_folder import save_checkpoint, save_questions
@@ -26,6 +30,7 @@ from mmjax.config import (
     LlavaSource,
     ManifestSource,
     PanAndScan,
+    ParquetSource,
     Placeholder,
     Samples,
     StoredTable,
@@ -33,6 +38,7 @@ from mmjax.config import (
     WebDatasetSource,
     WhisperMel,
 )
+from mmjax.config.data import FileSource
 from mmjax.config.loading import apply_overrides, from_json, to_json
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import StepLoader, reader_of
@@ -42,6 +48,7 @@ from mmjax.data.plan.length_index import build_index, cached_index
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import BadSample, Item, Text
+from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import look_again, open_sources, records_of
 from mmjax.errors import BadMedia, UserError
 from mmjax.hf.families import from_hf
@@ -231,6 +238,102 @@ def test_a_clip_beyond_the_encoders_window_is_several_items_in_turn_or_bad(clips
         assert (text.slots["audio"][text.owner == i] >= 0).sum() == index.item_tokens[
             index.item_start[i] : index.item_start[i + 1]
         ].sum()
+
+
+def edit(path: Path, old: bytes, new: bytes, keep_time: bool = True) -> None:
+    """Replace bytes by as many others, wherever they stand, and put the file's time back."""
+    assert len(old) == len(new)
+    status, whole = path.stat(), path.read_bytes()
+    assert old in whole
+    path.write_bytes(whole.replace(old, new))
+    if keep_time:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def stored_questions(kind: str, folder: Path) -> tuple[FileSource, Path]:
+    """Six questions about photos as a source of some kind, and the file that has their texts."""
+    records = json.loads(save_questions(folder, 6).read_text())
+    if kind == "json":
+        return LlavaSource(str(folder / "data.json"), images=str(folder / "images")), folder / "data.json"
+    if kind == "parquet":
+        rows = [
+            {
+                "messages": [{"role": t["from"], "content": t["value"]} for t in r["conversations"]],
+                "images": [r["image"]],
+            }
+            for r in records
+        ]
+        path = folder / "images" / "data.parquet"
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+        return ParquetSource(str(path), messages="messages", images="images"), path
+    with tarfile.open(folder / "data.tar", "w") as archive:
+        for record in records:
+            image = folder / "images" / record["image"]
+            (folder / "record.json").write_text(json.dumps({"conversations": record["conversations"]}))
+            archive.add(folder / "record.json", f"{record['id']}.json")
+            archive.add(image, f"{record['id']}{image.suffix}")
+    return WebDatasetSource(str(folder / "data.tar")), folder / "data.tar"
+
+
+def opened_source(checkpoint: Path, source: FileSource, folder: Path) -> ChatSource:
+    """The source as a run opens it: all of it looked at."""
+    config = config_of(checkpoint, folder)
+    config = replace(config, data=replace(config.data, sources={"chat": source}))
+    sources = open_sources(config, "train", folder)
+    look_again(sources)
+    return sources["chat"]
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "tar"])
+def test_a_text_replaced_by_one_of_the_same_length_and_time_in_mid_run_ends_it_with_its_place(
+    kind, checkpoint, tmp_path
+):
+    source, path = stored_questions(kind, tmp_path)
+    chat = opened_source(checkpoint, source, tmp_path)
+    facts = [chat.facts(index) for index in range(len(chat))]
+    before = [chat.sample(index) for index in range(len(chat))]
+    edit(path, b"What colour", b"Whet colour")
+    fresh = pickle.loads(pickle.dumps(chat._reopen))()  # as a data worker that has cached nothing
+    chat = ChatSource(lambda: fresh, chat.chat, chat._processors.encoders, tmp_path / "cache")
+    assert [chat.facts(index) for index in range(len(chat))] == facts
+    for index in range(len(chat)):
+        with pytest.raises(UserError, match=f"^{re.escape(chat.place(index))} has changed since it was indexed; rest"):
+            chat.sample(index)
+    edit(path, b"Whet colour", b"What colour")
+    again = opened_source(checkpoint, source, tmp_path)
+    assert repr([again.sample(index) for index in range(len(again))]) == repr(before)
+
+
+@pytest.mark.parametrize("place", ["folder", "zip", "tar"])
+def test_a_photo_written_again_with_the_same_size_and_time_in_mid_run_ends_it_with_its_name(
+    place, checkpoint, tmp_path
+):
+    source, _ = stored_questions("json", tmp_path)
+    images = tmp_path / "images"
+    if place != "folder":
+        images = Path(shutil.make_archive(str(tmp_path / "photos"), place, images))
+    chat = opened_source(checkpoint, replace(source, images=str(images)), tmp_path)
+    photos = [chat.item(index, 0) for index in range(6)]
+    edit(images / "1.png" if place == "folder" else images, b"", b"")
+    with pytest.raises(UserError, match=r"1\.png has changed since the run was started; restore it, or train on what"):
+        chat.item(1, 0)
+    look_again({"chat": chat})  # as the next start does: what the file has now counts, whoever has copied it
+    again = opened_source(checkpoint, replace(source, images=str(images)), tmp_path)
+    assert again.fingerprint() == chat.fingerprint()
+    assert all(np.array_equal(again.item(index, 0), photos[index]) for index in range(6))
+
+
+def test_what_conversations_say_has_one_hash_wherever_their_files_lie(checkpoint, tmp_path):
+    """By which a resumed run knows its data: copies of other times are the same, and another word is not."""
+    hashes = {}
+    for name in ("here", "there", "edited"):
+        source, path = stored_questions("json", tmp_path / name)
+        if name == "edited":
+            edit(path, b"What colour", b"Whet colour", keep_time=False)
+        os.utime(path, (0, len(hashes)))
+        hashes[name] = opened_source(checkpoint, source, tmp_path / name).content()
+    assert hashes["here"] == hashes["there"] != hashes["edited"]
 
 
 @pytest.fixture(scope="module")
