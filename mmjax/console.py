@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,7 +16,9 @@ from rich.table import Column
 
 from mmjax.startup import record_output
 
-PLAIN_EVERY_SECONDS = 4.0
+# Between the lines of a file or a pipe: 4 s after the first, then twice as long each time, up to a minute.
+FIRST_SECONDS = 4.0
+LONGEST_SECONDS = 60.0
 
 _muted = False
 
@@ -68,13 +71,24 @@ def duration(seconds: float, digits: int = 3) -> str:
     return f"{seconds:.{digits - 1}f} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.{digits}g} ms"
 
 
+def time_left(seconds: float) -> str:
+    """Format the time that is left: 93784 as 1 d 2 h, 3725 as 1 h 2 min."""
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    for (unit, length), (smaller, part) in pairwise(units):
+        if seconds >= length:
+            rest = int(seconds % length / part)
+            return f"{int(seconds / length)} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{seconds:.0f} s"
+
+
 class ProgressLine:
-    """Progress bar on a terminal; elsewhere a plain line every four seconds."""
+    """Progress bar on a terminal; elsewhere plain lines, ever less often up to one a minute."""
 
     def __init__(self, first: int, steps: int, unit: str = "step") -> None:
         self._steps = steps
         self._unit = unit
         self._last_line = time.monotonic()
+        self._interval = FIRST_SECONDS
         self._means: dict[str, float] = {}
         self._bar: Progress | None = None
         if sys.stdout.isatty() and not _muted:
@@ -96,15 +110,24 @@ class ProgressLine:
         for key, value in scalars.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 self._means[key] = value if key not in self._means else 0.9 * self._means[key] + 0.1 * value
-        self.show(done, lambda: _summary(self._means | {"epoch": scalars["epoch"]}))
+        rates = {key: value for key, value in scalars.items() if key.startswith("learning_rate/")}
+        left = (self._steps - done) * self._means["seconds/step"]
+
+        def describe() -> str:
+            text = _summary(self._means | rates | {"epoch": scalars["epoch"]})
+            # The bar has its own.
+            return text if self._bar is not None or not left else f"{text}  {time_left(left)} left"
+
+        self.show(done, describe)
 
     def show(self, done: int, describe: Callable[[], str]) -> None:
         """Show that `done` steps are done, with a description that is made only where it is shown."""
         time_now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=describe())
-        elif time_now - self._last_line >= PLAIN_EVERY_SECONDS or done == self._steps:
+        elif time_now - self._last_line >= self._interval or done == self._steps:
             self._last_line = time_now
+            self._interval = min(2 * self._interval, LONGEST_SECONDS)
             print_lines(f"{self._unit} {done}/{self._steps}  {describe()}")
 
     def __enter__(self) -> ProgressLine:
@@ -122,9 +145,12 @@ def _summary(scalars: Mapping[str, float]) -> str:
     """Format the main numbers of a step on one line."""
     modules = {k.removeprefix("fill/"): v for k, v in scalars.items() if k.startswith("fill/")}
     fills = " ".join(f"{name} {share:.2f}".replace(" 0.", " .") for name, share in modules.items())
+    rates = [value for key, value in scalars.items() if key.startswith("learning_rate/")]
     parts = [
         f"epoch {scalars['epoch']:.2f}",
         f"loss {scalars.get('loss', math.nan):.4f}",
+        *([f"learning rate {max(rates):.3g}"] if rates else []),
+        *([f"gradient norm {norm:.3g}"] if (norm := scalars.get("gradient_norm")) is not None else []),
         f"{count(scalars['tokens/s'])} tok/s",
         f"MFU {scalars['mfu']:.1%}",
         f"fill {fills}",

@@ -20,6 +20,7 @@ import numpy as np
 
 from mmjax.config import Config, CrossEntropy, Dpo, Grpo, ManifestSource, MeshConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
+from mmjax.config.other_names import parse_words
 from mmjax.config.validation import check_loss
 from mmjax.console import ProgressLine, mute, print_lines, table
 from mmjax.data.sample import BadSample, Split
@@ -355,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--log-probs", type=Path, metavar="FILE", help="write pairs of answers again, with log-probabilities of both"
     )
     parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
-    args = parser.parse_intermixed_args(argv)
+    args = parse_words(parser, argv)
     if args.max_tokens < 1 or (args.limit is not None and args.limit < 1):
         raise UserError("--max-tokens and --limit are 1 or more")
     if not coordination.is_leader():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.config import MediaLimits
+from mmjax.config.loading import is_override
+from mmjax.config.other_names import parse_words
 from mmjax.console import print_lines, print_note
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
@@ -128,7 +131,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m mmjax.generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
-    parser.add_argument("question", help="what to ask; <image>, <audio> and <video> in it are where media stand")
+    parser.add_argument(
+        "question", nargs="?", help="what to ask; <image>, <audio> and <video> in it are where media stand"
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
     parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
     parser.add_argument("--audio", type=Path, action="append", default=[], metavar="FILE", help="may be given again")
@@ -149,7 +154,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--guidance", type=float, default=4.0, help="towards the prompt; 1 is none (4)")
     parser.add_argument("--json", action="store_true", help="print one JSON object: answer, tokens, seconds")
     parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
-    args = parser.parse_intermixed_args(argv)
+    args = parse_words(parser, argv)
+    if not args.question or is_override(args.question):
+        raise UserError(
+            f"there is no question; put one behind the model: python -m mmjax.generate {shlex.quote(str(args.model))} "
+            '"What is this?" --image FILE'
+        )
     if args.max_tokens < 1:
         raise UserError(f"--max-tokens={args.max_tokens}: choose 1 or more")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)

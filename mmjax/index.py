@@ -26,6 +26,7 @@ import numpy as np
 from mmjax.config import Config, ConversationFiles, FileSource, VisionConfig
 from mmjax.config.loading import default_config, find_config, load, resolve_callbacks
 from mmjax.config.media import AsIs
+from mmjax.config.other_names import parse_words
 from mmjax.console import ProgressLine, count, print_lines, size, table
 from mmjax.data.media.decode import VideoHeader
 from mmjax.data.media.patches import item_size
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="make the latents of the images that generators learn to make, with their frozen VAE, and nothing else",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    args = parse_words(parser, argv)
     if args.video_tokens is not None and args.video_tokens < 1:
         raise UserError(f"--video-tokens {args.video_tokens}: give at least 1")
     if args.to and args.to[0] != ARRAY_RECORD:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -35,6 +34,7 @@ from mmjax.autotune.memory_plan import apply_memory_plan, describe_shortage, dev
 from mmjax.config import Config, ExpertsConfig, UnetConfig
 from mmjax.config.codec import key_of
 from mmjax.config.loading import config_parameters, copy_config, default_config, find_config, load
+from mmjax.config.other_names import parse_words
 from mmjax.console import count, duration, print_lines, size, table
 from mmjax.data.plan.length_index import (
     LengthIndex,
@@ -81,7 +81,7 @@ COMMAND_KEYS = ("cluster", "price")  # words that are the command's, not the con
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    args = _parser().parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    args = parse_words(_parser(), argv)
     if args.out is not None:
         check_output("--out", args.out)
     if args.picture is not None:

@@ -20,8 +20,8 @@ from typing import NoReturn
 from mmjax import __version__
 
 QUIET_SECONDS = 3.0  # after which an activity is printed for the first time
-REPEAT_SECONDS = 4.0  # between lines, at first
-LATER_SECONDS = 60.0  # between lines later, as when thousands of programs are compiled
+REPEAT_SECONDS = 4.0  # between lines on a terminal, at first
+LATER_SECONDS = 60.0  # between lines later, as when thousands of programs are compiled, and always in a file
 LATER = 300.0  # seconds after which that is
 
 FIRST_PORT = 20000  # of those on which process 0 may listen
@@ -161,7 +161,7 @@ def _print_slow() -> None:
         time_now = time.monotonic()
         age = time_now - innermost[0].began
         silence = time_now - _last_output
-        interval = REPEAT_SECONDS if age < LATER else LATER_SECONDS
+        interval = REPEAT_SECONDS if age < LATER and sys.stderr.isatty() else LATER_SECONDS
         # silence >= age: nothing was printed since the activity began, so it has not been named yet. An interval after
         # the last line even one that has just begun is: several short ones are as quiet as a long one.
         if silence >= interval or silence >= age >= QUIET_SECONDS:

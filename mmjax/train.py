@@ -27,6 +27,7 @@ from mmjax.config.loading import (
     load,
     shipped_configs,
 )
+from mmjax.config.other_names import parse_words
 from mmjax.console import mute, print_lines, print_note
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
@@ -165,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started.add_argument("--overwrite", action="store_true", help="replace the run that is in its folder")
     # `--resume` takes a value behind `=` only: the word after it is the config, or the run's folder.
     argv = ["--resume=resume" if word == "--resume" else word for word in (sys.argv[1:] if argv is None else argv)]
-    args = parser.parse_intermixed_args(argv)
+    args = parse_words(parser, argv)
     plans = [word.removeprefix("plan=") for word in args.words if word.startswith("plan=")]
     if len(plans) > 1:
         raise UserError(f"plan={plans[0]} and plan={plans[1]}: a run has one plan; leave one of them out")

@@ -27,6 +27,7 @@ from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config, NoBalance
 from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
 from mmjax.config.model import towers_of, with_changes
+from mmjax.config.other_names import parse_words
 from mmjax.config.towers import Attention
 from mmjax.console import print_lines, print_note, table
 from mmjax.data.loading.context import spread_over_context
@@ -443,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = "of the computation, whatever the config says; bfloat16 hides leaks that are smaller than its rounding"
     parser.add_argument("--precision", choices=tuple(ROUNDING), default="float32", help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON list and nothing else")
-    args = parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
+    args = parse_words(parser, argv)
     if args.samples is not None and args.samples < 1:
         raise UserError(f"--samples {args.samples}: give 1 or more")
     named = next((word for word in args.words if "=" not in word), "")

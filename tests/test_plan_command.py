@@ -310,9 +310,9 @@ CLUSTERS = {
     "mllm_15b": "a800x120x8",
     "mllm_72b": "a800x120x8",
     "mllm_9b": "a800x120x8",
-    "omni_10b": "h100x2x8",
+    "omni_10b": "h100x16x8",
     "omni_10b_units": "h100x2x8",
-    "omni_18b": "h100x8x8",
+    "omni_18b": "h100x16x8",
     "omni_84b": "h100x320x8",
 }
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from mmjax.config.other_names import name_here
 from mmjax.errors import UserError
 
 Hint = Any  # what typing.get_type_hints gives for a field
@@ -295,7 +296,8 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
     """Edit a tree in place by one line `a.b=value`. Raises UserError for an unknown key or a value of another type."""
     key, equals, text = (part.strip() for part in line.partition("="))
     if not equals or not key:
-        raise UserError(f"{line!r} is not an override; write key=value, such as training.steps=100")
+        answer = name_here(line, "") or "write key=value, such as training.steps=100"
+        raise UserError(f"{line!r} is not an override; {answer}")
     root = tree
     where = ""  # the key of `tree`
     path = key.split(".")  # the rest of the key, below `tree`
@@ -306,11 +308,15 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
         if get_origin(member) is dict:
             hint = get_args(member)[1]
             name, path = _split_entry(hint, tree, path)
+            plain = [m for m in union_members(hint) if dataclasses.is_dataclass(m) and not kinds(hint)]
+            if plain and not path and "." in name and name not in tree:
+                # Named is no field, and no entry: an entry of this name has fields of its own.
+                raise UserError(_unknown(line, join(where, name), hint, plain[0], root))
         else:
             cls = select_dataclass(hint, tree, where)
             name, *path = path
             if name not in field_hints(cls):
-                raise UserError(_unknown(key, join(where, name), hint, cls, root))
+                raise UserError(_unknown(line, join(where, name), hint, cls, root))
             hint = field_hints(cls)[name]
         where = join(where, name)
         if not path:
@@ -320,6 +326,18 @@ def assign(hint: Hint, tree: dict[str, Tree], line: str) -> None:
         if tree.get(name) is None:
             tree[name] = _new_entry(hint, key, where)
         tree = tree[name]
+
+
+def value_at(tree: Tree, key: str) -> Tree:
+    """Return the value of a key in a tree, of a union its kind; None where there is no such key."""
+    path = key.split(".")
+    for n in range(len(path), 0, -1):
+        if isinstance(tree, dict) and (name := ".".join(path[:n])) in tree:
+            value, rest = tree[name], ".".join(path[n:])
+            if rest:
+                return value_at(value, rest)
+            return value.get("kind") if isinstance(value, dict) else value
+    return None
 
 
 def _split_entry(hint: Hint, tree: dict[str, Tree], path: list[str]) -> tuple[str, list[str]]:
@@ -348,7 +366,11 @@ def _new_entry(hint: Hint, key: str, where: str) -> Tree:
 def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
     if by_kind := kinds(hint):
         if text not in by_kind:
-            raise _mismatch(hint, repr(text), text, where)
+            # Of no kind yet, a value may be one of the first: of samples, a number is how many.
+            current = old.get("kind") if isinstance(old, dict) else None
+            suggestion = _field_for(by_kind[current] if current else next(iter(by_kind.values())), text, where)
+            mismatch = str(_mismatch(hint, repr(text), text, where))
+            raise UserError(mismatch + (f": {suggestion}" if suggestion and "did you mean" not in mismatch else ""))
         # Naming the kind that is set already must not reset its fields.
         if isinstance(old, dict) and old.get("kind") == text:
             return old
@@ -358,7 +380,14 @@ def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
         if text == "none" and type(None) in union_members(hint):
             return None
         fields = ", ".join(join(where, name) for name in field_hints(section))
-        raise UserError(f"{where}: got {text!r}, but it has fields; set one of {fields}")
+        suggestion = _field_for(section, text, where) or f"set one of {fields}"
+        raise UserError(f"{where}: got {text!r}, but it has fields; {suggestion}")
+    entries = next((m for m in union_members(hint) if get_origin(m) is dict), None)
+    if entries and text not in ("{}", "none"):
+        names = [join(where, name) for name in old or {}] or [join(where, "NAME")]
+        values = get_args(entries)[1]
+        if not any(map(dataclasses.is_dataclass, union_members(values))) and _parses(values, text):
+            raise UserError(f"{where}: got {text!r}, but it has entries by name; write {names[0]}={text}")
     return parse(hint, text, where)
 
 
@@ -368,14 +397,36 @@ def _carried(by_kind: Mapping[str, type], old: Mapping[str, Tree], kind: str) ->
     return {name: value for name, value in old.items() if name in before & after}
 
 
-def _unknown(key: str, level: str, hint: Hint, cls: type, root: Tree) -> str:
+def _field_for(section: type, text: str, where: str) -> str:
+    """Suggest the field of a section that a value is for: the first that takes a number, or is a text and required."""
+    hints = field_hints(section)
+    words = (str, tuple)  # what takes any text
+    for name, hint in hints.items():
+        loose = any((get_origin(m) or m) in words for m in union_members(hint))
+        if (not loose or (name in required(section) and hint is str)) and _parses(hint, text):
+            return f"did you mean {join(where, name)}={text}?"
+    return ""
+
+
+def _parses(hint: Hint, text: str) -> bool:
+    try:
+        parse(hint, text, "")
+    except UserError:
+        return False
+    return not any(map(dataclasses.is_dataclass, union_members(hint)))
+
+
+def _unknown(line: str, level: str, hint: Hint, cls: type, root: Tree) -> str:
     """Describe an unknown key. level: its part that is unknown first; cls: the dataclass without that field."""
+    key, _, text = (part.strip() for part in line.partition("="))
     parent, _, name = level.rpartition(".")
     if name == "kind" and hasattr(cls, "kind"):
         return f"unknown key {key!r}: say {parent}=<kind> ({', '.join(kinds(hint))})"
     kinds_with_field = [kind for kind, member in kinds(hint).items() if name in field_hints(member)]
     if kinds_with_field:
         return f"unknown key {key!r}: {parent} is {cls.kind!r}; say {parent}={kinds_with_field[0]} first"
+    if answer := name_here(key, text, field_hints(cls) if parent else ()):
+        return f"unknown key {key!r}: {answer}"
     known = [join(parent, n) for n in field_hints(cls)]
     elsewhere = [k for k in _keys(root) if k.endswith(f".{name}")]
     if elsewhere and not difflib.get_close_matches(level, known, 1):

@@ -14,6 +14,7 @@ own functions are stored as `module:qualname`, and this module alone looks them 
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -27,6 +28,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from mmjax.config.codec import (
     key_of,
     leaves,
     meaning,
+    value_at,
     walk,
 )
 from mmjax.config.validation import validate
@@ -55,6 +58,7 @@ __all__ = [
     "differences",
     "find_config",
     "from_json",
+    "is_override",
     "keys_of",
     "load",
     "resolve",
@@ -89,8 +93,11 @@ def load(path_or_name: str | Path, overrides: Sequence[str] = (), planned: Seque
         module = _execute(path, modules)
         arguments = _config_arguments(module, [*planned, *overrides])
         tree = _config_tree(module, path, modules, arguments)
-    for lines in (planned, overrides):
-        _assign_all(tree, [line for line in lines if key_of(line) not in arguments])
+        lines = [[line for line in words if key_of(line) not in arguments] for words in (planned, overrides)]
+        for name in arguments.keys() & set(map(key_of, overrides)):
+            _check_effect(name, arguments, [*lines[0], *lines[1]], tree, partial(_config_tree, module, path, modules))
+    for words in lines:
+        _assign_all(tree, words)
     config = decode(Config, tree, "")
     try:
         validate(config)
@@ -120,11 +127,56 @@ def apply_overrides(config: Config, overrides: Sequence[str], planned: Sequence[
     return edited
 
 
+def _check_effect(
+    name: str,
+    arguments: Mapping[str, str],
+    lines: Sequence[str],
+    tree: dict[str, Any],
+    make_tree: Callable[[Mapping[str, str]], dict[str, Any]],
+) -> None:
+    """Raise UserError where all that an argument of config() sets is set by overrides `lines` too, so it has no effect.
+
+    tree: of the config with these arguments. What an argument sets is seen by giving it another text.
+    """
+    built = dict(leaves(Config, tree))
+    assigned = _assigned(tree, lines)
+    text = arguments[name]
+    for other in filter(None, [f"{text}_", str(int(text) + 1) if text.isdecimal() else ""]):
+        try:
+            changed = make_tree({**arguments, name: other})
+            lost = _assigned(changed, lines) == assigned
+        except UserError:
+            continue  # the text has a meaning of its own: it names a checkpoint, or one of several models
+        set_by_it = [key for key, value in leaves(Config, changed) if built.get(key) != value]
+        lines_of = [(key, line) for key in set_by_it for line in lines if f"{key}.".startswith(f"{key_of(line)}.")]
+        if lost and lines_of:
+            key, line = lines_of[0]
+            raise UserError(f"{name}={text} and {line} set {key} twice; leave one of them out")
+
+
+def _assigned(tree: dict[str, Any], lines: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of a tree with these overrides."""
+    tree = copy.deepcopy(tree)
+    for line in lines:
+        assign(Config, tree, line)
+    return tree
+
+
+def is_override(word: str) -> bool:
+    """Tell whether a word of a command line is written as a change to a config."""
+    return "=" in word and key_of(word).partition(".")[0] in (field.name for field in dataclasses.fields(Config))
+
+
 def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
     """Apply overrides to a tree. Setting the run's length in epochs unsets it in steps, and the other way round."""
     keys = [key_of(line) for line in lines]
-    for key, line in zip(keys, lines, strict=True):
+    for n, (key, line) in enumerate(zip(keys, lines, strict=True)):
+        below = {other: value_at(tree, key_of(other)) for other in lines[:n] if key_of(other).startswith(f"{key}.")}
         assign(Config, tree, line)
+        if undone := [other for other, value in below.items() if value_at(tree, key_of(other)) != value]:
+            raise UserError(
+                f"{undone[0]} is undone by {line} behind it; put {undone[0]} last, or leave one of them out"
+            )
         if key in LENGTHS and not set(LENGTHS) <= set(keys):
             (unset,) = set(LENGTHS) - {key}
             assign(Config, tree, f"{unset}=0")

@@ -143,6 +143,15 @@ class StageGraph:
             depths[stage] = max(lengths, default=0)
         return tuple(depths)
 
+    @cached_property
+    def workers_in_turn(self) -> int:
+        """Workers that a microbatch passes one after the other, on the longest path; those side by side count once."""
+        passed: list[frozenset[int]] = [frozenset()] * len(self.workers)
+        for stage in self.topological:
+            longest = max((passed[p] for p in self.producers[stage]), key=len, default=frozenset())
+            passed[stage] = longest | {self.workers[stage]}
+        return max(map(len, passed))
+
 
 def unit_graph(config: Config) -> StageGraph:
     """Link every stage of `list_stages` to the next of its tower, encoders to the LLM, and the LLM to a generator.

@@ -171,9 +171,9 @@ def hyperparameters(config: Config, modules: tuple[str, ...], step: int) -> Hype
         decay = override.weight_decay if override and override.weight_decay is not None else o.weight_decay
         rates = {module: factor * rate}
         if isinstance(o, Muon):
-            # A module's learning rate scales both of its groups alike.
-            adam_rate = factor * o.adam_learning_rate * rate / o.learning_rate
-            rates = {f"{module}/matrix": factor * rate, f"{module}/other": adam_rate}
+            # A module's learning rate scales both of its groups alike; of 0 there is no multiple.
+            scale = rate / o.learning_rate if o.learning_rate else 1.0
+            rates = {f"{module}/matrix": factor * rate, f"{module}/other": factor * o.adam_learning_rate * scale}
         for group, scheduled in rates.items():
             hyper[f"learning_rate/{group}"] = np.float32(scheduled)
             hyper[f"weight_decay/{group}"] = np.float32(decay)

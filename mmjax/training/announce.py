@@ -26,8 +26,9 @@ from mmjax.data.sources.chat_source import ChatSource
 from mmjax.models.model import Model, parameter_group
 from mmjax.models.quantization import parameter_shapes
 from mmjax.planning.remat import MemoryPlan, StagePlan
-from mmjax.planning.schedules import ScheduleName
+from mmjax.planning.schedules import ScheduleName, unit_graph
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
+from mmjax.runtime.state import hyperparameters
 from mmjax.training.metrics import balance_scalars
 
 REPLICATED = 1.5  # warn where a device stores more than so many times its share of a module's parameters
@@ -144,6 +145,16 @@ def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
     ]
 
 
+def describe_zero_rates(config: Config, modules: tuple[str, ...]) -> list[str]:
+    """Describe which of the trained modules have a learning rate of 0, and so stay as they are."""
+    peak = hyperparameters(config, modules, config.schedule.warmup)
+    rates = {key.removeprefix("learning_rate/"): rate for key, rate in peak.items() if key.startswith("learning_rate/")}
+    still = [name for name, rate in rates.items() if not rate]
+    if len(still) == len(rates):
+        return ["       NOTHING IS TRAINED: every learning rate is 0; set optimizer.learning_rate"]
+    return [f"       not trained, with a learning rate of 0: {', '.join(still)}"] if still else []
+
+
 def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:
     """Describe how rows are spread over ranks, and what ranks may send to each other."""
     topology = layout.topology
@@ -211,11 +222,11 @@ def describe_stages(
         *table(lines),
         f"       predicted bubble {bubble:.0%} ({basis})",
     ]
-    deepest = len({stage.devices for stage in stages})
-    if microbatches < deepest:
+    in_turn = unit_graph(config).workers_in_turn
+    if microbatches < in_turn:
         described.append(
-            f"       {microbatches} microbatch(es) cannot fill {deepest} stages; raise batch.microbatches to several "
-            "times as many"
+            f"       {microbatches} microbatch(es) cannot fill {in_turn} stages, one behind the other; raise "
+            "batch.microbatches to several times as many"
         )
     for stage in stages:
         if set(stage.policies) != {"none"}:

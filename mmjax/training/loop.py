@@ -283,7 +283,7 @@ class Trainer:
         announce.print_run_summary(
             self.config, self.executor.model, self.mesh, self.loader, example, self.compiler_options
         )
-        print_lines(*self.describe_devices())
+        print_lines(*self.describe_devices(), *announce.describe_zero_rates(self.config, self.executor.modules))
         return example.microbatches[0]
 
     def describe_devices(self) -> list[str]:

@@ -82,7 +82,7 @@ def test_naming_the_kind_that_is_there_keeps_its_settings() -> None:
 def test_none_clears_an_optional_value_and_braces_clear_a_dict() -> None:
     rate = "optimizer.modules.llm.learning_rate"
     assert load("tiny_omni", [f"{rate}=0.1", f"{rate}=none"]).optimizer.modules == {"llm": Rates()}
-    assert load("tiny_omni", [f"{rate}=0.1", "optimizer.modules={}"]).optimizer.modules == {}
+    assert apply_overrides(load("tiny_omni", [f"{rate}=0.1"]), ["optimizer.modules={}"]).optimizer.modules == {}
 
 
 def test_an_argument_of_a_function_keeps_the_kind_of_value_it_looks_like() -> None:
@@ -124,8 +124,17 @@ def test_an_argument_of_a_function_keeps_the_kind_of_value_it_looks_like() -> No
             "optimizer.modules.llm.learning_rate=fast",
             "optimizer.modules.llm.learning_rate: got 'fast'; expected a finite float or none",
         ),
-        ("schedule=2", "schedule: got '2', but it has fields; set one of schedule.warmup, schedule.final"),
-        ("batch.rows=2", "batch.rows: got '2'; expected entries by name, each int"),
+        ("schedule=2", "schedule: got '2', but it has fields; did you mean schedule.warmup=2?"),
+        ("schedule=cosine", "schedule: got 'cosine', but it has fields; set one of schedule.warmup, schedule.final"),
+        ("batch.size=4", "batch.size: got '4'; expected a kind: samples, tokens: did you mean batch.size.count=4?"),
+        (
+            "optimizer=0.1",
+            "optimizer: got '0.1'; expected a kind: adamw, muon, adafactor: did you mean optimizer.learning_rate=0.1?",
+        ),
+        ("model.lora.llm=8", "model.lora.llm: got '8', but it has fields; did you mean model.lora.llm.rank=8?"),
+        ("batch.rows=2", "batch.rows: got '2', but it has entries by name; write batch.rows.llm=2"),
+        ("compiler=2", "compiler: got '2', but it has entries by name; write compiler.NAME=2"),
+        ("units.llm.pipelines=2", "unknown key 'units.llm.pipelines': did you mean 'units.llm.pipeline'?"),
         ("batch.size=tokens", "missing key 'batch.size.count', int: it has no default; give it"),
         ("--steps", "'--steps' is not an override; write key=value, such as training.steps=100"),
     ],

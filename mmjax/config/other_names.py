@@ -1,0 +1,252 @@
+"""Answer settings as other stacks spell them with mmjax's own.
+
+Names are those of Hugging Face's Trainer and TRL, LLaMA-Factory, ms-swift, torchtitan, MaxText, NeMo and Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from mmjax.errors import UserError
+
+STEP_SIZE = "batch.size.count=N is of a whole step, over all devices and microbatches"
+ADAPTERS = "of the config llava_lora, or any with model.lora"
+CHECKPOINT = "of the configs llava_style, llava_lora and llava_dpo: python -m mmjax.train llava_style"
+SHARDS = "the devices over which parameters are sharded, with optimizer and gradients; -1: all"
+COSINE = "the schedule is a linear warm-up, then a cosine down to schedule.final of the peak; 1 keeps it constant"
+ROWS = "rows are as long as samples need"
+
+# How mmjax spells a setting, with {} for the value and empty where there is nothing to set; what to know of it; and its
+# names elsewhere, in lower case with `_`.
+SETTINGS = (
+    ("optimizer.learning_rate={}", "", "lr learning_rate max_lr peak_lr"),
+    ("batch.size.count={}", "samples of a whole step", "batch_size global_batch_size train_batch_size batchsize"),
+    (
+        "batch.size.count=N",
+        STEP_SIZE,
+        "per_device_train_batch_size per_device_batch_size micro_batch_size local_batch_size "
+        "train_micro_batch_size_per_gpu micro_batch_size_per_gpu",
+    ),
+    (
+        "batch.microbatches={}",
+        STEP_SIZE,
+        "gradient_accumulation_steps grad_accum grad_accumulation_steps accumulate_grad_batches",
+    ),
+    (
+        "data.max_tokens={}",
+        ROWS,
+        "max_length max_seq_length max_seq_len cutoff_len seq_len seq_length max_target_length "
+        "model_max_length max_tokens",
+    ),
+    ("training.epochs={}", "", "num_train_epochs num_epochs n_epochs max_epochs epoch epochs"),
+    ("training.steps={}", "", "max_steps train_steps num_train_steps train_iters total_steps num_steps"),
+    ("schedule.warmup={}", "", "warmup_steps lr_warmup_iters lr_warmup_steps num_warmup_steps"),
+    ("schedule.warmup=N", "steps, not a share of them", "warmup_ratio warmup_steps_fraction lr_warmup_fraction"),
+    (
+        "schedule.final=F",
+        COSINE,
+        "lr_scheduler_type lr_scheduler lr_decay_style lr_decay_type scheduler min_lr min_lr_factor "
+        "min_lr_ratio cosine_learning_rate_final_fraction",
+    ),
+    ("optimizer.weight_decay={}", "", "wd weight_decay"),
+    ("optimizer.b1={}", "", "adam_beta1 beta1"),
+    ("optimizer.b2={}", "", "adam_beta2 beta2"),
+    ("optimizer.eps={}", "", "adam_epsilon adam_eps"),
+    ("optimizer=KIND", "adamw, muon or adafactor", "optim opt_type"),
+    (
+        "training.clip={}",
+        "",
+        "max_grad_norm clip_grad gradient_clipping gradient_clip_val gradient_clipping_threshold max_norm",
+    ),
+    (
+        "training.precision=bfloat16",
+        "or float32; there is no float16",
+        "bf16 fp16 dtype torch_dtype mixed_precision mixed_precision_param params_dtype",
+    ),
+    ("model.llm.quantize=nf4", "or int8; of frozen towers", "load_in_4bit quantization_bit load_in_8bit"),
+    ("seed={}", "", "random_seed data_seed init_weights_seed data_shuffle_seed seed"),
+    (
+        "run={}",
+        "a run's folder has its log, checkpoints and scores",
+        "output_dir base_output_directory save_dir save dump_folder checkpoint_dir logging_dir",
+    ),
+    ("name={}", "of the run's folder below runs/", "run_name experiment_name"),
+    (
+        "training.checkpoint_every={}",
+        "steps",
+        "save_steps save_interval checkpoint_interval checkpoint_period save_freq",
+    ),
+    ("training.keep={}", "", "save_total_limit"),
+    ("training.evaluate_every={}", "steps", "eval_steps eval_interval eval_freq validation_freq"),
+    (
+        "training.evaluate_every=N",
+        "steps; saves: training.checkpoint_every=N",
+        "save_strategy evaluation_strategy eval_strategy",
+    ),
+    (
+        "",
+        "every step is logged in the run's metrics.jsonl; there is nothing to set",
+        "logging_steps log_interval log_freq log_period logging_strategy",
+    ),
+    (
+        "training.wandb=PROJECT",
+        "TensorBoard's events are always written",
+        "report_to use_wandb enable_wandb wandb_project logger",
+    ),
+    (
+        "checkpoint={}",
+        CHECKPOINT,
+        "model_name_or_path model_id model_path pretrained_model_name_or_path model_id_or_path base_model",
+    ),
+    ("", "a run goes on with --resume: python -m mmjax.train --resume RUN", "resume_from_checkpoint resume"),
+    ("init_from={}", "a run of mmjax", "load_parameters_path initial_load_path adapter_name_or_path"),
+    ("data={}", CHECKPOINT, "dataset dataset_path data_path train_file dataset_name train_data data_files train_files"),
+    ("images={}", CHECKPOINT, "image_folder image_dir media_dir image_root"),
+    ("validation={}", CHECKPOINT, "eval_dataset val_dataset validation_file val_data"),
+    ("data.chat.template=FILE", "the checkpoint's own is used by default", "chat_template template"),
+    (
+        "data.workers={}",
+        "",
+        "dataloader_num_workers preprocessing_num_workers num_workers num_proc dataset_num_proc grain_worker_count",
+    ),
+    ("data.prefetch={}", "", "dataloader_prefetch_factor"),
+    ("data.sources.NAME.weight=W", "of each source", "interleave_probs mixing_weights"),
+    ("batch.grouping=pack", "the default", "packing neat_packing sample_packing group_by_length padding_free"),
+    (
+        "mesh.fsdp=N",
+        SHARDS,
+        "deepspeed fsdp zero_stage zero sharding_strategy data_parallel_shard_degree "
+        "ici_fsdp_parallelism dcn_fsdp_parallelism",
+    ),
+    (
+        "mesh.data={}",
+        "",
+        "data_parallel_replicate_degree data_parallel_size ici_data_parallelism dcn_data_parallelism dp",
+    ),
+    (
+        "mesh.tensor={}",
+        "with units: units.llm.tensor",
+        "tensor_model_parallel_size tensor_parallel_degree tensor_parallel_size ici_tensor_parallelism tp",
+    ),
+    (
+        "mesh.context={}",
+        "with units: units.llm.context",
+        "context_parallel_size context_parallel_degree ici_context_parallelism sequence_parallel_size cp",
+    ),
+    ("mesh.context={}", "mesh.context_attention=heads is Ulysses'", "ulysses_sequence_parallel_size"),
+    ("mesh.sequence_parallel=on", "needs mesh.tensor above 1", "sequence_parallel"),
+    (
+        "mesh.expert={}",
+        "",
+        "expert_model_parallel_size expert_parallel_degree ici_expert_parallelism expert_parallel_size ep",
+    ),
+    (
+        "units.llm.pipeline={}",
+        "every encoder wants a unit too, such as units.vision.data=1",
+        "pipeline_model_parallel_size pipeline_parallel_degree ici_pipeline_parallelism pp",
+    ),
+    ("units.llm.virtual=N", "", "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size"),
+    ("pipeline.schedule=1f1b", "or gpipe, eager, interleaved; of units", "pipeline_parallel_schedule"),
+    (
+        "model.llm.remat=full",
+        "by default what memory needs is computed again (auto)",
+        "gradient_checkpointing activation_checkpoint activation_checkpointing recompute_granularity remat_policy",
+    ),
+    (
+        "model.llm.attention=auto",
+        "the kernel for GPUs, elsewhere blocks",
+        "attn_implementation attn_impl flash_attn use_flash_attn attention_type use_flash_attention",
+    ),
+    ("model.lora.llm.rank={}", ADAPTERS, "lora_rank lora_r lora_dim"),
+    ("model.lora.llm.alpha={}", ADAPTERS, "lora_alpha"),
+    ("model.lora.llm.layers=PATTERNS", ADAPTERS, "lora_target lora_target_modules target_modules"),
+    (
+        "",
+        "adapters are a config's: python -m mmjax.train llava_lora; llava_style trains the whole LLM",
+        "finetuning_type train_type tuner_type sft_type use_peft use_lora",
+    ),
+    ("model.encoders.vision.frozen={}", "", "freeze_vision_tower freeze_vit freeze_vision_model freeze_vision_encoder"),
+    (
+        "model.encoders.vision.connector.frozen={}",
+        "",
+        "freeze_multi_modal_projector freeze_aligner freeze_vision_projection",
+    ),
+    ("model.llm.frozen=true", "or false", "freeze_language_model freeze_llm train_llm"),
+    (
+        "optimizer.modules.vision.learning_rate=R",
+        "or .vision.connector: the projector's",
+        "vision_tower_lr vit_lr aligner_lr mm_projector_lr vision_lr projector_lr",
+    ),
+    ("loss.beta={}", "of loss=dpo and loss=grpo", "pref_beta dpo_beta rlhf_beta"),
+    ("training.patience={}", "", "patience early_stopping_patience"),
+    ("device={}", "auto, cpu, gpu or tpu", "hardware"),
+    ("device=cpu", "", "no_cuda use_cpu"),
+)
+OTHER_NAMES = {name: (spelling, about) for spelling, about, names in SETTINGS for name in names.split()}
+
+# What one mesh has and units have not, and the other way round: where a unit's devices are counted otherwise.
+UNITS_ONLY = ("modules", "pipeline", "virtual", "cuts")
+OTHER_WORLD = {
+    "expert": "experts are not divided among the devices of a unit, each of which has all of them; use one mesh with "
+    "mesh.expert and without units, or units.{unit}.fsdp and .tensor, which cut parameters as well",
+    "sequence_parallel": "tensor-parallel devices of a unit have all tokens between layers; leave it out, or use one "
+    "mesh without units",
+    "context_attention": "it is of all units: mesh.context_attention",
+    "memory": "it is of all devices: mesh.memory, in GB",
+    "host_memory": "it is of all devices: mesh.host_memory, in GB",
+    "encoders": "encoders have units of their own, or a place on the first stage of units.{unit} by its modules",
+    "exchange": "stages send what is filled; leave it out",
+    "ranks_per_node": "units are placed in the order of the config; leave it out",
+}
+
+
+def name_here(key: str, text: str, fields: Iterable[str] = ()) -> str:
+    """Answer a setting that is none of mmjax's: how it is written here, or an empty string.
+
+    text: its value. fields: those of the section that it was sought in, which come before other sections'.
+    """
+    name = key.lstrip("-").rpartition(".")[2].lower().replace("-", "_")
+    section, _, rest = key.partition(".")
+    if section == "units" and "." in rest and (about := OTHER_WORLD.get(name)):
+        return f"no key of a unit; {about.format(unit=rest.partition('.')[0])}"
+    if section == "mesh" and name in UNITS_ONLY:
+        return f"no key of the mesh; units have it: units.llm.{name}, with devices for every module (docs/pipelines.md)"
+    if name not in OTHER_NAMES:
+        return ""
+    spelling, about = OTHER_NAMES[name]
+    if not spelling:
+        return about
+    if (field := spelling.partition("=")[0].rpartition(".")[2]) in fields:
+        spelling = f"{key.rpartition('.')[0]}.{field}=" + spelling.partition("=")[2]
+    switch = text.lower() in ("true", "false") and not spelling.endswith(".frozen={}")
+    return f"here it is {spelling.format('...' if switch or not text else text)}" + (f" ({about})" if about else "")
+
+
+def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line of options and settings `key=value`, by default the program's.
+
+    Raises UserError for an option that is none.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    if not unknown:
+        return args
+    option, _, text = unknown[0].partition("=")
+    if not text and (following := argv[argv.index(unknown[0]) + 1 :]) and "=" not in following[0]:
+        text = following[0].partition("--")[0]
+    known = sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", parser.format_help())))
+    if close := difflib.get_close_matches(option, known, 1, cutoff=0.8):
+        raise UserError(f"{option} is no option: did you mean {close[0]}?")
+    key = option.lstrip("-")
+    if answer := name_here(key, text):
+        raise UserError(f"{option} is no option: {answer}")
+    if "." in key:
+        raise UserError(f"{option} is no option: settings are written key=value: {key}={text or '...'}")
+    raise UserError(
+        f"{option} is no option; there are {', '.join(known)}, and settings are written key=value, such as "
+        "training.steps=100"
+    )
