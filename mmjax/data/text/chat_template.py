@@ -337,15 +337,20 @@ def template_source(form: ChatFormat) -> tuple[str, str]:
 
 
 def _default(templates: Any, path: Path) -> tuple[str, str]:
-    """Return the template itself, or the default of several named ones."""
-    if isinstance(templates, list):
-        templates = {entry["name"]: entry["template"] for entry in templates}
+    """Return the template itself, or the default of several named ones. Raises UserError where there is no text."""
+    if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+        templates = {str(entry.get("name")): entry.get("template") for entry in templates}
     if isinstance(templates, dict):
         if "default" not in templates:
             raise UserError(
                 f"{path} has the chat templates {', '.join(templates)} and no default; name one: chat.template"
             )
         templates = templates["default"]
+    if not isinstance(templates, str):
+        raise UserError(
+            f"{path}: chat_template is a {type(templates).__name__}, neither a text nor texts by name; get the file "
+            "again, or name a Jinja file: chat.template"
+        )
     return templates, str(path)
 
 
