@@ -299,6 +299,8 @@ def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     encoding = backend.encode("a", add_special_tokens=True)
     # "a" may be several tokens itself; what lies outside the ones that are not special was added.
     inner = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
+    if not inner:
+        raise UserError("its post_processor leaves no text between what it adds")
     return tuple(encoding.ids[: inner[0]]), tuple(encoding.ids[inner[-1] + 1 :])
 
 
