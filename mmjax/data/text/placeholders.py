@@ -87,9 +87,10 @@ def _with_sound(named: Mapping[str, str], tokens: Mapping[str, str], begin: str,
 def folder_families(path: Path, processor: Mapping[str, object]) -> list[str]:
     """List the names of the model in the folder's files: "Qwen2_5_VLProcessor" and "qwen2_5_vl" become "qwen25vl"."""
     config = read_json(path / "config.json", {})
-    tower = config.get("vision_config") or {}
+    tower = config.get("vision_config")
     # Pixtral-12B is a LLaVA but for its tower.
-    names = ["pixtral" if tower.get("model_type") == "pixtral" else config.get("model_type")]
+    is_pixtral = isinstance(tower, dict) and tower.get("model_type") == "pixtral"
+    names = ["pixtral" if is_pixtral else config.get("model_type")]
     for config in (processor, read_json(path / "preprocessor_config.json", {}), tokenizer_config(str(path))):
         names.append(config.get("processor_class"))
     return [str(name).replace("_", "").lower().removesuffix("processor") for name in names if name]

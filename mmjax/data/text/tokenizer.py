@@ -201,8 +201,11 @@ def load_tokenizer(folder: str) -> Tokenizer:
         )
     config = tokenizer_config(folder)
     backend = _backend(path)
-    named, extra = _special_tokens(config)
-    _add_tokens(backend, config, [*named.values(), *extra])
+    try:
+        named, extra = _special_tokens(config)
+        _add_tokens(backend, config, [*named.values(), *extra])
+    except _NoToken as error:
+        raise UserError(f"{path.with_name('tokenizer_config.json')}: {error}; get the file again") from None
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -231,10 +234,11 @@ def tokenizer_config(folder: str) -> Json:
 def _backend(path: Path) -> tokenizers.Tokenizer:
     """Load the file's tokenizer, with ByteLevel's leading spaces counted in offsets; ids don't change."""
     content = read_json(path)
-    post = content.get("post_processor") or {}
+    post = content.get("post_processor")
+    inner = post.get("processors", [post]) if isinstance(post, dict) else ()
     # With trim_offsets the token " cat" would begin at "c", and the space would belong to no token.
-    for processor in post.get("processors", [post]):
-        if processor.get("type") == "ByteLevel":
+    for processor in inner if isinstance(inner, list) else ():
+        if isinstance(processor, dict) and processor.get("type") == "ByteLevel":
             processor["trim_offsets"] = False
     try:
         check_growth(content)
@@ -247,7 +251,10 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(config: Json) -> tuple[dict[str, str | Json], list[str | Json]]:
-    """Return special tokens by name, and those without one. A token is its text, or an object with text and options."""
+    """Return special tokens by name, and those without one. A token is its text, or an object with text and options.
+
+    Raises _NoToken, naming the key.
+    """
     extra: list[str | Json] = []
     named = {k: v for k, v in config.items() if k in NAMED and v is not None}
     named |= {k: v for k, v in config.items() if k.endswith("_token") and isinstance(v, (str, dict))}
@@ -255,9 +262,32 @@ def _special_tokens(config: Json) -> tuple[dict[str, str | Json], list[str | Jso
         value = config.get(key)
         if isinstance(value, dict):
             named |= value
-        elif isinstance(value, list) and not extra:
-            extra = value
+        elif isinstance(value, list):
+            for token in value:
+                _check_token(key, token)
+            extra = extra or value
+        elif value is not None:
+            raise _NoToken(key, value)
+    for name, token in named.items():
+        _check_token(name, token)
     return named, extra
+
+
+class _NoToken(ValueError):
+    """A value where a special token belongs, by its key."""
+
+    def __init__(self, key: str, value: Any) -> None:
+        super().__init__(f"{key}={str(value)[:80]!r} is no special token: its text, or an object with its content")
+
+
+def _check_token(key: str, token: Any) -> None:
+    """Raise _NoToken where this is neither a text nor an object with one and true or false for each option."""
+    content = token.get("content") if isinstance(token, dict) else token
+    options = [token[k] for k in token.keys() & _OPTIONS] if isinstance(token, dict) else ()
+    if not isinstance(content, str) or not all(isinstance(option, bool) for option in options):
+        raise _NoToken(key, token)
+    if any("\ud800" <= character <= "\udfff" for character in content):
+        raise _NoToken(key, ascii(content))
 
 
 def _content(token: str | Json) -> str:
@@ -274,8 +304,15 @@ _OPTIONS = {"lstrip", "rstrip", "single_word", "normalized", "special"}
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Json, named: Sequence[str | Json]) -> None:
     """Add the tokens that only the files beside `tokenizer.json` have: declared ones by id, then the named ones."""
+    by_id = config.get("added_tokens_decoder") or {}
+    if not isinstance(by_id, dict):
+        raise _NoToken("added_tokens_decoder", by_id)
+    for number, entry in by_id.items():
+        if not (number.isascii() and number.isdigit()):
+            raise _NoToken(f"added_tokens_decoder: {number[:80]}", entry)
+        _check_token(f"added_tokens_decoder: {number}", entry)
     # The order gives new tokens the ids that transformers gives them.
-    declared = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    declared = sorted(by_id.items(), key=lambda item: int(item[0]))
     present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
     missing = [token for _, entry in declared if repr(token := _added(entry)) not in present]
     contents = {t.content for t in [*backend.get_added_tokens_decoder().values(), *missing]}
@@ -295,12 +332,18 @@ def _around(folder: str, backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...]
         encoding = backend.encode("a", add_special_tokens=True)
     # "a" may be several tokens itself; what lies outside the ones that are not special was added.
     inner = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
+    if not inner:
+        raise UserError("its post_processor leaves no text between what it adds")
     return tuple(encoding.ids[: inner[0]]), tuple(encoding.ids[inner[-1] + 1 :])
 
 
 def _ends(folder: str, backend: tokenizers.Tokenizer, eos: str | Json | None) -> tuple[int, ...]:
     """Return the tokens that end an answer: those of `generation_config.json`, else the tokenizer's own."""
-    value = read_json(Path(folder) / "generation_config.json", {}).get("eos_token_id")
+    path = Path(folder) / "generation_config.json"
+    value = read_json(path, {}).get("eos_token_id")
     if value is None and eos is not None:
         value = backend.token_to_id(_content(eos))
-    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+        raise UserError(f"{path}: eos_token_id={str(value)[:80]} is neither a token's number nor a list of such")
+    return tuple(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mmjax.config import ChatFormat
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message
 from mmjax.data.text import chat_template as template_module
 from mmjax.data.text.chat_template import Template, load_template
+from mmjax.data.text.placeholders import folder_families
 from mmjax.data.text.tokenizer import load_tokenizer
 from mmjax.errors import UserError
 
@@ -237,6 +239,26 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range
             "something longer",
         ),
         ("{% set x = 'a' * 10 ** 6 %}{% for i in range(99) %}{{ x }}{% endfor %}", "it writes more than 64,000,000"),
+        ("{{ ('a' * 10 ** 5).replace('a', 'b' * 1000) }}", "something longer"),
+        ("{{ ('a' * 10 ** 5) | replace('a', 'b' * 1000) }}", "something longer"),
+        ("{{ ('{0}' * 1000).format('x' * 10 ** 5) }}", "something longer"),
+        ("{{ '%(a)s' * 1000 % {'a': 'x' * 10 ** 6} }}", "something longer"),
+        ("{{ (['a' * 10 ** 6] * 1000) | map('upper') | join }}", "loops and calls"),
+        ("{{ 'a'.ljust(10 ** 9) }}{{ 'a' | center(10 ** 9) }}", "with a number beyond 100,000"),
+        ("{{ '{:>1000000000}'.format(1) }}", "something longer"),
+        (
+            "{% set n = namespace(x=7) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+            "a number of 10,000 bits",
+        ),
+        (
+            "{% set n = namespace(x=()) %}{% for i in range(99) %}{% set n.x = (n.x, n.x) %}{% endfor %}",
+            "loops and calls",
+        ),
+        (
+            "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+            "loops and",
+        ),
+        ("{{ ('ab' * 10 ** 6) | sort | length }}", "loops and calls"),
         ("{{ messages + 1 }}", "TypeError: "),
         ("{{ 1 / 0 }}", "ZeroDivisionError: "),
     ],
@@ -303,3 +325,17 @@ def test_templates_are_found_where_transformers_looks(tmp_path: Path) -> None:
     assert written(template=str(tmp_path / "own.jinja")) == "own"
     with pytest.raises(UserError, match="is no file"):
         written(template=str(tmp_path / "none.jinja"))
+
+
+@pytest.mark.parametrize("templates", [5, [5], [{"name": "default"}], {"default": None}, {"default": ["x"]}])
+def test_a_chat_template_that_is_no_text_is_refused_by_its_file(tmp_path: Path, templates: Any) -> None:
+    checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.LLAMA3), "x", **BOS)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": templates}))
+    with pytest.raises(UserError, match=r"chat_template\.json"):
+        load_template(ChatFormat(str(tmp_path)), load_tokenizer(str(tmp_path)))
+
+
+def test_a_config_with_a_tower_that_is_no_object_has_the_family_of_its_type(tmp_path: Path) -> None:
+    for tower in (5, "pixtral", ["a"]):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "vision_config": tower}))
+        assert folder_families(tmp_path, {}) == ["llava"]

@@ -169,3 +169,38 @@ def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path: Path, files: dic
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a folder"):
         load_tokenizer(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        (
+            "tokenizer_config.json",
+            {"additional_special_tokens": [True]},
+            "additional_special_tokens='True' is no",
+        ),
+        ("tokenizer_config.json", {"extra_special_tokens": 5}, "extra_special_tokens='5' is no"),
+        ("tokenizer_config.json", {"bos_token": {"content": 7}}, "bos_token="),
+        ("tokenizer_config.json", {"eos_token": {"content": "</s>", "special": 1}}, "eos_token="),
+        ("tokenizer_config.json", {"unk_token": "\ud800"}, "unk_token="),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"content": "x"}}, "added_tokens_decoder: content="),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"9": -1}}, "added_tokens_decoder: 9="),
+        ("tokenizer_config.json", {"added_tokens_decoder": ["x"]}, "added_tokens_decoder="),
+        ("generation_config.json", {"eos_token_id": [1, "2"]}, "eos_token_id="),
+        ("tokenizer.json", {"post_processor": "ByteLevel"}, "is not a tokenizer"),
+        ("tokenizer.json", {"post_processor": {"type": "Sequence", "processors": [5]}}, "is not a tokenizer"),
+        ("tokenizer.json", {"post_processor": []}, "is not a tokenizer"),
+    ],
+)
+def test_a_value_of_another_type_in_a_tokenizers_files_is_refused_by_file_and_key(
+    tmp_path: Path, file: str, content: dict[str, Any], named: str
+) -> None:
+    make, config = KINDS["qwen"]
+    make().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    path = tmp_path / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | content))
+    with pytest.raises(UserError, match=file) as error:
+        load_tokenizer(str(tmp_path))
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
