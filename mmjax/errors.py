@@ -20,7 +20,7 @@ from typing import NoReturn
 MESSAGE_BEGIN, MESSAGE_END = 800, 350  # characters of a very long message that are shown: the place, and the remedy
 
 
-def one_line(text: object) -> str:
+def bounded_line(text: object) -> str:
     """Return a message as one line: what is not printable is escaped, and the middle of a very long one left out.
 
     Messages quote what users and strangers wrote: paths, keys and values of any length, with line breaks and with
@@ -42,7 +42,7 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, everywhere: bool = False) -> None:
-        super().__init__(one_line(message))
+        super().__init__(bounded_line(message))
         self.everywhere = everywhere
 
 
@@ -54,7 +54,7 @@ class BadMedia(ValueError):
     """An image or a clip that cannot be used: one plain reason, without the name of the sample."""
 
     def __init__(self, reason: object) -> None:
-        super().__init__(one_line(reason))
+        super().__init__(bounded_line(reason))
 
 
 THREADS_PER_DEVICE = 4

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from mmjax.errors import one_line
+from mmjax.errors import bounded_line
 
 Medium = Literal["image", "audio", "video"]
 # Kinds of media beside those, which no record names:
@@ -27,7 +27,7 @@ class BadSample(ValueError):
     """A record that cannot be trained on. Its message is the reason, without the record's name, which callers add."""
 
     def __init__(self, reason: object) -> None:
-        super().__init__(one_line(reason))
+        super().__init__(bounded_line(reason))
 
 
 @dataclass(frozen=True)

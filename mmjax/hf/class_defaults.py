@@ -55,13 +55,16 @@ def complete_config(config: Values, where: str) -> Values:
     kind = config.get("model_type")
     if kind in ("clip", "clip_vision_model") and _is_evaclip(config):
         kind = f"eva{kind}"
-    return _completed(config, kind, where) if kind in _table()["configs"] else config
+    return _completed(config, kind, where) if _is_known(kind) else config
+
+
+def _is_known(kind: Any) -> bool:
+    return isinstance(kind, str) and kind in _table()["configs"]
 
 
 def _is_evaclip(config: Values) -> bool:
     """Return whether this is EVA-CLIP, which calls itself CLIP and says the class of its own code."""
-    classes = (*(config.get("architectures") or ()), *(config.get("auto_map") or {}).values())
-    return any("evaclip" in str(name).lower() for name in classes)
+    return "evaclip" in f"{config.get('architectures')} {config.get('auto_map')}".lower()
 
 
 def _completed(config: Values, kind: str, where: str) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def _completed_part(around: Values, name: str, part: Values, flat: bool, where: 
         return values
     # A class of its own takes the part, or the one that the part names.
     kind = part["type"] if part.get("fixed") else values.get("model_type", part["type"])
-    return _completed(values, kind, f"{where}: {name}") if kind in _table()["configs"] else values
+    return _completed(values, kind, f"{where}: {name}") if _is_known(kind) else values
 
 
 def _rope_defaults(rope: Values) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _qwen3_5(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
 def _qwen3_moe(fields: Fields, plain: DecoderConfig) -> DecoderConfig:
     biases = (*QKV, "output") if fields.get("attention_bias", bool) else ()
     step = fields.size("decoder_sparse_step")
-    dense = fields.get("mlp_only_layers", list, [])
+    dense = fields.get("mlp_only_layers", list[int], [])
     experts = _experts(
         fields,
         layers=tuple(i for i in range(plain.layers) if i not in dense and (i + 1) % step == 0),
@@ -297,7 +297,7 @@ def _windowed(fields: Fields, default: list[str]) -> tuple[int, ...]:
 
 def _layer_types(fields: Fields, default: list[str], known: set[str]) -> list[str]:
     """Read the kind of every layer. Raises UserError for another number of them than `default` has, or other kinds."""
-    types = fields.get("layer_types", list, default)
+    types = fields.get("layer_types", list[str], default)
     if len(types) != len(default) or set(types) - known:
         raise UserError(
             f"{fields.where}: layer_types must give each of {len(default)} layers one of {', '.join(sorted(known))}"
@@ -354,7 +354,7 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
         theta=rope.get("rope_theta", float),
         share=rope.get("partial_rotary_factor", float, share),
         scaling=_scaling(kind, rope, fields),
-        sections=tuple(rope.get("mrope_section", list, [])),
+        sections=tuple(rope.get("mrope_section", list[int], [])),
         interleaved=rope.get("mrope_interleaved", bool, False),
         window_theta=_window_theta(fields, Fields(near, f"{fields.where}: {place}: sliding_attention"), family),
     )
@@ -391,7 +391,7 @@ def _scaling(kind: str, rope: Fields, fields: Fields) -> RopeScaling:
             factor = rope.get("factor", float, max_positions / trained_positions)
             # Phi-3's scale of attention for positions beyond the pretraining's.
             grown = math.sqrt(1 + math.log(factor) / math.log(trained_positions)) if factor > 1 else 1.0
-            short, long = (tuple(map(float, rope.get(f"{regime}_factor", list))) for regime in ("short", "long"))
+            short, long = (tuple(map(float, rope.get(f"{regime}_factor", list[float]))) for regime in ("short", "long"))
             return LongRope(short, long, trained_positions, rope.get("attention_factor", float, grown))
     return PlainRope()
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +37,9 @@ class Fields:
     where: str
 
     def get(self, name: str, kinds: type | tuple[type, ...], null: Any = _NEEDED) -> Any:
-        """A field of one of these types. null: what JSON's null stands for, or a field that the class has not.
+        """A field of one of these types; of a list, with its elements' type: list[int], list[list[int]].
+
+        null: what JSON's null stands for, or a field that the class has not.
 
         Raises UserError where it has another type, or is null or missing and that stands for nothing.
         """
@@ -50,8 +52,8 @@ class Fields:
         # JSON writes 1.0 as 1 at times; a bool is an int in Python and no number here.
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            expected = " or ".join(k.__name__ for k in kinds)
+        if not any(_is(value, kind) for kind in kinds):
+            expected = " or ".join(k.__name__ if get_origin(k) is None else str(k) for k in kinds)
             raise UserError(f"{self.where}: {name}={value!r} is no {expected}")
         return value
 
@@ -84,6 +86,15 @@ class Fields:
         if value not in known:
             raise UserError(f"{self.where}: {name}={value!r} is not supported; known: {', '.join(known)}")
         return known[value]
+
+
+def _is(value: Any, kind: type) -> bool:
+    if get_origin(kind) is list:
+        (element,) = get_args(kind)
+        return isinstance(value, list) and all(_is(one, element) for one in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 DTYPES = {

@@ -21,7 +21,7 @@ OPEN = "mlp1."  # OpenGVLab's projector
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of transformers' layout says."""
     llm = text_of(fields)
-    layer = fields.get("vision_feature_layer", (int, list))
+    layer = fields.get("vision_feature_layer", (int, list[int]))
     if isinstance(layer, list):
         raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
     fields.refuse("vision_feature_select_strategy", "default")

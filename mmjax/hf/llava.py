@@ -56,7 +56,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
     family = FAMILIES[fields.get("model_type", str)]
     llm = text_of(fields)
-    layer = fields.get("vision_feature_layer", (int, list))
+    layer = fields.get("vision_feature_layer", (int, list[int]))
     if isinstance(layer, list):
         raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
     biased = fields.get("multimodal_projector_bias", bool)
@@ -101,7 +101,9 @@ def _by_rows(fields: Fields, vision: VisionConfig, family: Family) -> VisionConf
     if not isinstance(grid, LearnedGrid):
         raise UserError(f"{fields.where}: images in tiles need a CLIP or SigLIP tower, which vision_config is not")
     # Null says those of the class's image processor.
-    points = fields.get("image_grid_pinpoints", list, processor_defaults(family.processor)["image_grid_pinpoints"])
+    points = fields.get(
+        "image_grid_pinpoints", list[list[int]], processor_defaults(family.processor)["image_grid_pinpoints"]
+    )
     pinpoints = tuple("x".join(map(str, point)) for point in points)
     how = vision.images
     if isinstance(how, AsIs):  # there is no processor: its defaults

@@ -16,7 +16,7 @@ from mmjax.hf.vision import vision_of, with_pixtral_images
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that the config of a Mistral 3 says. Raises UserError for what is missing or not supported."""
     llm = text_of(fields)
-    layer = fields.get("vision_feature_layer", (int, list))
+    layer = fields.get("vision_feature_layer", (int, list[int]))
     if isinstance(layer, list):
         raise UserError(f"{fields.where}: vision_feature_layer={layer} names several layers, which is not supported")
     tower_fields = fields.inner("vision_config")

@@ -139,7 +139,7 @@ def _qwen2(vision: Fields, plain: VisionConfig) -> VisionConfig:
 def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
     size = vision.size("window_size")
     merge = plain.connector.merge
-    full_attention = vision.get("fullatt_block_indexes", list)
+    full_attention = vision.get("fullatt_block_indexes", list[int])
     # A window is given in pixels and holds whole tokens: 112 pixels of patches of 14, merged by 2, are 4 tokens a side.
     merged = size // merge // plain.patch  # tokens along one side of a window
     if merged < 1:
@@ -159,7 +159,7 @@ def _qwen2_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
 
 def _qwen3(vision: Fields, plain: VisionConfig) -> VisionConfig:
     places = vision.size("num_position_embeddings")
-    deep = vision.get("deepstack_visual_indexes", list, [])
+    deep = vision.get("deepstack_visual_indexes", list[int], [])
     side = round(places**0.5)
     if side**2 != places:
         raise UserError(f"{vision.where}: num_position_embeddings={places} is no square of a number")

@@ -99,7 +99,7 @@ def _numbers(fields: Fields, name: str) -> tuple[int, ...]:
 
 def _attending(fields: Fields) -> tuple[bool, ...]:
     """Read which levels have attention, the same on the way down and up."""
-    down, up = fields.get("down_block_types", list), fields.get("up_block_types", list)
+    down, up = fields.get("down_block_types", list[str]), fields.get("up_block_types", list[str])
     for name, kinds, known in (("down_block_types", down, ATTENDING), ("up_block_types", up, ATTENDING_UP)):
         if unknown := [kind for kind in kinds if kind not in known]:
             raise UserError(

@@ -59,7 +59,7 @@ def read_vae(folder: HfFolder) -> VaeConfig:
 
 
 def _widths(fields: Fields) -> list[int]:
-    widths = fields.get("block_out_channels", list)
+    widths = fields.get("block_out_channels", list[int])
     if not widths or any(not isinstance(width, int) or width < 1 for width in widths):
         raise UserError(f"{fields.where}: block_out_channels={widths} are no widths of levels")
     return widths

@@ -259,6 +259,9 @@ def test_tensors_that_do_not_go_with_the_config_are_named(tmp_path, change, mess
         ),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, r"layer_types must give each of 3 layers"),
+        ({"use_sliding_window": True, "layer_types": [{}, [], 1]}, r"layer_types=\[{}, \[\], 1\] is no list\[str\]"),
+        ({"model_type": {"qwen2": 1}}, r"model_type={'qwen2': 1} is no str"),
+        ({"model_type": "clip", "architectures": 5, "auto_map": ["x"]}, r"has an encoder, and no decoder"),
     ],
 )
 def test_configs_that_cannot_be_read_are_refused_by_field(tmp_path, change, message):

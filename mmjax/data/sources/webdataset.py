@@ -480,7 +480,7 @@ def _yaml(path: Path, where: str) -> dict[str, Any]:
             f"{where}={path.parents[1]}: {ENERGON}/{path.name}: {error.strerror}; give a folder that `energon prepare` "
             "has prepared, or the shards themselves"
         ) from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not YAML: {one_line(error)}") from None
     return value if isinstance(value, dict) else {}
 

@@ -144,7 +144,7 @@ class Archive:
     file: File
     stamp: str
     name: np.ndarray  # "S32" [n], sorted
-    where: np.ndarray  # int64 [n, 4]: start and stop in the archive, size when inflated, kind
+    where: np.ndarray  # int64 [n, 5]: start and stop in the archive, size when inflated, kind, CRC-32 or -1
 
     @classmethod
     def open(cls, path: str, cache: Path) -> Archive:
@@ -152,7 +152,7 @@ class Archive:
         file = file_at(path)
         try:
             stamp = file.stamp()
-            folder = cache / f"members-{hash_strings(os.path.abspath(path) if not is_url(path) else path, stamp)}"
+            folder = cache / f"members2-{hash_strings(os.path.abspath(path) if not is_url(path) else path, stamp)}"
             if (members := open_arrays_if_sound(folder, _NAMES)) is None:
                 _write_index(folder, file)
                 members = open_arrays(folder, _NAMES)
@@ -166,7 +166,7 @@ class Archive:
         row = int(np.searchsorted(self.name, key, side="right")) - 1  # of equal names the last counts, as in unpacking
         if row < 0 or self.name[row] != key:
             raise BadSample(f"{self.file.name}::{member} is missing")
-        start, stop, size, kind = map(int, self.where[row])
+        start, stop, size, kind, crc = map(int, self.where[row])
         if kind in _WHY:
             raise BadSample(f"{self.file.name}::{member} {_WHY[kind]}")
         if self.file.name.endswith(".zip"):
@@ -178,7 +178,14 @@ class Archive:
             start += skipped
             stop += skipped
         return ArchiveMember(
-            file=self.file, file_stamp=self.stamp, member=member, start=start, stop=stop, size=size, deflated=kind
+            file=self.file,
+            file_stamp=self.stamp,
+            member=member,
+            start=start,
+            stop=stop,
+            size=size,
+            deflated=kind,
+            crc=crc,
         )
 
 
@@ -187,12 +194,12 @@ def _write_index(folder: Path, file: File) -> None:
         rows = _zip_members(opened) if file.name.endswith(".zip") else _tar_members(opened)
         # Hashes have one length, so that names can be searched in a memory-mapped array.
         inside = ((hash_strings(name), where) for name, where in rows if not name.startswith(("/", "../")))
-        members = np.fromiter(inside, [("name", "S32"), ("where", np.int64, 4)])
+        members = np.fromiter(inside, [("name", "S32"), ("where", np.int64, 5)])
     members = members[np.argsort(members["name"], kind="stable")]
     save_arrays(folder, {name: np.ascontiguousarray(members[name]) for name in _NAMES})
 
 
-def _zip_members(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+def _zip_members(opened: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     with zipfile.ZipFile(opened) as archive:
         for member in archive.infolist():
             if member.is_dir():
@@ -204,16 +211,17 @@ def _zip_members(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]
             if stat.S_ISLNK(member.external_attr >> 16):
                 kind = _LINK
             start = member.header_offset
-            yield posixpath.normpath(member.filename), (start, start + member.compress_size, member.file_size, kind)
+            place = (start, start + member.compress_size, member.file_size, kind, member.CRC)
+            yield posixpath.normpath(member.filename), place
 
 
-def _tar_members(opened: Any) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+def _tar_members(opened: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for member, _ in tar_members(opened):
         if not member.isdir():
             regular = member.isreg() and not member.issparse()
             start = member.offset_data
             kind = 0 if regular else _LINK if member.islnk() or member.issym() else _METHOD
-            yield posixpath.normpath(member.name), (start, start + member.size, member.size, kind)
+            yield posixpath.normpath(member.name), (start, start + member.size, member.size, kind, -1)
 
 
 def tar_members(opened: Any) -> Iterator[tuple[tarfile.TarInfo, int]]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import stat
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -83,7 +84,7 @@ def _verify(paths: Mapping[str, Path], checksums: Path) -> None:
     files = (*paths.values(), checksums)
     try:
         # Inode, size and time change whenever a file is replaced or written, so a process verifies each state once.
-        state = tuple((str(path), s.st_ino, s.st_size, s.st_mtime_ns) for path in files for s in [path.stat()])
+        state = tuple((str(path), s.st_ino, s.st_size, s.st_mtime_ns) for path in files for s in [_status(path)])
         if state in _verified:
             return
         expected = json.loads(checksums.read_text())
@@ -99,6 +100,14 @@ def print_recomputation(damage: Damaged) -> None:
     """Print that something is computed again because its cache is damaged; nothing for the first time."""
     if not isinstance(damage, Missing):
         print(f"note   {damage}; it is made again", file=sys.stderr, flush=True)
+
+
+def _status(path: Path) -> os.stat_result:
+    """Return the status of a regular file: a device could be read for ever."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is no regular file")
+    return status
 
 
 def _sha256(path: Path) -> str:

@@ -238,6 +238,7 @@ class ArchiveMember:
     stop: int
     size: int  # bytes when inflated
     deflated: int  # 0 or 1
+    crc: int = -1  # CRC-32 of what it holds; -1: the archive says none
 
     @property
     def name(self) -> str:
@@ -260,6 +261,8 @@ class ArchiveMember:
             raise BadSample(f"{self.name} is corrupt: {error}") from None
         if len(data) != self.size:
             raise BadSample(f"{self.name} is truncated or corrupt: {len(data)} bytes, not {self.size}")
+        if self.crc >= 0 and zlib.crc32(data) != self.crc:
+            raise BadSample(f"{self.name} is corrupt: its bytes do not go with the archive's CRC-32")
         return data
 
     def _inflated(self) -> bytes:

@@ -9,7 +9,6 @@ character holds for all texts.
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 import struct
 import unicodedata
@@ -24,6 +23,8 @@ MAX_WORD = 1000  # characters of a word that WordPiece splits, whose time grows 
 FACTORS = {"BertNormalizer": 3, "ByteLevel": 4, "ByteFallback": 1}  # steps that make other characters of one
 # Python's parser knows the shortest match of most patterns, but no properties of characters.
 PROPERTY = re.compile(r"\\[pP]\{[^{}]*\}|\[:\^?\w+:\]")
+_REPEATS = (re._constants.MAX_REPEAT, re._constants.MIN_REPEAT)
+_GROUPS = (re._constants.SUBPATTERN, re._constants.BRANCH)
 
 Json = Mapping[str, Any]
 
@@ -35,12 +36,16 @@ class GrowingText(ValueError):
 def check_growth(content: Json) -> None:
     """Raise GrowingText where a tokenizer.json's normalizer or decoder makes texts longer without a reason.
 
-    Words that take ages are refused, too.
+    Words and patterns that take ages are refused, too, and maps that the library panics at.
     """
     model = content.get("model")
     word = model.get("max_input_chars_per_word") if isinstance(model, Mapping) else None
     if isinstance(word, int) and word > MAX_WORD:
         raise GrowingText(f"model.max_input_chars_per_word={word}; at most {MAX_WORD} are accepted")
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        for pattern in _patterns(content.get(part)):
+            if _searches_for_ages(pattern):
+                raise GrowingText(f"{part} repeats what repeats itself: {pattern[:80]!r}")
     for part in ("normalizer", "decoder"):
         steps = list(_steps(content.get(part), part))
         if len(steps) > MAX_STEPS:
@@ -103,22 +108,74 @@ def _literal(step: Json) -> str:
 
 def _shortest_match(step: Json) -> int:
     """Return how long a match of a step's regular expression is at least; 0 where that is not known."""
-    pattern = step.get("pattern")
-    expression = pattern.get("Regex") if isinstance(pattern, Mapping) else None
-    if not isinstance(expression, str):
-        return 0
+    parsed = [_parsed(expression) for expression in _patterns(step.get("pattern"))]
+    return int(parsed[0].getwidth()[0]) if parsed and parsed[0] is not None else 0
+
+
+def _patterns(part: Any) -> Iterator[str]:
+    """Yield the regular expressions of a part."""
+    if isinstance(part, Mapping) and isinstance(part.get("Regex"), str):
+        yield part["Regex"]
+    for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
+        yield from _patterns(inner)
+
+
+def _parsed(expression: str) -> Any:
+    """Parse a regular expression; None where Python cannot."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            return int(re._parser.parse(PROPERTY.sub(r"\\w", expression)).getwidth()[0])
+            return re._parser.parse(PROPERTY.sub(r"\\w", expression))
     except (re.error, RecursionError, OverflowError, ValueError):
-        return 0
+        return None
+
+
+def _searches_for_ages(expression: str) -> bool:
+    """Return whether it repeats without end what is nothing but such repetitions, as (a+)+: 2^n ways to match n."""
+    parsed = _parsed(expression)
+    return parsed is not None and any(
+        _repeats(body) for operation, body in _operations(parsed) if _is_endless(operation, body)
+    )
+
+
+def _operations(parsed: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield all operations of a parsed expression, with what they take."""
+    for operation, taken in parsed:
+        yield operation, taken
+        for inner in _inside(taken):
+            yield from _operations(inner)
+
+
+def _inside(taken: Any) -> Iterator[Any]:
+    """Yield the expressions in what an operation takes."""
+    if isinstance(taken, re._parser.SubPattern):
+        yield taken
+    elif isinstance(taken, tuple | list):
+        for one in taken:
+            yield from _inside(one)
+
+
+def _is_endless(operation: Any, taken: Any) -> bool:
+    return operation in _REPEATS and taken[1] == re._constants.MAXREPEAT
+
+
+def _repeats(taken: Any) -> bool:
+    """Return whether one of the expressions in it is nothing but endless repetitions."""
+    return any(
+        len(inner) > 0
+        and all(_is_endless(operation, one) or (operation in _GROUPS and _repeats(one)) for operation, one in inner)
+        for inner in _inside(taken)
+    )
 
 
 def _longest_mapped(step: Json) -> int:
     """Return the length of the longest text that SentencePiece's map makes of a character: a trie, and then texts."""
     try:
-        content = base64.b64decode(str(step.get("precompiled_charsmap") or ""))
+        content = base64.b64decode(str(step.get("precompiled_charsmap")), validate=True)
         (size,) = struct.unpack_from("<I", content)
-        return max(1, *(len(text) for text in content[4 + size :].split(b"\0")))
-    except (binascii.Error, struct.error, TypeError):
-        return 1
+        texts = content[4 + size // 4 * 4 :]
+        texts.decode()
+        if 4 + size > len(content):
+            raise ValueError("it is cut off")
+        return max(1, *(len(text) for text in texts.split(b"\0")))
+    except (struct.error, ValueError) as error:
+        raise GrowingText(f"its precompiled_charsmap cannot be read: {error}") from None

@@ -168,6 +168,9 @@ def test_what_energons_files_name_is_a_file_of_their_folder_and_never_a_command_
         (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump(parts))
         with pytest.raises(UserError, match=r"split\.yaml"):
             opened(".", tmp_path, window=4)
+    (folder / ".nv-meta/split.yaml").write_text("a: " + "[" * 5000)
+    with pytest.raises(UserError, match=r"split\.yaml is not YAML: "):
+        opened(".", tmp_path, window=4)
     (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": ["a.tar"]}}))
     assert len(opened(".", tmp_path)) == 2
 

@@ -144,6 +144,16 @@ def test_a_member_that_inflates_to_more_than_it_says_is_refused(tmp_path: Path) 
     assert "is truncated or corrupt" in told
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_zip_member_that_does_not_go_with_its_checksum_is_refused_as_by_unzip(tmp_path: Path, method: int) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.png", picture(), method)
+        crc = archive.getinfo("a.png").CRC.to_bytes(4, "little")
+    spoiled = (tmp_path / "a.zip").read_bytes().replace(crc, bytes(4))
+    (tmp_path / "a.zip").write_bytes(spoiled)
+    assert "a.zip::a.png is corrupt: its bytes do not go" in refused(folder(tmp_path / "a.zip", tmp_path), "a.png")
+
+
 def zipfile_with_wrong_size(path: Path) -> bytes:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.png", bytes(5_000_000))

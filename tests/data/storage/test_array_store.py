@@ -79,6 +79,15 @@ def test_a_process_hashes_once_and_its_workers_never(tmp_path: Path, monkeypatch
     worker.join()
 
 
+@pytest.mark.parametrize("name", ["a.npy", "sums.json"])
+def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path, name: str) -> None:
+    save_arrays(tmp_path / "saved", {"a": np.zeros(3)})
+    (tmp_path / "saved" / name).unlink()
+    (tmp_path / "saved" / name).symlink_to("/dev/zero")
+    with pytest.raises(Damaged, match=f"{name} is no regular file"):
+        open_arrays(tmp_path / "saved", ["a"])
+
+
 def test_what_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/folder cannot be written: Not a directory; make room there"):

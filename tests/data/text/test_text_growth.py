@@ -137,6 +137,26 @@ def test_tokenizers_of_all_kinds_are_checked_in_a_moment(tmp_path: Path) -> None
         assert time.process_time() - began < 1
 
 
+@pytest.mark.parametrize("pattern", ["(x+x+)+y", "(a+)+$", "(?:(?:a*)*)*$", r"(b+|\p{L})*", "(a+?)*"])
+def test_a_pattern_that_repeats_what_repeats_itself_is_named(pattern: str, tmp_path: Path) -> None:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    for part, step in (
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [split]}),
+        ("normalizer", regex(pattern, "")),
+    ):
+        with pytest.raises(UserError, match=rf"tokenizer\.json: {part} repeats what repeats itself: "):
+            load_tokenizer(write(tmp_path, **{part: step}))
+
+
+@pytest.mark.parametrize("content", ["", "AAAA", "/////w==", "BAAAAAAAAAD/", "%"])
+def test_a_character_map_that_the_library_panics_at_is_refused_before(
+    content: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.json: its precompiled_charsmap cannot be read"):
+        load_tokenizer(write(tmp_path, normalizer={"type": "Precompiled", "precompiled_charsmap": content}))
+    assert capfd.readouterr().err == ""
+
+
 def test_a_pattern_that_would_search_for_ages_makes_a_bad_sample_and_no_other(tmp_path: Path) -> None:
     split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
     tokenizer = load_tokenizer(write(tmp_path, pre_tokenizer=split))
