@@ -34,6 +34,26 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a dictionary of Parquet that is unpacked whole",
+        "data/sources/parquet.py",
+        "if size + total <= MAX_UNPACKED:",
+        "if size <= MAX_UNPACKED:",
+        (
+            "data/sources/test_parquet.py::"
+            "test_a_dictionary_that_grows_a_million_fold_is_unpacked_in_stretches_and_a_list_of_it_refused",
+        ),
+    ),
+    Fault(
+        "an MP3 used though libmpg123 complains",
+        "data/media/mp3.py",
+        "if fault or lines.strip():",
+        "if fault:",
+        (
+            "data/media/test_mp3.py::"
+            "test_a_damaged_mp3_is_refused_by_what_libmpg123_says_and_nothing_comes_to_the_screen",
+        ),
+    ),
+    Fault(
         "a mask that leaks between the samples of a row",
         "kernels/masks.py",
         "return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)",
