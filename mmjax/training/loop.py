@@ -341,6 +341,7 @@ class Trainer:
         """Run the steps until the last one, a requested stop, or evaluations that have not improved for too long."""
         config = self.config
         accumulated = self.compile(state, example)
+        coordination.wait_for_all("first step")  # in which CPUs connect, and give each other half a minute for it
         with ProgressLine(self.first_step, config.training.steps) as progress:
             for step in range(self.first_step, self.end_step):
                 # Load the batch that the data workers packed ahead, and put it on the devices.

@@ -252,8 +252,10 @@ def contents_of(sources: Mapping[str, Source]) -> dict[str, str]:
 
 
 def check_records(sources: Mapping[str, Source], expected: Mapping[str, str]) -> None:
-    """Raise UserError where sources have other records than those expected, by `records_of`."""
+    """Raise UserError where sources have other records than those expected, by `records_of`; watch their media."""
     for name, found in records_of(sources).items():
+        if isinstance(sources[name], ChatSource):
+            sources[name].watched = True
         if found != expected[name]:
             raise UserError(
                 f"data.sources.{name}: its files have changed since the run opened them, or processes see other ones; "
