@@ -141,7 +141,8 @@ def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
         f"{', '.join(names)}{others} {verb} the rows of {found.module}: "
         f"{found.positions:,} positions, where no other sample takes more than {found.largest_other:,}. With {pronoun} "
         f"left out{key}, rows would be {fewer_rows} x {shorter:,} instead of {rows} x {length:,}: "
-        f"{found.room_without:,.0f} instead of {found.room:,.0f} positions for a sample"
+        f"{found.room_without:,.0f} instead of {found.room:,.0f} positions for a sample, and "
+        f"{found.samples_per_step_without:.3g} instead of {found.samples_per_step:.3g} samples per step"
     ]
 
 

@@ -110,6 +110,8 @@ class LongSamples(NamedTuple):
     row_without: tuple[int, int]
     room: float  # positions of all rows for a sample of a step
     room_without: float
+    samples_per_step: float
+    samples_per_step_without: float
 
 
 _FEW = 0.05  # of the samples
@@ -143,7 +145,8 @@ def long_samples(index: LengthIndex, config: Config, weights: Sequence[float], b
     room, room_without = (
         budgets.rows[module] * budgets.lengths[module] / budgets.samples_per_step for budgets in (budget, without)
     )
-    if room_without * _MUCH_LONGER > room:
+    steps = budget.samples_per_step, without.samples_per_step
+    if max(room / room_without, steps[0] / steps[1]) < _MUCH_LONGER:
         return None
     return LongSamples(
         module=names[module],
@@ -154,6 +157,8 @@ def long_samples(index: LengthIndex, config: Config, weights: Sequence[float], b
         row_without=(without.rows[module], without.lengths[module]),
         room=room,
         room_without=room_without,
+        samples_per_step=steps[0],
+        samples_per_step_without=steps[1],
     )
 
 
