@@ -358,7 +358,7 @@ def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]
     The frames of one video, under "video", are a list in themselves.
     """
     value = _value_of_one(record, keys)
-    if _is_empty(value):
+    if is_absent(value):
         return []
     if isinstance(value, list | tuple) and "video" in keys and value is record.get("video"):
         return [list(value)]
