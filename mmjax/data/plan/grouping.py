@@ -375,16 +375,16 @@ class StepGrouper:
         """
         chunk, position = self._place_of(step)
         samples = self._chunk(chunk).samples[: self._chunk(chunk).step_start[position + 1]]
-        drawn = np.bincount(self.index.source_of(samples), minlength=len(self.pools)).astype(np.float64)
+        draws = np.bincount(self.index.source_of(samples), minlength=len(self.pools)).astype(np.float64)
         for source, draw in self._stream.draws(chunk).items():
-            drawn[source] += draw.begin - len(self.pools[source].due)
-        return np.maximum(drawn, 0) / np.maximum(list(map(len, self.pools)), 1)
+            draws[source] += draw.begin - len(self.pools[source].due)
+        return np.maximum(draws, 0) / np.maximum(list(map(len, self.pools)), 1)
 
     def source_shares(self, steps: int) -> list[tuple[str, int, float, float]]:
         """List each source that is drawn from: its name, samples, share of all, and its own epochs in so many steps."""
-        drawn = steps * self.samples_per_step
+        draws = steps * self.samples_per_step
         return [
-            (str(name), len(pool), float(share), float(share) * drawn / len(pool))
+            (str(name), len(pool), float(share), float(share) * draws / len(pool))
             for name, pool, share in zip(self.index.source_name, self.pools, shares(self.weights), strict=True)
             if share > 0
         ]
