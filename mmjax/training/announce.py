@@ -124,24 +124,25 @@ def _describe_sources(config: Config, grouper: StepGrouper) -> list[str]:
 def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
     """Name the few samples that make rows long, and say what leaving them out would save."""
     grouper = loader.planner.grouper
-    found = long_samples(grouper.index, config, grouper.weights, loader.budget)
-    if found is None:
+    outliers = long_samples(grouper.index, config, grouper.weights, loader.budget)
+    if outliers is None:
         return []
     names = []
-    for sample in found.samples[:NAMED].tolist():
+    for sample in outliers.samples[:NAMED].tolist():
         number = int(grouper.index.source_of(np.array(sample)))
         source = list(loader.sources.values())[number]
         place = source.place(sample - int(grouper.index.source_start[number])) if hasattr(source, "place") else ""
         names.append(place or grouper.index.name(sample))
-    others = f" and {len(found.samples) - NAMED:,} more" if len(found.samples) > NAMED else ""
-    (rows, length), (fewer_rows, shorter) = found.row, found.row_without
-    verb, pronoun = ("sets", "it") if len(found.samples) == 1 else ("set", "them")
-    key = f" (data.max_tokens={found.largest_other})" if found.module == "llm" else ""
+    more_names = f" and {len(outliers.samples) - NAMED:,} more" if len(outliers.samples) > NAMED else ""
+    (rows, length), (fewer_rows, shorter) = outliers.row, outliers.row_without
+    verb, pronoun = ("sets", "it") if len(outliers.samples) == 1 else ("set", "them")
+    key = f" (data.max_tokens={outliers.largest_other})" if outliers.module == "llm" else ""
     return [
-        f"{', '.join(names)}{others} {verb} the rows of {found.module}: "
-        f"{found.positions:,} positions, where no other sample takes more than {found.largest_other:,}. With {pronoun} "
-        f"left out{key}, rows would be {fewer_rows} x {shorter:,} instead of {rows} x {length:,}: "
-        f"{found.room_without:,.0f} instead of {found.room:,.0f} positions for a sample"
+        f"{', '.join(names)}{more_names} {verb} the rows of {outliers.module}: "
+        f"{outliers.positions:,} positions, where no other sample takes more than {outliers.largest_other:,}. With "
+        f"{pronoun} left out{key}, rows would be {fewer_rows} x {shorter:,} instead of {rows} x {length:,}: "
+        f"{outliers.room_without:,.0f} instead of {outliers.room:,.0f} positions for a sample, and "
+        f"{outliers.samples_per_step_without:.3g} instead of {outliers.samples_per_step:.3g} samples per step"
     ]
 
 
