@@ -14,12 +14,13 @@ import numpy as np
 
 from mmjax import __version__
 from mmjax.balance.parts import LLM
-from mmjax.config import Config, Generator
+from mmjax.config import Config, EmbeddedSource, Generator
 from mmjax.config.model import quantized_layers
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.grouping import StepGrouper, long_samples
 from mmjax.data.plan.step_plan import RankLayout
+from mmjax.inference.evaluation import Evaluator
 from mmjax.models.model import Model, parameter_group
 from mmjax.models.quantization import parameter_shapes
 from mmjax.planning.remat import MemoryPlan, StagePlan
@@ -301,18 +302,34 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
     return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines), *loss]
 
 
-def next_commands(run: Path, encoders: Sequence[str]) -> list[str]:
-    """Suggest commands for a finished run."""
-    path = shlex.quote(min(os.path.relpath(run), str(run), key=len))
-    blind = f", or with --swap={next(iter(encoders))}: with another sample's items" if encoders else ""
+def path_words(run: Path) -> str:
+    """Format a run's folder for a command line, relative to the working directory where that is shorter."""
+    return shlex.quote(min(os.path.relpath(run), str(run), key=len))
+
+
+def describe_interruption(run: Path, done: int, saved: int) -> list[str]:
+    """Say after how many steps a run was interrupted, what of it is saved, and how to go on."""
+    kept = f"step {saved} is saved" if saved else "nothing is saved yet"
+    again = "" if saved else " from the beginning"
     return [
-        "try next",
-        *table(
-            [
-                (f"python -m mmjax.evaluate {path}", f"score it again{blind}"),
-                (f"tensorboard --logdir {path}", "every metric of every step (pip install tensorboard)"),
-                (f"python -m mmjax.report {path}", "its curves, rows and worst samples on one page"),
-                ("python -m mmjax.train --show", "everything that can be changed"),
-            ]
-        ),
+        f"interrupted after step {done}; {kept}; go on{again} with python -m mmjax.train --resume {path_words(run)}"
     ]
+
+
+def next_commands(run: Path, config: Config, evaluator: Evaluator) -> list[str]:
+    """Suggest commands for a finished run: those that work for it."""
+    path = path_words(run)
+    commands = [
+        (f"tensorboard --logdir {path}", "every metric of every step (pip install tensorboard)"),
+        (f"python -m mmjax.report {path}", "its curves, rows and worst samples on one page"),
+        (f"python -m mmjax.train --resume {path} --show", "its config, and everything that can be changed"),
+    ]
+    # Conversations are asked, other samples scored.
+    count = evaluator.questions if config.data.chat else lambda split: len(evaluator.metrics(split))
+    if split := next((split for split in ("test", "validation") if count(split)), ""):
+        words = f"{path} --split=validation" if split == "validation" else path
+        swaps = all(isinstance(source, EmbeddedSource) for source in config.data.sources.values())
+        encoder = next(iter(config.model.encoders), "")
+        blind = f", or with --swap={encoder}: with another sample's items" if encoder and swaps else ""
+        commands.insert(0, (f"python -m mmjax.evaluate {words}", f"score it again{blind}"))
+    return ["try next", *table(commands)]
