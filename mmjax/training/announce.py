@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from mmjax.models.quantization import parameter_shapes
 from mmjax.planning.remat import MemoryPlan, StagePlan
 from mmjax.planning.schedules import ScheduleName, unit_graph
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
+from mmjax.runtime.run_dir import path_words
 from mmjax.runtime.state import hyperparameters
 from mmjax.training.metrics import balance_scalars
 
@@ -300,11 +300,6 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
     if not lines:
         return loss
     return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines), *loss]
-
-
-def path_words(run: Path) -> str:
-    """Format a run's folder for a command line, relative to the working directory where that is shorter."""
-    return shlex.quote(min(os.path.relpath(run), str(run), key=len))
 
 
 def describe_interruption(run: Path, done: int, saved: int) -> list[str]:

@@ -55,7 +55,16 @@ from mmjax.runtime.devices import (
     peak_flops,
     peak_memory_used,
 )
-from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
+from mmjax.runtime.run_dir import (
+    NO_CHANGES,
+    AllowedChanges,
+    Mode,
+    RunFolder,
+    claim,
+    lock_run,
+    path_words,
+    run_folder_of,
+)
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import Accumulated, Executor, Runner, StepReport, check_updated
 from mmjax.runtime.units import unit_ranks
@@ -405,7 +414,7 @@ class Trainer:
                     self.checkpoints.check_saved()
                     print_lines(
                         f"stopped as asked after step {step + 1}, which is saved; go on with --resume: "
-                        f"python -m mmjax.train --resume {announce.path_words(self.folder.path)}",
+                        f"python -m mmjax.train --resume {path_words(self.folder.path)}",
                         f"run    {self.folder.path}",
                     )
                     return

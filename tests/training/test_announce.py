@@ -33,9 +33,7 @@ def assert_works(capsys, command: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def media(tmp_path_factory):
-    runs = tmp_path_factory.getbasetemp() / "announce"
-    runs.mkdir()
+def media(runs):
     return media_run(runs)
 
 
