@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import runpy
 import shlex
 import socket
 from functools import cache, partial, reduce
@@ -146,6 +147,15 @@ def test_every_file_that_a_document_names_is_there(document: str) -> None:
         assert (ROOT / document).parent.joinpath(link).exists(), f"{document} links to {link}"
     for name in re.findall(r"`((?:mmjax|tests|data|models|parallel|training|balance|configs)/[\w/]*\.?\w*)`", text):
         assert (ROOT / name).exists() or (ROOT / "mmjax" / name).exists(), f"{document} names {name}"
+
+
+def test_the_tutorials_split_reads_a_table_that_excel_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_examples("docs/tutorial.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"{n}.jpg,What?,a cat\n" for n in range(20))
+    (tmp_path / "questions.csv").write_text("image,question,answer\n" + rows, "utf-8-sig")
+    runpy.run_path("split.py")
+    assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 16
 
 
 def named(dotted: str) -> bool:
