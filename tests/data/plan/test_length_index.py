@@ -8,7 +8,7 @@ import pytest
 from made import AUDIO, VISION, Made, config, image, index_of, random_samples, random_texts, text
 
 from mmjax.data.media.patches import encoder_input
-from mmjax.data.plan.length_index import internvl_corpus, LengthIndex, build_index, cached_index
+from mmjax.data.plan.length_index import LengthIndex, build_index, cached_index, internvl_corpus
 from mmjax.data.sample import Item, SampleLengths
 from mmjax.errors import UserError
 
