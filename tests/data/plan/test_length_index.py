@@ -179,5 +179,6 @@ def test_modelled_lengths_of_internvls_training_set_have_its_means_and_are_the_s
     lengths = internvl_corpus(50_000, 3)
     assert lengths["vision_items"].mean() == pytest.approx(1.826, rel=0.01)
     assert lengths["llm_tokens"].mean() == pytest.approx(777, rel=0.01)
-    assert (lengths["llm_tokens"].min(), lengths["llm_tokens"].max()) == (37, 4096)
+    assert lengths["llm_tokens"].min() >= 37
+    assert lengths["llm_tokens"].max() == 4096
     assert all(np.array_equal(lengths[key], internvl_corpus(50_000, 3)[key]) for key in lengths)
