@@ -518,7 +518,7 @@ class StepGrouper:
                 # Small chunks are packed into as few steps as can be: to leave room for surprises costs them most. But
                 # an epoch of few steps has no fewer than its samples make.
                 packed = self._packed(order, pool)
-                steps = steps_for(len(order), self.requested)
+                steps = max(1, round(len(order) / self.requested))
                 return packed if steps >= _SHORT or len(packed) >= steps else self._packed(order, pool, steps)
             case IsfGrouping(iterations=iterations):
                 return self._isf(order, iterations, Shuffler(self.seed, 3, chunk))
