@@ -301,7 +301,10 @@ def _older_added_tokens(folder: str, backend: tokenizers.Tokenizer, named: Seque
     """Read `added_tokens.json`, which older versions of transformers write: tokens beyond the vocabulary, by id."""
     special = set(map(_content, named))
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    older = read_json(Path(folder) / "added_tokens.json", {})
+    file = Path(folder) / "added_tokens.json"
+    older = read_json(file, {})
+    if wrong := [token for token, number in older.items() if type(number) is not int or number < 0]:
+        raise UserError(f"{file}: {wrong[0][:80]!r} has no number of a token; get the file again")
     return {
         str(number): {"content": token, "normalized": token not in special, "special": token in special}
         for token, number in older.items()
