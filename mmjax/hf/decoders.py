@@ -335,6 +335,10 @@ def rope_of(fields: Fields, family: Family) -> Rope:
 def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     values = {name: value for name, value in fields.get(place, dict, {}).items() if value is not None}
     near = values.get("sliding_attention") or {}
+    if family.local_rope and place == "rope_parameters" and values and not set(values) & LAYER_TYPES:
+        raise UserError(
+            f"{fields.where}: {place} must say full_attention and sliding_attention; transformers ignores the rest"
+        )
     if family.local_rope and set(values) & LAYER_TYPES:
         values = values.get("full_attention") or {}
     rope = Fields({"rope_theta": fields.values.get("rope_theta"), **values}, f"{fields.where}: {place}")
