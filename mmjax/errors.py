@@ -17,6 +17,23 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+MESSAGE_BEGIN, MESSAGE_END = 800, 350  # characters of a very long message that are shown: the place, and the remedy
+
+
+def one_line(text: object) -> str:
+    """Return a message as one line: what is not printable is escaped, and the middle of a very long one left out.
+
+    Messages quote what users and strangers wrote: paths, keys and values of any length, with line breaks and with
+    what a terminal obeys.
+    """
+    line = str(text)
+    if len(line) > MESSAGE_BEGIN + MESSAGE_END:
+        omitted = len(line) - MESSAGE_BEGIN - MESSAGE_END
+        line = f"{line[:MESSAGE_BEGIN]} [{omitted:,} characters] {line[-MESSAGE_END:]}"
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
 
 class UserError(Exception):
     """A mistake in the user's input: one line that says what is wrong, where, and how to fix it.
@@ -27,7 +44,7 @@ class UserError(Exception):
     code = 2  # with which the command ends
 
     def __init__(self, message: str, everywhere: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.everywhere = everywhere
 
 
@@ -43,6 +60,9 @@ class StoppedBySignal(BaseException):
 
 class BadMedia(ValueError):
     """An image or a clip that cannot be used: one plain reason, without the name of the sample."""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(one_line(reason))
 
 
 THREADS_PER_DEVICE = 4

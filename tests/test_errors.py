@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import pytest
 
-from mmjax.errors import UserError, run_command
+from mmjax.data.sample import BadSample
+from mmjax.errors import BadMedia, UserError, run_command
 
 
 def test_a_command_that_ends_well_returns_0_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +23,22 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(capsys: pytest.CaptureF
 
     assert run_command(main) == 2
     assert capsys.readouterr() == ("", "error: unknown key 'batch.row': did you mean 'batch.rows'?\n")
+
+
+@pytest.mark.parametrize("kind", [UserError, BadMedia, BadSample])
+def test_a_message_is_one_line_that_a_terminal_obeys_in_nothing_whatever_it_quotes(kind: type[Exception]) -> None:
+    message = str(kind("media/a\r\n\x1b[2J\u202eb\ud800 is missing; set data.path"))
+    assert message == r"media/a\r\n\x1b[2J\u202eb\ud800 is missing; set data.path"
+    assert str(kind("ein schöner Ölfleck 図 is missing")) == "ein schöner Ölfleck 図 is missing"
+
+
+@pytest.mark.parametrize("kind", [UserError, BadMedia, BadSample])
+def test_a_very_long_message_keeps_the_place_and_the_remedy(kind: type[Exception]) -> None:
+    message = str(kind(f"data.jsonl:3: unknown role {'x' * 100_000!r}; known: user, assistant"))
+    assert message.startswith("data.jsonl:3: unknown role 'xxx")
+    assert message.endswith("xxx'; known: user, assistant")
+    assert "characters]" in message
+    assert len(message) < 1200
 
 
 def test_an_interrupt_is_exit_code_130(capsys: pytest.CaptureFixture[str]) -> None:

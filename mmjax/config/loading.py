@@ -293,7 +293,8 @@ def _errors_with_line(path: Path, modules: Loaded) -> Iterator[None]:
     except UserError:
         raise
     except SyntaxError as error:
-        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
+        place = f"{error.filename}:{error.lineno}" if error.filename else path  # none for a null byte
+        raise UserError(f"{place}: {error.msg}") from None
     except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) in modules]
         place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else f"{path}:1"

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from mmjax.errors import one_line
+
 Medium = Literal["image", "audio", "video"]
 # Kinds of media beside those, which no record names:
 SOUND = "sound"  # of a video
@@ -23,6 +25,9 @@ _BREAK_BEFORE = re.compile(r"\s*[\r\n][^\S\r\n]*$")
 
 class BadSample(ValueError):
     """A record that cannot be trained on. Its message is the reason, without the record's name, which callers add."""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(one_line(reason))
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,13 @@ def test_a_syntax_error_gives_its_line(tmp_path: Path) -> None:
     assert message(path).startswith(f"{path}:2: ")
 
 
+def test_a_file_with_a_null_byte_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "null.py"
+    path.write_bytes(b"x = 1\n\0\n")
+    assert message(path).startswith(f"{path}:")
+    assert "null bytes" in message(path)
+
+
 def test_a_file_without_config_says_what_it_needs(tmp_path: Path) -> None:
     path = tmp_path / "empty.py"
     path.write_text("config = 3\n")

@@ -204,7 +204,10 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
 
 
 def _zip_frames(file: BinaryIO) -> zipfile.ZipFile:
-    archive = zipfile.ZipFile(file)
+    try:
+        archive = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        raise BadMedia(f"no ZIP of frames: {error}") from None
     if not archive.filelist or any(frame.compress_type != zipfile.ZIP_STORED for frame in archive.filelist):
         raise BadMedia("a ZIP that is no list of frames: they are not compressed")
     return archive

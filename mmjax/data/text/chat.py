@@ -529,7 +529,11 @@ def load_prompt_chat(form: ChatFormat) -> Chat:
 def _token_of(tokenizer: Tokenizer, kind: str, place: Placeholder) -> int:
     token = place.token or place.written
     token_id = tokenizer.id(token)
-    if token_id is None or tokenizer.encode(token).ids.tolist() != [token_id]:
+    try:
+        whole = token_id is not None and tokenizer.encode(token).ids.tolist() == [token_id]
+    except BadSample:
+        whole = False
+    if token_id is None or not whole:
         raise UserError(
             f"{Path(tokenizer.folder) / 'tokenizer.json'} has no special token {token!r}, which is to stand for media "
             f"of the kind {kind}; add it with transformers, or name another one as chat.placeholders.{kind}.token"

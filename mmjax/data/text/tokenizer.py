@@ -146,7 +146,7 @@ class Tokenizer:
 
     def encode(self, text: str, around: bool = False) -> Encoded:
         """Tokenize a text, parsing special tokens in it; around: add the tokens before and after it."""
-        with _panics_as_bad(self.folder):
+        with _faults_as_bad(self.folder):
             return _encoded(self.backend.encode(text, add_special_tokens=around))
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[Encoded | BadSample]:
@@ -155,7 +155,7 @@ class Tokenizer:
         Yields in place of one that cannot be tokenized why that is.
         """
         try:
-            with _panics_as_bad(self.folder):
+            with _faults_as_bad(self.folder):
                 return map(_encoded, self.backend.encode_batch(texts, add_special_tokens=False))
         except BadSample:
             return map(self._encode_or_bad, texts)
@@ -168,7 +168,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Decode tokens to text."""
-        with _panics_as_bad(self.folder):
+        with _faults_as_bad(self.folder):
             text = self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
         for spaced in SPACED if self.cleans else ():
             text = text.replace(spaced, spaced.strip())
@@ -186,12 +186,15 @@ def _encoded(encoding: tokenizers.Encoding) -> Encoded:
 
 
 @contextmanager
-def _panics_as_bad(folder: str) -> Iterator[None]:
-    """Turn a panic of the library, which is no Exception, into BadSample: of a pattern that would search for ages."""
+def _faults_as_bad(folder: str) -> Iterator[None]:
+    """Turn what the library raises into BadSample: a plain Exception, or a panic, which is none.
+
+    Such as of a pattern that would search for ages, and of a text that has a token which the model lacks.
+    """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise BadSample(f"{folder}/tokenizer.json cannot tokenize it: {error}") from None
 
@@ -213,8 +216,11 @@ def load_tokenizer(folder: str) -> Tokenizer:
         if "added_tokens_decoder" not in config:
             config["added_tokens_decoder"] = _older_added_tokens(folder, backend, [*named.values(), *extra])
         _add_tokens(backend, config, [*named.values(), *extra])
+        around = _around(folder, backend)
     except _NoToken as error:
         raise UserError(f"{path.with_name('tokenizer_config.json')}: {error}; get the file again") from None
+    except BadSample as error:
+        raise UserError(f"{error}; use the model's own tokenizer.json") from None
     backend.no_padding()
     backend.no_truncation()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -226,7 +232,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
         backend=backend,
         named={name: _content(token) for name, token in named.items()},
         special=frozenset(special),
-        around=_around(folder, backend),
+        around=around,
         ends=_ends(folder, backend, named.get("eos_token")),
         cleans=bool(config.get("clean_up_tokenization_spaces", False)) and not bpe,
     )
@@ -243,6 +249,8 @@ def tokenizer_config(folder: str) -> Json:
 def _backend(path: Path, config: Json) -> tokenizers.Tokenizer:
     """Load the file's tokenizer, with ByteLevel's leading spaces counted in offsets; ids don't change."""
     content = read_json(path)
+    if (largest := _largest_id(content)) > MAX_ID:
+        raise UserError(f"{path} has a token of the id {largest}; at most {MAX_ID} is accepted")
     if _is_llama(path.parent, config, content):
         content = _as_llama(content, config)
     post = content.get("post_processor")
@@ -253,7 +261,7 @@ def _backend(path: Path, config: Json) -> tokenizers.Tokenizer:
             processor["trim_offsets"] = False
     try:
         check_growth(content)
-        with _panics_as_bad(str(path.parent)):
+        with _faults_as_bad(str(path.parent)):
             return tokenizers.Tokenizer.from_str(json.dumps(content))
     except GrowingText as error:
         raise UserError(f"{path}: {error}; use the model's own tokenizer.json") from None
@@ -312,6 +320,14 @@ def _older_added_tokens(folder: str, backend: tokenizers.Tokenizer, named: Seque
     }
 
 
+def _largest_id(content: Json) -> int:
+    model, added = content.get("model"), content.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return max((i for i in ids if isinstance(i, int)), default=0)
+
+
 def _special_tokens(config: Json) -> tuple[dict[str, str | Json], list[str | Json]]:
     """Return special tokens by name, and those without one. A token is its text, or an object with text and options.
 
@@ -361,6 +377,7 @@ def _added(token: str | Json) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(_content(token), **{"special": True, **options})
 
 
+MAX_ID = (1 << 24) - 1  # of a token: the library fills lists up to the largest one
 _OPTIONS = {"lstrip", "rstrip", "single_word", "normalized", "special"}
 
 
@@ -390,12 +407,12 @@ def _around(folder: str, backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...]
     """Return the ids that the tokenizer's post-processor adds before and after a text."""
     if not backend.num_special_tokens_to_add(is_pair=False):
         return (), ()
-    with _panics_as_bad(folder):
+    with _faults_as_bad(folder):
         encoding = backend.encode("a", add_special_tokens=True)
     # "a" may be several tokens itself; what lies outside the ones that are not special was added.
     inner = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
     if not inner:
-        raise UserError("its post_processor leaves no text between what it adds")
+        raise BadSample(f"{folder}/tokenizer.json has a post_processor that leaves no text between what it adds")
     return tuple(encoding.ids[: inner[0]]), tuple(encoding.ids[inner[-1] + 1 :])
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
+import tokenizers
 from tokenizers import normalizers
 from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
-from mmjax.data.text.tokenizer import load_tokenizer
+from mmjax.data.sample import BadSample
+from mmjax.data.text.tokenizer import Encoded, load_tokenizer
 from mmjax.errors import UserError
 
 TEXTS = [
@@ -167,6 +169,17 @@ def test_a_folder_without_a_fast_tokenizer_is_refused(tmp_path: Path, files: dic
         load_tokenizer(str(tmp_path))
 
 
+def test_a_text_that_a_tokenizer_without_an_unknown_token_cannot_write_is_bad(tmp_path: Path) -> None:
+    tokenizers.Tokenizer(tokenizers.models.Unigram([("a", -1.0)])).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("aa").ids.tolist() == [0, 0]
+    with pytest.raises(BadSample, match=r"tokenizer\.json cannot tokenize it"):
+        tokenizer.encode("b")
+    good, bad = tokenizer.encode_all(["a", "b"])
+    assert isinstance(good, Encoded)
+    assert isinstance(bad, BadSample)
+
+
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a folder"):
         load_tokenizer(str(tmp_path / "none"))
@@ -191,6 +204,19 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         ("tokenizer.json", {"post_processor": "ByteLevel"}, "is not a tokenizer"),
         ("tokenizer.json", {"post_processor": {"type": "Sequence", "processors": [5]}}, "is not a tokenizer"),
         ("tokenizer.json", {"post_processor": []}, "is not a tokenizer"),
+        (
+            "tokenizer.json",
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}],
+                    "pair": [],
+                    "special_tokens": {"</s>": {"id": "</s>", "ids": [0], "tokens": ["</s>"]}},
+                }
+            },
+            "has a post_processor that leaves no text",
+        ),
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 1 << 31}, "merges": []}}, "of the id 2147483648"),
     ],
 )
 def test_a_value_of_another_type_in_a_tokenizers_files_is_refused_by_file_and_key(
