@@ -41,9 +41,17 @@ class UserError(Exception):
     everywhere: every process of the run raises it, so that only one of them needs to print it.
     """
 
+    code = 2  # with which the command ends
+
     def __init__(self, message: str, everywhere: bool = False) -> None:
         super().__init__(bounded_line(message))
         self.everywhere = everywhere
+
+
+class NotConnected(UserError):
+    """Processes that did not reach each other in time: another start may go well, as `mmjax.supervise` tries."""
+
+    code = 1
 
 
 class StoppedBySignal(BaseException):
@@ -95,16 +103,22 @@ def check_file_limit() -> None:
 
 
 @contextmanager
-def explain_exhaustion() -> Iterator[None]:
-    """Raise UserError with what to do where JAX raises in the body that a device's memory is exhausted."""
+def explain_runtime_errors() -> Iterator[None]:
+    """Raise UserError with what to do where JAX raises in the body that memory or the time to connect is exhausted."""
     try:
         yield
     except RuntimeError as error:
         text = str(error)
-        if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in text:
-            raise
-        line = " ".join(text.splitlines()[0].split())[:200]
-        raise UserError(f"a device is out of memory ({line}); {LESS_MEMORY}") from error
+        line = " ".join(text.split("\n")[0].split())[:200]
+        if type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in text:
+            raise UserError(f"a device is out of memory ({line}); {LESS_MEMORY}") from error
+        if type(error).__name__ == "JaxRuntimeError" and "Gloo context initialization failed" in text:
+            raise NotConnected(
+                f"the processes did not reach each other in the time that XLA gives them ({line}); see that the hosts "
+                "are not busy with other programs and that MMJAX_COORDINATOR is in a network of all of them, and start "
+                "again with --resume"
+            ) from error
+        raise
 
 
 LESS_MEMORY = (
@@ -123,11 +137,11 @@ def run_command(main: Callable[[], int | None]) -> int:
     set_cpu_threads()
     raise_file_limit()
     try:
-        with raise_ctrl_c_once(), explain_exhaustion():
+        with raise_ctrl_c_once(), explain_runtime_errors():
             return main() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.code
     except StoppedBySignal:
         return 0
     except KeyboardInterrupt:

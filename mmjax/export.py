@@ -21,11 +21,13 @@ from mmjax.config.model import adapted_modules, module_names, towers_of, with_ch
 from mmjax.console import print_lines, table
 from mmjax.disk import atomic_folder, remove_path
 from mmjax.errors import UserError, exit_process, run_command
-from mmjax.hf.folder import CLASS_NAME, SINGLE, HfFolder
+from mmjax.hf.families import module_names_of
+from mmjax.hf.folder import SINGLE, HfFolder
 from mmjax.hf.layout import TRANSPOSED
 from mmjax.hf.writing import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    ModuleNames,
     NewTensor,
     adapter_config,
     copy_beside,
@@ -221,24 +223,23 @@ def _write_adapter(
             "could be; leave out --adapter to have them merged"
         )
     source, names = candidates[0]
-    text_only = names == ["llm"]  # transformers names the layers of a causal LM otherwise than inside a VLM
-    as_named = text_only or CLASS_NAME in source.config  # modules are named as the tensors are, in diffusers too
+    names_there = module_names_of(source)
     tensors: dict[str, NewTensor] = {}
     configs = {}
     for piece in (piece for pieces in exporter.pieces(source, names).values() for piece in pieces):
         if lora := exporter.lora_of(piece.name):
-            path = module_path(_linear_weight(piece), as_named)
+            path = module_path(_linear_weight(piece), names_there)
             configs[path] = lora
             tensors |= _adapter_tensors(exporter, piece, path)
-    paths, full_tensors = _modules_to_save(exporter, source, full, as_named)
+    paths, full_tensors = _modules_to_save(exporter, source, full, names_there)
     write_tensors(out / ADAPTER_WEIGHTS, tensors | full_tensors)
-    (out / ADAPTER_CONFIG).write_text(adapter_config(configs, str(source.path), text_only, paths))
+    (out / ADAPTER_CONFIG).write_text(adapter_config(configs, str(source.path), names_there == "decoder", paths))
     lines = [f"  adapters of {len(configs)} linear layers, for {source.path}"]
     return [*lines, *([f"  {', '.join(full)} whole, as modules_to_save"] if full else [])]
 
 
 def _modules_to_save(
-    exporter: Exporter, source: HfFolder, modules: Sequence[str], as_named: bool
+    exporter: Exporter, source: HfFolder, modules: Sequence[str], names: ModuleNames
 ) -> tuple[list[str], dict[str, NewTensor]]:
     """List the `modules_to_save` of modules trained in full: paths in transformers, and tensors as PEFT names them.
 
@@ -258,7 +259,7 @@ def _modules_to_save(
                 "it; leave out --adapter"
             )
         stored = source.stored(key)
-        path = module_path(f"{path}.weight", as_named)
+        path = module_path(f"{path}.weight", names)
 
         # Read when it is written: tensors of a large model never are in memory together.
         def read(key: str = key, pieces: Sequence[Piece] = pieces):

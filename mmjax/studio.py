@@ -47,6 +47,7 @@ from mmjax.reporting.page import clock, live_parts, page_of, templates
 from mmjax.reporting.rows import ShownItem, ShownPiece, ShownSample, shown_item
 from mmjax.reporting.run import MetricsFollower, read_runs
 from mmjax.runtime.checkpoint import checkpoint_step
+from mmjax.runtime.run_dir import is_trained, path_words
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
 from mmjax.training.run_data import read_launches
 
@@ -58,6 +59,7 @@ MAX_BODY = 64 << 20  # bytes of a question with its media
 CHUNK = 1 << 20  # bytes of a body that is too large, read and dropped at a time
 READ_SECONDS = 0.5  # spent on new metrics in one request; a page asks again at once for the rest
 REMEMBERED = 20  # questions
+QUIET_SECONDS = 10.0  # without a step, before a run that no process trains is said to have stopped
 EVERY = 4  # tokens between updates of an answer
 SAMPLES = 8  # listed of each source
 SAMPLE_SIDE = 1024  # largest side of their images in pixels
@@ -116,11 +118,22 @@ class Studio:
             if self._live["version"] != live_version:
                 newer["live"] = self._live
         with suppress(OSError):
-            newer["age"] = f"last step {clock(time.time() - self.run.folder.metrics.stat().st_mtime)} ago"
+            seconds = time.time() - self.run.folder.metrics.stat().st_mtime
+            newer["age"] = f"last step {clock(seconds)} ago{self._standstill(seconds)}"
         if (number := self._asked_version) != questions_version:
             html = templates().get_template("parts.html").module.asked(list(self._asked)[::-1])
             newer["asked"] = {"version": number, "parts": {"asked": html}}
         return newer
+
+    def _standstill(self, seconds: float) -> str:
+        """Say that the run has ended, or that nothing has trained it for so many seconds."""
+        folder = self.run.folder
+        if folder.scored_step() is not None and folder.scored_step() == self.run.metrics.steps:
+            return "; the run is finished"
+        # A start that has not made a step yet holds the run, but where nothing can be written beside it.
+        if seconds < QUIET_SECONDS or is_trained(folder.path):
+            return ""
+        return f"; the run has stopped: python -m mmjax.train --resume {path_words(folder.path)} goes on with it"
 
     def _read(self) -> bool:
         """Read what the run has written since the last time; return whether that was all."""

@@ -34,6 +34,26 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a dictionary of Parquet that is unpacked whole",
+        "data/sources/parquet.py",
+        "if size + total <= MAX_UNPACKED:",
+        "if size <= MAX_UNPACKED:",
+        (
+            "data/sources/test_parquet.py::"
+            "test_a_dictionary_that_grows_a_million_fold_is_unpacked_in_stretches_and_a_list_of_it_refused",
+        ),
+    ),
+    Fault(
+        "an MP3 used though libmpg123 complains",
+        "data/media/mp3.py",
+        "if fault or lines.strip():",
+        "if fault:",
+        (
+            "data/media/test_mp3.py::"
+            "test_a_damaged_mp3_is_refused_by_what_libmpg123_says_and_nothing_comes_to_the_screen",
+        ),
+    ),
+    Fault(
         "a mask that leaks between the samples of a row",
         "kernels/masks.py",
         "return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)",
@@ -411,6 +431,44 @@ FAULTS = (
         '    "blob_id",\n',
         "",
         ("test_hub.py::test_a_window_streams_the_newest_commit_of_a_data_set_and_downloads_no_file",),
+    ),
+    Fault(
+        "a run of others whose config is executed",
+        "runtime/run_trust.py",
+        '        if key not in keys and not signed.has(f"{key}={text}"):',
+        "        if key not in keys and False:",
+        ("runtime/test_run_trust.py::test_no_command_executes_what_a_run_of_others_says",),
+    ),
+    Fault(
+        "a command in Energon's split.yaml that is run",
+        "data/sources/webdataset.py",
+        'paths = [file_inside(os.path.join(folder, ""), part, str(listed)) for part in parts]',
+        "paths = [str(folder / str(part)) for part in parts]",
+        (
+            "data/sources/test_webdataset.py::"
+            "test_what_energons_files_name_is_a_file_of_their_folder_and_never_a_command_or_url",
+        ),
+    ),
+    Fault(
+        "a safetensors file with holes",
+        "hf/safetensors_header.py",
+        "if stored.begin != start:",
+        "if stored.begin < start:",
+        ("hf/test_safetensors_header.py::test_every_kind_of_header_is_read_or_refused_as_by_the_library",),
+    ),
+    Fault(
+        "a tokenizer that makes texts longer without a bound",
+        "data/text/text_growth.py",
+        "        if length > (MAX_GROWTH if start else MAX_ADDED):",
+        "        if length > 1e300:",
+        ("data/text/test_text_growth.py::test_steps_that_make_texts_ever_longer_are_named",),
+    ),
+    Fault(
+        "a second Host header",
+        "studio.py",
+        "known and len(hosts) == 1 and",
+        "known and hosts and",
+        ("test_studio.py::test_only_one_host_header_that_is_this_machine_by_name_and_a_path_of_its_own_pass",),
     ),
 )
 

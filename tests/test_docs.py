@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import runpy
 import shlex
 import socket
-from functools import cache, partial
+from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,43 @@ def test_every_file_that_a_document_names_is_there(document: str) -> None:
         assert (ROOT / document).parent.joinpath(link).exists(), f"{document} links to {link}"
     for name in re.findall(r"`((?:mmjax|tests|data|models|parallel|training|balance|configs)/[\w/]*\.?\w*)`", text):
         assert (ROOT / name).exists() or (ROOT / "mmjax" / name).exists(), f"{document} names {name}"
+
+
+def test_the_tutorials_split_reads_a_table_that_excel_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_examples("docs/tutorial.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"{n}.jpg,What?,a cat\n" for n in range(20))
+    (tmp_path / "questions.csv").write_text("image,question,answer\n" + rows, "utf-8-sig")
+    runpy.run_path("split.py")
+    assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 16
+
+
+def named(dotted: str) -> bool:
+    """Whether there is a module of this name, or such an attribute of one."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return reduce(lambda owner, name: getattr(owner, name, None), parts[end:], found) is not None
+    return False
+
+
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+
+
+def test_every_module_and_function_that_a_document_names_is_there() -> None:
+    """Also those of docs/balance.md, which are relative to mmjax.balance."""
+    texts = {document: (ROOT / document).read_text() for document in DOCUMENTS}
+    names = {(name, doc) for doc, text in texts.items() for name in re.findall(r"\bmmjax(?:\.[a-z_][\w]*)+\b", text)}
+    balance = re.findall(r"`((?:[a-z_]\w*\.)+[a-z_]\w*)(?:\(.*?\))?`", texts["docs/balance.md"])
+    files = (".jsonl", ".npz", ".py", ".svg", ".md")
+    relative = {name for name in balance if not name.startswith(("mmjax.", "batch.", "mesh."))}
+    names |= {(f"mmjax.balance.{name}", "docs/balance.md") for name in relative if not name.endswith(files)}
+    assert len(relative) > 20
+    missing = [f"{document}: {name}" for name, document in sorted(names) if not named(name)]
+    assert not missing
 
 
 @pytest.mark.exhaustive

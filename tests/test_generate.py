@@ -160,8 +160,8 @@ def asked_of(source: EmbeddedDataset, number: int, folder: Path) -> list[object]
     ],
 )
 def test_what_an_alphabet_cannot_say_is_one_line(words, message, place, capsys, tmp_path):
-    RunFolder(tmp_path).write_config(load(TINY))
     (tmp_path / "config.py").write_text(Path(TINY).read_text())
+    RunFolder(tmp_path).write_config(load(TINY))
     ended = run(capsys, generate.main, tmp_path, *(word.format(place=place) for word in words))
     assert (ended.code, ended.err.count("\n")) == (2, 1)
     assert message in ended.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -27,6 +28,7 @@ from started import Ended, finish, start, wait_until
 from mmjax import generate, studio
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.prompts import make_prompt
+from mmjax.runtime.run_dir import lock_run
 from mmjax.studio import HOST, Studio, StudioServer, main
 
 MODEST = {"max_tokens": 10, "temperature": 0.0}
@@ -160,6 +162,34 @@ def test_nothing_listens_beyond_this_machine_and_the_page_loads_nothing(server: 
     assert f'<script nonce="{nonce}">'.encode() in page
     assert "default-src 'none'" in policy
     assert nonce not in request(server.url)[0].headers["Content-Security-Policy"]
+
+
+def test_a_run_that_has_stopped_or_is_finished_is_said_to(server: StudioServer) -> None:
+    folder = server.studio.run.folder
+    assert state(server)["age"].endswith(" ago; the run is finished")
+    folder.scores.unlink()
+    assert state(server)["age"].endswith(" ago")  # it may be about to go on
+    old = folder.metrics.stat().st_mtime - 600
+    os.utime(folder.metrics, (old, old))
+    assert "; the run has stopped: python -m mmjax.train --resume " in state(server)["age"]
+    with lock_run(folder.path):
+        assert state(server)["age"].endswith(" ago")
+    lock = folder.path.with_name(f".{folder.path.name}.lock")
+    lock.write_text("process 4194304 on " + socket.gethostname())  # killed: beyond the largest number of a process
+    assert "; the run has stopped" in state(server)["age"]
+    lock.write_text("process 1 on elsewhere")
+    assert state(server)["age"].endswith(" ago")
+
+
+def test_a_run_on_one_rank_has_no_charts_of_balance(server: StudioServer) -> None:
+    metrics = server.studio.run.folder.metrics
+    assert "without balancing" in state(server)["live"]["parts"]["curves"]
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for record in records:
+        record.update({key: 1.0 for key in record if key.startswith("max_over_mean")})
+    metrics.with_suffix(".new").write_text("".join(json.dumps(record) + "\n" for record in records))
+    metrics.with_suffix(".new").replace(metrics)
+    assert "without balancing" not in state(server)["live"]["parts"]["curves"]
 
 
 def test_what_a_run_appends_comes_with_the_next_request_and_only_then(server: StudioServer) -> None:

@@ -7,20 +7,20 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mmjax.balance.parts import LLM, fill, overdispersion
 from mmjax.balance.phases import wire
+from mmjax.benchmarks import measurement
 from mmjax.benchmarks.fill import rank_dist_ratios, room_and_use
 from mmjax.benchmarks.measurement import TILES, Measurement, index_of_samples
 from mmjax.benchmarks.phases import check
 from mmjax.config import Config, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
 from mmjax.config.loading import default_config, load
 from mmjax.data.plan.grouping import Group
-from mmjax.data.plan.length_index import read_lengths
+from mmjax.data.plan.length_index import omni_corpus, read_lengths
 from mmjax.data.plan.placement import Balance, MicrobatchPlan, Placer, Topology
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner
 from mmjax.errors import UserError
@@ -40,14 +40,13 @@ T = TypeVar("T")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("--lengths", nargs="+", type=Path, required=True, metavar="F.npz", help="of samples")
+    measurement.add_arguments(parser)
     parser.add_argument("--ranks", type=int, default=8, help="each with one row of every module")
     parser.add_argument("--per-rank", type=int, default=16, help="samples of a step, for each rank")
     parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: 8)")
     parser.add_argument("--grouping", choices=tuple(GROUPINGS), default="pack")
     parser.add_argument("--balance", choices=tuple(BALANCES), default="post", help="off: post with locality=off")
     parser.add_argument("--steps", type=int, default=16, help="with pack raised to whole chunks (default: 16)")
-    parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> Measurement:
@@ -59,14 +58,17 @@ def run(args: argparse.Namespace) -> Measurement:
     ranks, mean of steps. longest_wait: steps. wire_share: tokens sent, padding included / tokens that encoders make.
     overdispersion: of the sources that the file names, about 1 for a shuffle.
     """
-    check(args, "ranks", "per_rank", "steps")
+    check(args, "ranks", "per_rank", "steps", "samples")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: give at least 0")
     per_node = args.ranks_per_node or math.gcd(RANKS_PER_NODE, args.ranks)
     if args.ranks % per_node:
         raise UserError(f"--ranks-per-node {per_node}: choose a divisor of --ranks {args.ranks}")
     keys = {"vision": "vision", TILES: "vision", "audio": "audio"}
-    read = read_lengths(args.lengths, ("llm_tokens",), optional=(*keys, "source"))
+    if args.lengths:
+        read = read_lengths(args.lengths, ("llm_tokens",), optional=(*keys, "source"))
+    else:
+        read = omni_corpus(args.samples, args.seed)
     encoders = {name: key for key, name in keys.items() if key in read}
     if not encoders:
         raise UserError(f"--lengths {args.lengths[0]}: no lengths of an encoder; give vision, audio or {TILES}")

@@ -393,8 +393,9 @@ def _parse_assigned(hint: Hint, old: Tree, text: str, where: str) -> Tree:
 
 def _carried(by_kind: Mapping[str, type], old: Mapping[str, Tree], kind: str) -> dict[str, Tree]:
     """Return the values that another kind takes over: of fields that both list as `carried`."""
-    before, after = (set(getattr(by_kind.get(name), "carried", ())) for name in (str(old.get("kind")), kind))
-    return {name: value for name, value in old.items() if name in before & after}
+    shared = set(getattr(by_kind[kind], "carried", ()))
+    shared &= set(getattr(by_kind.get(str(old.get("kind"))), "carried", ()))
+    return {name: value for name, value in old.items() if name in shared}
 
 
 def _field_for(section: type, text: str, where: str) -> str:

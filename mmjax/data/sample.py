@@ -86,18 +86,18 @@ def split_markers(text: str) -> list[str | MediaPlace]:
     """
     pieces = MARKER.split(text)
     parts: list[str | MediaPlace] = []
-    before = ""
+    break_before = ""
     for k in range(0, len(pieces), 2):  # re.split alternates texts with the marker's group
         piece = pieces[k]
         # A piece's start follows a marker unless it is the first, its end precedes one unless it is the last.
         if k > 0:
             stripped = _BREAK_AFTER.sub("", piece)
-            parts.append(MediaPlace(cast(Medium, pieces[k - 1]), before, piece[: len(piece) - len(stripped)]))
+            parts.append(MediaPlace(cast(Medium, pieces[k - 1]), break_before, piece[: len(piece) - len(stripped)]))
             piece = stripped
-        before = ""
+        break_before = ""
         if k < len(pieces) - 1:
             stripped = _BREAK_BEFORE.sub("", piece)
-            before = piece[len(stripped) :]
+            break_before = piece[len(stripped) :]
             piece = stripped
         if piece:
             parts.append(piece)

@@ -25,7 +25,7 @@ import jax
 from jax._src import distributed  # remove when jax.distributed gives the service's client a public name
 
 from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, PeerMonitor, StuckReport, host_and_port
-from mmjax.errors import StoppedBySignal, UserError, exit_at_once, explain_exhaustion
+from mmjax.errors import StoppedBySignal, UserError, exit_at_once, explain_runtime_errors
 
 _START_SECONDS = 300  # until all processes have connected
 _JAX_SECONDS = 60  # that JAX waits longer: it would end this process with a stack in C++
@@ -73,7 +73,7 @@ def process_group() -> Iterator[None]:
     _peer_monitor.start()
     try:
         hosts()  # by all together now, so that any may ask for them alone
-        with explain_exhaustion():
+        with explain_runtime_errors():
             yield
         wait_for_all("end")
     except UserError as error:
@@ -81,7 +81,7 @@ def process_group() -> Iterator[None]:
             print(f"error: process {index()}: {error}", file=sys.stderr, flush=True)
         if error.everywhere:
             _peer_monitor.await_exits(range(count()))
-        exit_at_once(2)
+        exit_at_once(error.code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         exit_at_once(130)

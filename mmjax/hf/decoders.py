@@ -335,6 +335,10 @@ def rope_of(fields: Fields, family: Family) -> Rope:
 def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     values = {name: value for name, value in fields.get(place, dict, {}).items() if value is not None}
     near = values.get("sliding_attention") or {}
+    if family.local_rope and place == "rope_parameters" and values and not set(values) & LAYER_TYPES:
+        raise UserError(
+            f"{fields.where}: {place} must say full_attention and sliding_attention; transformers ignores the rest"
+        )
     if family.local_rope and set(values) & LAYER_TYPES:
         values = values.get("full_attention") or {}
     rope = Fields({"rope_theta": fields.values.get("rope_theta"), **values}, f"{fields.where}: {place}")
@@ -346,13 +350,15 @@ def _rope_in(fields: Fields, place: str, family: Family) -> Rope:
     # Not an error: transformers ignores them, and published checkpoints have some.
     if unread := sorted(set(values) - set(ROPE[kind]) - ROPE_ALWAYS):
         note(f"{rope.where}: {', '.join(unread)}: not read for rope_type={kind!r}, as in transformers")
-    if not family.partial_rope:
+    share = 1.0
+    if family.partial_rope:
+        share = rope.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float))
+    else:
         for where in (rope, fields):
             where.refuse("partial_rotary_factor", 1, 1.0)
-    share = fields.get("partial_rotary_factor", float, 1.0)
     return Rope(
         theta=rope.get("rope_theta", float),
-        share=rope.get("partial_rotary_factor", float, share),
+        share=share,
         scaling=_scaling(kind, rope, fields),
         sections=tuple(rope.get("mrope_section", list[int], [])),
         interleaved=rope.get("mrope_interleaved", bool, False),

@@ -33,6 +33,7 @@ from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import CLASS_NAME, Fields, HfFolder
 from mmjax.hf.generators import generator_layout
 from mmjax.hf.layout import Layout
+from mmjax.hf.writing import ModuleNames
 from mmjax.hub import checkpoint_folder
 
 ROWS = 4096  # of the tables of the vocabulary that are compared at a time
@@ -45,6 +46,9 @@ class Checkpoints:
     read: Callable[[HfFolder, Fields], ModelConfig] | None  # None: there is no decoder
     layout: Callable[[HfFolder, ModelConfig], Layout]
     encoder: Callable[[HfFolder, Fields], Encoder] | None = None  # to be had alone
+    # Where the class that loads a checkpoint has the module of a tensor: by the tensor's name, or where wrapping
+    # classes have moved their parts since.
+    modules: ModuleNames = "wrapped"
 
 
 def _decoder(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -59,21 +63,21 @@ def _decoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:
 
 
 CHECKPOINTS = {
-    **dict.fromkeys((*decoders.FAMILIES, *gpt.FAMILIES), Checkpoints(_decoder, _decoder_layout)),
+    **dict.fromkeys((*decoders.FAMILIES, *gpt.FAMILIES), Checkpoints(_decoder, _decoder_layout, modules="decoder")),
     **dict.fromkeys(llava.FAMILIES, Checkpoints(llava.read, llava.layout)),
     **dict.fromkeys(glm4v.FAMILIES, Checkpoints(glm4v.read, glm4v.layout)),
-    **dict.fromkeys(idefics3.FAMILIES, Checkpoints(idefics3.read, idefics3.layout)),
+    **dict.fromkeys(idefics3.FAMILIES, Checkpoints(idefics3.read, idefics3.layout, modules="named")),
     "mistral3": Checkpoints(mistral3.read, mistral3.layout),
     "gemma3": Checkpoints(gemma3.read, gemma3.layout),
     "paligemma": Checkpoints(paligemma.read, paligemma.layout),
     "internvl": Checkpoints(internvl.read, internvl.layout),
-    "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat),
+    "internvl_chat": Checkpoints(internvl.read_chat, internvl.layout_chat, modules="named"),
     **dict.fromkeys(qwen_vl.FAMILIES, Checkpoints(qwen_vl.read, qwen_vl.layout, qwen_vl.encoder_of)),
     **dict.fromkeys(qwen_omni.KINDS, Checkpoints(qwen_omni.read, qwen_omni.layout)),
-    **dict.fromkeys(vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of)),
+    **dict.fromkeys(vision.ALONE, Checkpoints(None, vision.encoder_layout, vision.encoder_of, "named")),
     "qwen2_audio": Checkpoints(audio.read, audio.layout, audio.encoder_of),
-    "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of),
-    "whisper": Checkpoints(None, audio.encoder_layout, audio.encoder_of),
+    "qwen2_audio_encoder": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
+    "whisper": Checkpoints(None, audio.encoder_layout, audio.encoder_of, "named"),
 }
 
 
@@ -125,6 +129,11 @@ def layout_of(folder: HfFolder, model: ModelConfig) -> Layout:
     if CLASS_NAME in folder.config:
         return generator_layout(folder, model)
     return _kind(folder).layout(folder, model)
+
+
+def module_names_of(folder: HfFolder) -> ModuleNames:
+    """Say how the class that loads a folder names its modules, for adapters beside it."""
+    return "named" if CLASS_NAME in folder.config else _kind(folder).modules
 
 
 def frozen(model: ModelConfig, freeze: Sequence[str]) -> ModelConfig:

@@ -74,7 +74,8 @@ def _llm(fields: Fields) -> DecoderConfig:
     heads, width = text.size("num_attention_heads"), text.size("hidden_size")
     text.refuse("head_dim", width // heads)  # attention ignores it, and RoPE does not
     # A GLM-4 whose heads are of the width's share, and whose queries, keys and values have biases.
-    values = {**text.values, "model_type": "glm4", "head_dim": width // heads, "attention_bias": True}
+    fixed = {"model_type": "glm4", "head_dim": width // heads, "attention_bias": True}
+    values = {"partial_rotary_factor": 1.0, **text.values, **fixed}  # RoPE turns all channels unless a config says else
     llm = decoder_of(replace(text, values=values), tables_are_tied(fields))
     return in_sections(llm, text.where, SECTIONS, False)
 

@@ -69,7 +69,7 @@ def layout_chat(folder: HfFolder, model: ModelConfig) -> Layout:
 
 def _connector(fields: Fields, width: int, activation: str) -> ConnectorConfig:
     ratio = fields.get("downsample_ratio", float)
-    merge = round(1 / ratio)
+    merge = round(1 / ratio) if ratio > 0 else 0
     if merge < 1 or abs(merge * ratio - 1) > 1e-6:
         raise UserError(f"{fields.where}: downsample_ratio={ratio} is no part 1/n of one, which is not supported")
     return ConnectorConfig(

@@ -40,7 +40,6 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # A processor's `resample` is an index into these.
 FILTERS: tuple[Filter, ...] = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")  # by Pillow's number
 
-ROW_END, IMAGE_END = "[IMG_BREAK]", "[IMG_END]"  # as PixtralProcessor writes them
 RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first Qwen2.5-VL checkpoints call it
 
 
@@ -326,15 +325,15 @@ def _pixtral_resize(fields: _ProcessorFields, folder: Path) -> PixtralResize:
     if len(sides) != 1 or not _is_count(unit := sides.pop()):
         raise fields.refused("patch_size", "give one whole number above 0")
     path = folder / "processor_config.json"
-    around = _ProcessorFields(read_json(path, {}), str(path))
+    around = _ProcessorFields(read_json(path, {}), str(path)).over(processor_defaults("PixtralProcessor"))
     if around.value("processor_class") == "PixtralProcessor":
         # The processor around it gives the image processor the size of merged patches.
-        unit = around.count("patch_size", 16) * around.count("spatial_merge_size", 1)
+        unit = around.count("patch_size") * around.count("spatial_merge_size")
     return PixtralResize(
         unit=unit,
         box=fields.height_and_width("size"),
-        row_end=around.get("image_break_token", str, ROW_END),
-        end=around.get("image_end_token", str, IMAGE_END),
+        row_end=around.get("image_break_token", str),
+        end=around.get("image_end_token", str),
         filter=_filter(fields),
     )
 

@@ -55,8 +55,8 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
 
 def _whisper_in_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioConfig:
     _check_outputs(fields, outputs)
-    half = fields.size("n_window")
-    table = fields.size("max_source_positions")
+    half = fields.get("n_window", int)
+    table = fields.get("max_source_positions", int)
     if not 1 <= half <= table:
         raise UserError(f"{fields.where}: n_window={half}, but there are positions 1 to max_source_positions={table}")
     connector = ConnectorConfig(merge=1, mlp_width=0, norm="none", biases=("down",))
@@ -67,7 +67,7 @@ def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioCo
     """Read Qwen3-Omni's encoder. Clips are not padded with silence, so each ends with its own mirror image."""
     _check_outputs(fields, outputs)
     half = fields.size("n_window")
-    attended = fields.size("n_window_infer")
+    attended = fields.get("n_window_infer", int)
     plain = encoder_of(folder, fields)
     encoder = replace(
         plain,
@@ -86,7 +86,7 @@ def _convolved_chunks(folder: HfFolder, fields: Fields, outputs: int) -> AudioCo
         )
     if not encoder.attended_chunks:
         raise UserError(f"{fields.where}: n_window_infer={attended} is less than a chunk of {2 * half} frames")
-    if (table := fields.size("max_source_positions")) < CHUNK_POSITIONS:
+    if (table := fields.get("max_source_positions", int)) < CHUNK_POSITIONS:
         raise UserError(f"{fields.where}: max_source_positions={table}, but a chunk has {CHUNK_POSITIONS} positions")
     return encoder
 

@@ -27,14 +27,13 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.errors import UserError
+from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, convolution, fused_parts, linear, norm
 from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import (
     CLIP_MEAN,
     CLIP_STD,
-    IMAGE_END,
-    ROW_END,
     image_processor_file,
     read_image_processing,
 )
@@ -453,7 +452,10 @@ def with_pixtral_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
     vision = with_images(folder, vision)
     if not isinstance(vision.images, AsIs):
         return vision
-    how = PixtralResize(unit=vision.patch * vision.connector.merge, row_end=ROW_END, end=IMAGE_END)
+    texts = processor_defaults("PixtralProcessor")
+    how = PixtralResize(
+        unit=vision.patch * vision.connector.merge, row_end=texts["image_break_token"], end=texts["image_end_token"]
+    )
     return replace(vision, images=how, mean=CLIP_MEAN, std=CLIP_STD)
 
 

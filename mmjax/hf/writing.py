@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -30,14 +30,23 @@ MOVED = {
 }
 
 
-def module_path(key: str, as_named: bool) -> str:
-    """The module whose weight this tensor is, in the class that transformers or diffusers loads the checkpoint with.
+RENAMED = {  # the projections of DINOv2's towers
+    "attention.attention.query": "attention.q_proj",
+    "attention.attention.key": "attention.k_proj",
+    "attention.attention.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+}
+WHOLE = "thinker."  # what the tensors of a thinker begin with inside a whole checkpoint
+ModuleNames = Literal["decoder", "named", "wrapped"]  # see `Checkpoints`; a decoder's are named too
 
-    as_named: the checkpoint is a decoder's or a generator's, and its tensors are named like its modules.
-    """
+
+def module_path(key: str, names: ModuleNames) -> str:
+    """The module whose weight this tensor is, in the class that transformers or diffusers loads the checkpoint with."""
     path = key.removesuffix(".weight")
-    if as_named:
-        return path
+    if names != "wrapped":
+        return next((path.replace(old, new) for old, new in RENAMED.items() if old in path), path)
+    if path.startswith(WHOLE):
+        return WHOLE + module_path(path.removeprefix(WHOLE), names)
     path = path.replace("vision_tower.vision_model.", "vision_tower.")  # as CLIP and SigLIP were wrapped once
     return next((new + path.removeprefix(old) for old, new in MOVED.items() if path.startswith(old)), f"model.{path}")
 

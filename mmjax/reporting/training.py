@@ -248,8 +248,11 @@ def _figure(
 
 
 def balance_figures(run: Run) -> Iterator[Figure]:
-    """Chart the busiest rank over the mean one in every phase, as it ran and as without balancing."""
+    """Chart the busiest rank over the mean one in every phase, as it ran and as without balancing; none of one rank."""
     curves = run.metrics.curves
+    # Of one rank the fullest is the mean, in every step.
+    if all(curve.high.max() <= 1 for key, curve in curves.items() if key.startswith("max_over_mean") and len(curve)):
+        return
     for k, module in enumerate(run.modules):
         balanced = curves.get(f"max_over_mean/{module}")
         unbalanced = curves.get(f"max_over_mean_before/{module}")

@@ -6,7 +6,9 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
+import shlex
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
@@ -76,11 +78,31 @@ def _is_same_file(file: int, path: Path) -> bool:
         return False
 
 
-def _lock_owner(path: Path) -> str:
+def path_words(run: Path) -> str:
+    """Format a run's folder for a command line, relative to the working directory where that is shorter."""
+    return shlex.quote(min(os.path.relpath(run), str(run), key=len))
+
+
+def is_trained(folder: Path) -> bool:
+    """Tell whether a process trains in a run's folder, as far as its lock says; True where it is of another host."""
+    folder = folder.resolve()
+    owner = re.fullmatch(r"process (\d+) on (.+)", _lock_owner(folder.with_name(f".{folder.name}.lock"), ""))
+    if owner is None or owner[2] != socket.gethostname():
+        return owner is not None
     try:
-        return path.read_text() or "another process"
+        os.kill(int(owner[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _lock_owner(path: Path, unknown: str = "another process") -> str:
+    try:
+        return path.read_text() or unknown
     except OSError:
-        return "another process"
+        return unknown
 
 
 Mode = Literal["new", "resume", "auto", "overwrite"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 
 from mmjax import __version__
 from mmjax.balance.parts import LLM
-from mmjax.config import Config, Generator
+from mmjax.config import Config, EmbeddedSource, Generator
 from mmjax.config.model import quantized_layers
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
@@ -23,11 +22,13 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sample import Source
 from mmjax.data.sources.chat_files import ChatFiles
 from mmjax.data.sources.chat_source import ChatSource
+from mmjax.inference.evaluation import Evaluator
 from mmjax.models.model import Model, parameter_group
 from mmjax.models.quantization import parameter_shapes
 from mmjax.planning.remat import MemoryPlan, StagePlan
 from mmjax.planning.schedules import ScheduleName, unit_graph
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
+from mmjax.runtime.run_dir import path_words
 from mmjax.runtime.state import hyperparameters
 from mmjax.training.metrics import balance_scalars
 
@@ -124,24 +125,25 @@ def _describe_sources(config: Config, grouper: StepGrouper) -> list[str]:
 def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
     """Name the few samples that make rows long, and say what leaving them out would save."""
     grouper = loader.planner.grouper
-    found = long_samples(grouper.index, config, grouper.weights, loader.budget)
-    if found is None:
+    outliers = long_samples(grouper.index, config, grouper.weights, loader.budget)
+    if outliers is None:
         return []
     names = []
-    for sample in found.samples[:NAMED].tolist():
+    for sample in outliers.samples[:NAMED].tolist():
         number = int(grouper.index.source_of(np.array(sample)))
         source = list(loader.sources.values())[number]
         place = source.place(sample - int(grouper.index.source_start[number])) if hasattr(source, "place") else ""
         names.append(place or grouper.index.name(sample))
-    others = f" and {len(found.samples) - NAMED:,} more" if len(found.samples) > NAMED else ""
-    (rows, length), (fewer_rows, shorter) = found.row, found.row_without
-    verb, pronoun = ("sets", "it") if len(found.samples) == 1 else ("set", "them")
-    key = f" (data.max_tokens={found.largest_other})" if found.module == "llm" else ""
+    more_names = f" and {len(outliers.samples) - NAMED:,} more" if len(outliers.samples) > NAMED else ""
+    (rows, length), (fewer_rows, shorter) = outliers.row, outliers.row_without
+    verb, pronoun = ("sets", "it") if len(outliers.samples) == 1 else ("set", "them")
+    key = f" (data.max_tokens={outliers.largest_other})" if outliers.module == "llm" else ""
     return [
-        f"{', '.join(names)}{others} {verb} the rows of {found.module}: "
-        f"{found.positions:,} positions, where no other sample takes more than {found.largest_other:,}. With {pronoun} "
-        f"left out{key}, rows would be {fewer_rows} x {shorter:,} instead of {rows} x {length:,}: "
-        f"{found.room_without:,.0f} instead of {found.room:,.0f} positions for a sample"
+        f"{', '.join(names)}{more_names} {verb} the rows of {outliers.module}: "
+        f"{outliers.positions:,} positions, where no other sample takes more than {outliers.largest_other:,}. With "
+        f"{pronoun} left out{key}, rows would be {fewer_rows} x {shorter:,} instead of {rows} x {length:,}: "
+        f"{outliers.room_without:,.0f} instead of {outliers.room:,.0f} positions for a sample, and "
+        f"{outliers.samples_per_step_without:.3g} instead of {outliers.samples_per_step:.3g} samples per step"
     ]
 
 
@@ -320,18 +322,29 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
     return [f"exact match on {int(scores['samples'])} questions of the {split} split", *table(lines), *loss]
 
 
-def next_commands(run: Path, encoders: Sequence[str]) -> list[str]:
-    """Suggest commands for a finished run."""
-    path = shlex.quote(min(os.path.relpath(run), str(run), key=len))
-    blind = f", or with --swap={next(iter(encoders))}: with another sample's items" if encoders else ""
+def describe_interruption(run: Path, done: int, saved: int) -> list[str]:
+    """Say after how many steps a run was interrupted, what of it is saved, and how to go on."""
+    kept = f"step {saved} is saved" if saved else "nothing is saved yet"
+    again = "" if saved else " from the beginning"
     return [
-        "try next",
-        *table(
-            [
-                (f"python -m mmjax.evaluate {path}", f"score it again{blind}"),
-                (f"tensorboard --logdir {path}", "every metric of every step (pip install tensorboard)"),
-                (f"python -m mmjax.report {path}", "its curves, rows and worst samples on one page"),
-                ("python -m mmjax.train --show", "everything that can be changed"),
-            ]
-        ),
+        f"interrupted after step {done}; {kept}; go on{again} with python -m mmjax.train --resume {path_words(run)}"
     ]
+
+
+def next_commands(run: Path, config: Config, evaluator: Evaluator) -> list[str]:
+    """Suggest commands for a finished run: those that work for it."""
+    path = path_words(run)
+    commands = [
+        (f"tensorboard --logdir {path}", "every metric of every step (pip install tensorboard)"),
+        (f"python -m mmjax.report {path}", "its curves, rows and worst samples on one page"),
+        (f"python -m mmjax.train --resume {path} --show", "its config, and everything that can be changed"),
+    ]
+    # Conversations are asked, other samples scored.
+    count = evaluator.questions if config.data.chat else lambda split: len(evaluator.metrics(split))
+    if split := next((split for split in ("test", "validation") if count(split)), ""):
+        words = f"{path} --split=validation" if split == "validation" else path
+        swaps = all(isinstance(source, EmbeddedSource) for source in config.data.sources.values())
+        encoder = next(iter(config.model.encoders), "")
+        blind = f", or with --swap={encoder}: with another sample's items" if encoder and swaps else ""
+        commands.insert(0, (f"python -m mmjax.evaluate {words}", f"score it again{blind}"))
+    return ["try next", *table(commands)]

@@ -45,6 +45,7 @@ from mmjax.planning.hardware import find_device
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan
 from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.runtime.checkpoint_commit import saved_steps
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport, padding_microbatches
 from mmjax.runtime.devices import (
@@ -54,7 +55,16 @@ from mmjax.runtime.devices import (
     peak_flops,
     peak_memory_used,
 )
-from mmjax.runtime.run_dir import NO_CHANGES, AllowedChanges, Mode, RunFolder, claim, lock_run, run_folder_of
+from mmjax.runtime.run_dir import (
+    NO_CHANGES,
+    AllowedChanges,
+    Mode,
+    RunFolder,
+    claim,
+    lock_run,
+    path_words,
+    run_folder_of,
+)
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import Accumulated, Executor, Runner, StepReport, check_updated
 from mmjax.runtime.units import unit_ranks
@@ -107,9 +117,15 @@ def train(
                 example = None if trainer.is_complete() else trainer.start()
                 closer = stack.pop_all()
         flags.again = "go on with --resume"
-        with closer:
-            if example is not None:
-                trainer.train(state, example)
+        try:
+            with closer:
+                if example is not None:
+                    trainer.train(state, example)
+        except KeyboardInterrupt:
+            # Closing has waited for the checkpoint that was being written.
+            saved = max(saved_steps(folder.checkpoints), default=0)
+            print_lines(*announce.describe_interruption(folder.path, trainer.done, saved))
+            raise
     return trainer
 
 
@@ -264,6 +280,11 @@ class Trainer:
                 )
             return state
 
+    @property
+    def done(self) -> int:
+        """Return the steps that are done and logged."""
+        return self.first_step + self.metrics.steps
+
     def is_complete(self) -> bool:
         """Return whether all steps are done and scored, and print so."""
         scored = not self.evaluator.metrics("test") or self.folder.scored_step() == self.end_step
@@ -341,6 +362,7 @@ class Trainer:
         """Run the steps until the last one, a requested stop, or evaluations that have not improved for too long."""
         config = self.config
         accumulated = self.compile(state, example)
+        coordination.wait_for_all("first step")  # in which CPUs connect, and give each other half a minute for it
         with ProgressLine(self.first_step, config.training.steps) as progress:
             for step in range(self.first_step, self.end_step):
                 # Load the batch that the data workers packed ahead, and put it on the devices.
@@ -392,7 +414,8 @@ class Trainer:
                 if stop:
                     self.checkpoints.check_saved()
                     print_lines(
-                        f"stopped as asked after step {step + 1}, which is saved; go on with --resume",
+                        f"stopped as asked after step {step + 1}, which is saved; go on with --resume: "
+                        f"python -m mmjax.train --resume {path_words(self.folder.path)}",
                         f"run    {self.folder.path}",
                     )
                     return
@@ -495,7 +518,7 @@ class Trainer:
             f"for data; {time.monotonic() - self.began:.0f} s in all; {self.metrics.programs_compiled} programs "
             "compiled after the start",
             f"run    {self.folder.path}",
-            *announce.next_commands(self.folder.path, tuple(self.config.model.encoders)),
+            *announce.next_commands(self.folder.path, self.config, self.evaluator),
         )
 
     def close(self) -> None:

@@ -254,10 +254,12 @@ def test_numbers_that_nothing_holds_are_one_line_for_every_key(number: str) -> N
 
 
 def test_another_kind_of_source_takes_over_path_and_folders_and_nothing_that_means_something_else() -> None:
-    words = ["data.sources.mine=llava", "data.sources.mine.path=a.jsonl", "data.sources.mine.images=photos"]
+    words = ["data.sources.mine=llava", "data.sources.mine.path=a.jsonl"]
     words += ["data.sources.mine.outside=allow", "data.sources.mine.weight=2"]
-    for kind, images in (("messages", "photos"), ("parquet", "")):
-        more = ["data.sources.mine.messages=messages"] if kind == "parquet" else []
-        source = load("tiny_omni", [*words, f"data.sources.mine={kind}", *more]).data.sources["mine"]
+    folder = "data.sources.mine.images=photos"
+    columns = "data.sources.mine.messages=messages"
+    for kind, images, more in (("messages", "photos", [folder]), ("parquet", "", [])):
+        behind = [columns] if kind == "parquet" else []
+        source = load("tiny_omni", [*words, *more, f"data.sources.mine={kind}", *behind]).data.sources["mine"]
         assert (source.kind, source.path, source.images) == (kind, "a.jsonl", images)
         assert (source.outside, source.weight) == ("allow", 2)

@@ -125,17 +125,18 @@ REMOTE_PARTS = {
 }
 
 
-def table() -> dict[str, Any]:
-    """Make the table, from the classes that are installed."""
+def table(nulls: bool = True) -> dict[str, Any]:
+    """Make the table, from the classes that are installed. nulls: try which fields may be null, which takes seconds."""
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         configs: dict[str, Any] = {}
         for kind in WHOLE:
-            _add(configs, kind)
+            _add(configs, kind, nulls)
         processors = {name: _processor(folder, name) for folder, names in IMAGES.items() for name in names}
-        extractor = transformers.WhisperFeatureExtractor
-        processors["WhisperFeatureExtractor"] = _signature(extractor) | {"padding_side": "right"}
+        path = LIBRARY / "models/pixtral/processing_pixtral.py"
+        processors["PixtralProcessor"] = _arguments(path, "PixtralProcessor")
+        processors["WhisperFeatureExtractor"] = _signature(transformers.WhisperFeatureExtractor)
         generators = {name: _signature(getattr(diffusers, name)) for name in GENERATORS}
     logging.disable(logging.NOTSET)
     configs |= {kind: {"defaults": defaults, "nullable": list(defaults)} for kind, defaults in REMOTE.items()}
@@ -151,7 +152,7 @@ def table() -> dict[str, Any]:
     return json.loads(json.dumps(made))  # tuples as lists
 
 
-def _add(configs: dict[str, Any], kind: str) -> None:
+def _add(configs: dict[str, Any], kind: str, nulls: bool) -> None:
     """Add a class and those of its parts."""
     if kind in configs:
         return
@@ -159,7 +160,7 @@ def _add(configs: dict[str, Any], kind: str) -> None:
     configs[kind] = entry = {"defaults": _defaults(made)}
     if aliases := dict(made.attribute_map):
         entry["aliases"] = aliases
-    entry["nullable"] = [name for name in entry["defaults"] if _takes_null(made, name)]
+    entry["nullable"] = [name for name in entry["defaults"] if _takes_null(made, name)] if nulls else []
     if rope := getattr(made(), "rope_parameters", None):
         entry["rope"] = rope
     parts = {}
@@ -169,7 +170,7 @@ def _add(configs: dict[str, Any], kind: str) -> None:
         parts[name] = part = {"type": spec.model_type, "missing": dict(spec.init_kwargs)}
         if issubclass(spec.config_class, transformers.PreTrainedConfig):
             part["fixed"] = True
-        _add(configs, spec.model_type)
+        _add(configs, spec.model_type, nulls)
     if parts:
         entry["parts"] = parts
     if "text_config" in parts:
@@ -210,12 +211,22 @@ def _processor(folder: str, name: str) -> dict[str, Any]:
     return common | _class_attributes(path, name)
 
 
-def _class_attributes(path: Path, name: str) -> dict[str, Any]:
+def _body(path: Path, name: str) -> list[ast.stmt]:
     tree = ast.parse(path.read_text())
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _arguments(path: Path, name: str) -> dict[str, Any]:
+    """Read the defaults of a class's arguments from its source."""
+    (made,) = (node for node in _body(path, name) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    names = [argument.arg for argument in made.args.args[-len(made.args.defaults) :]]
+    return dict(zip(names, map(ast.literal_eval, made.args.defaults), strict=True))
+
+
+def _class_attributes(path: Path, name: str) -> dict[str, Any]:
     known = vars(image_utils) | {"PILImageResampling": image_utils.PILImageResampling}
     attributes = {}
-    for node in body:
+    for node in _body(path, name):
         if not isinstance(node, ast.Assign) or not isinstance(target := node.targets[0], ast.Name):
             continue
         if target.id in ("valid_kwargs", "model_input_names") or target.id.startswith("_"):

@@ -22,7 +22,9 @@ from mmjax.errors import UserError
 from mmjax.hf.families import CHECKPOINTS, encoder_from_hf, from_hf
 
 Config = dict[str, Any]
-KINDS = [kind for kind in CHECKPOINTS if kind in CONFIG_MAPPING]
+# Thinkers before the checkpoints around them, whose classes take long to make.
+KINDS = sorted((kind for kind in CHECKPOINTS if kind in CONFIG_MAPPING), key=lambda kind: "_omni" in kind, reverse=True)
+KINDS.sort(key=lambda kind: kind in ("qwen2_5_omni", "qwen3_omni_moe"))
 # Fields that some class or module reads though they are no field of the class.
 HIDDEN = (
     *("head_dim", "is_causal", "use_bidirectional_attention", "attention_chunk_size", "layer_types", "sliding_window"),
@@ -88,7 +90,8 @@ def other_values(field: str, value: Any) -> Sequence[Any]:
         case str():
             return [word for word in WORDS if word != value]
         case list():
-            return [value[1:], [*value, *value[-1:]]] if value else [[0], [1]]
+            doubled = [2 * entry for entry in value if isinstance(entry, int)]
+            return [value[1:], [*value, *value[-1:]], doubled] if value else [[0], [1]]
         case None:
             return [2, 0.5, True, False, [0]]
     return []
@@ -123,12 +126,20 @@ def walk(folder: Path, kind: str, seen: set[str], changes: Sequence[str] = CHANG
         if part in seen:
             continue
         seen.add(part)
-        parts = classes()[part].get("parts", {})
-        for field in dict.fromkeys((*classes()[part]["defaults"], *parts, *HIDDEN)):
-            other = [{}] if field in parts else other_values(field, at(whole, path).get(field))
-            tried = {"missing": [MISSING], "null": [None], "changed": other}
+        parts, defaults = classes()[part].get("parts", {}), classes()[part]["defaults"]
+        able = copy.deepcopy(plain)
+        at(able, path).update({name: value for name, value in ENABLED.items() if name in defaults})
+        bases = (plain, whole, able) if at(able, path) != at(copy.deepcopy(plain), path) else (plain, whole)
+        for field in dict.fromkeys((*defaults, *parts, *HIDDEN)):
+            present = [at(base, path).get(field, at(whole, path).get(field)) for base in bases]
+            others = [value for old in _different(present) for value in other_values(field, old)]
+            tried = {"missing": [MISSING], "null": [None], "changed": [{}] if field in parts else others}
             for change in changes:
-                yield from _try(folder, (plain, whole), path, Finding(kind, part, field, change, ""), tried[change])
+                yield from _try(folder, bases, path, Finding(kind, part, field, change, ""), tried[change])
+
+
+def _different(values: Sequence[Any]) -> list[Any]:
+    return [value for i, value in enumerate(values) if value not in values[:i]]
 
 
 def _try(
@@ -151,7 +162,8 @@ def _try(
             compared = True
             yield from _compared(folder, config, there, replace(finding, change=f"{finding.change} {value}"))
             noticed |= read_here(folder, config) != expected
-    if finding.change == "changed" and compared and not noticed and finding.field not in inert(finding.part):
+    is_part = finding.field in classes()[finding.part].get("parts", {})
+    if finding.change == "changed" and compared and not (noticed or is_part or is_inert(finding.part, finding.field)):
         yield replace(finding, fault="ignored")
 
 
@@ -178,24 +190,63 @@ def _complete_part(config: Config, path: Sequence[str], part: str, field: str) -
 
 def difference(here: Any, there: Any, name: str = "") -> str:
     """Name what differs between two configs that were read."""
-    if isinstance(there, str) or isinstance(here, str) or type(here) is not type(there):
+    if here == there:
+        return ""
+    if isinstance(there, str) or type(here) is not type(there):
         return f"{name} {here} | {there}"[:300]
     if isinstance(here, Mapping):
         return "".join(difference(here[key], there[key], f"{name}.{key}") for key in here)
     if hasattr(here, "__dataclass_fields__"):
         names = here.__dataclass_fields__
         return "".join(difference(getattr(here, f), getattr(there, f), f"{name}.{f}") for f in names)
-    return "" if here == there else f"{name} {here} | {there}; "
+    return f"{name} {here} | {there}; "
 
 
-# Nothing that is computed here is different for another value: dropout and initial values, caches, tokens' numbers,
-# what other heads and tasks have.
-INERT_EVERYWHERE = {"initializer_range"}
+# Of all classes: fields that no output depends on. Initial values, dropout, caches, what a speaker or a pooler does.
+INERT = {
+    *("initializer_range", "initializer_factor", "init_std", "layer_scale_init_value", "layerscale_value", "use_cache"),
+    *("attention_dropout", "activation_dropout", "dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "layerdrop"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "projection_dropout", "encoder_layerdrop"),
+    *("drop_path_rate", "pretraining_tp", "reorder_and_upcast_attn", "image_seq_length", "enable_audio_output"),
+    *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "summary_activation"),
+    *("vision_use_head", "logit_scale_init_value", "conv_chunksize", "scale_embedding", "use_mask_token"),
+    *("_out_features", "_out_indices", "apply_layernorm", "reshape_hidden_states"),
+}
+OF_DECODER = {  # of Whisper, whose decoder is not read, and of its training
+    *("decoder_layers", "decoder_attention_heads", "decoder_ffn_dim", "decoder_layerdrop", "max_target_positions"),
+    *("vocab_size", "suppress_tokens", "begin_suppress_tokens", "use_weighted_layer_sum", "classifier_proj_size"),
+    *("apply_spec_augment", "mask_time_prob", "mask_time_length", "mask_time_min_masks", "mask_feature_prob"),
+    *("mask_feature_length", "mask_feature_min_masks", "median_filter_width", "tie_word_embeddings"),
+}
+# Of one class. PaliGemma's sizes are those of its parts; the classes around these texts have the word on their tables.
+INERT_IN = {
+    "whisper": OF_DECODER,
+    "paligemma": {"hidden_size", "vocab_size"},
+    "gemma3_text": {"attn_logit_softcapping"},
+    "qwen3_vl_moe_text": {"tie_word_embeddings"},
+    "qwen2_5_omni_text": {"tie_word_embeddings"},
+    "qwen2_5_omni_audio_encoder": {"max_source_positions"},
+    "qwen3_omni_moe_audio_encoder": {"max_source_positions"},
+    "qwen3_omni_moe_text": {"sliding_window"},
+    "phi3": {"original_max_position_embeddings", "max_position_embeddings"},  # read of a LongRoPE alone
+    "pixtral": {"image_size"},  # images are of any size
+    "clip": {"projection_dim"},
+    "clip_vision_model": {"projection_dim"},
+}
+# What a field needs in order to have an effect.
+ENABLED = {
+    "use_sliding_window": True,
+    "sliding_window": 16,
+    "max_window_layers": 1,
+    "output_router_logits": True,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+}
 
 
-def inert(part: str) -> set[str]:
-    """List the fields of a class that no output depends on."""
-    return INERT_EVERYWHERE
+def is_inert(part: str, field: str) -> bool:
+    """Return whether no output depends on a field of a class, or on one that the class has not."""
+    is_name = field.endswith(("_token_id", "_token_index"))  # of a token, which texts say by its name
+    return field not in classes()[part]["defaults"] or is_name or field in INERT or field in INERT_IN.get(part, ())
 
 
 if __name__ == "__main__":

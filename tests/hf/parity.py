@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmjax.batch import PADDING, Microbatch, TextBatch
 from mmjax.config import MeshConfig, ModelConfig
+from mmjax.hf import class_defaults
 from mmjax.hf.families import from_hf, layout_of
 from mmjax.hf.folder import HfFolder, split_entry
 from mmjax.hf.layout import Layout, TensorSlice
@@ -70,6 +72,23 @@ def watch_kinks(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.ReLU):
             module.register_forward_hook(record)
+
+
+def leave_out_defaults(folder: Path) -> None:
+    """Take from a folder's config every field that is a default of its class, as published configs do."""
+
+    def plain(values: dict[str, Any], kind: str) -> dict[str, Any]:
+        entry = classes[kind]
+        defaults, parts = entry["defaults"], entry.get("parts", {})
+        own = {k: v for k, v in values.items() if k not in defaults or defaults[k] != v}
+        types = {name: parts[name]["type"] for name in parts.keys() & own.keys()}
+        kinds = {name: own[name].get("model_type", kind) for name, kind in types.items()}
+        return own | {name: plain(own[name], kind) for name, kind in kinds.items()}
+
+    classes = json.loads(Path(class_defaults.__file__).with_suffix(".json").read_text())["configs"]
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(plain(config, config["model_type"])))
 
 
 def loaded(folder: Path) -> tuple[Model, Params, ModelConfig]:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import drawn
+import numpy as np
+import peft
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
+from omni_families import FAMILIES as OMNI
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from mmjax.config import DecoderConfig, ModelConfig
+from mmjax.hf.families import CHECKPOINTS, encoder_from_hf, from_hf, layout_of, module_names_of
+from mmjax.hf.folder import HfFolder
+from mmjax.hf.layout import TRANSPOSED
 from mmjax.hf.writing import module_path
 
 TEXT = {
@@ -18,8 +30,7 @@ TEXT = {
     "num_key_value_heads": 2,
     "vocab_size": 64,
 }
-CLIP = {
-    "model_type": "clip_vision_model",
+SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -27,36 +38,107 @@ CLIP = {
     "image_size": 28,
     "patch_size": 14,
 }
-VISUAL = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
-AUDIO = {
-    "d_model": 32,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "num_mel_bins": 8,
-    "max_source_positions": 20,
+CLIP, SIGLIP = ({"model_type": f"{kind}_vision_model", **SIZES} for kind in ("clip", "siglip"))
+PIXTRAL = {"model_type": "pixtral", **SIZES}
+SPEECH = {"decoder_layers": 1, "decoder_ffn_dim": 32, "decoder_attention_heads": 1, "vocab_size": 64}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+NOT_THERE = ("internlm2", "internvl_chat", "evaclip", "evaclip_vision_model")  # classes that transformers has not
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1)
+
+
+def around(kind: str, tower: dict, text: dict = TEXT, **own: object) -> transformers.PreTrainedConfig:
+    """Make the config of a class around a tower and a text."""
+    made = transformers.AutoConfig.for_model(kind, vision_config=dict(tower), text_config=dict(text), **own)
+    made.image_token_id = 5
+    return made
+
+
+CONFIGS: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    **{name: lambda name=name: drawn.decoder(rng(), name.removesuffix("_text") if name == "gemma3_text" else name)
+       for name in ("gemma3_text", *(name for name in drawn.DECODERS if name != "gemma3"))},
+    "llava": lambda: around("llava", CLIP),
+    "llava_next": lambda: around("llava_next", CLIP),
+    "llava_onevision": lambda: around("llava_onevision", SIGLIP, video_token_index=6),
+    "glm4v": lambda: drawn.glm4v(rng(), "glm4v", image_token_id=5),
+    "glm46v": lambda: drawn.glm4v(rng(), "glm46v", image_token_id=5),
+    "idefics3": lambda: around("idefics3", SIZES, TEXT | {"model_type": "llama"}),
+    "smolvlm": lambda: around("smolvlm", SIZES, TEXT | {"model_type": "llama"}),
+    "mistral3": lambda: around("mistral3", PIXTRAL, TEXT | {"model_type": "mistral"}),
+    "gemma3": lambda: drawn.gemma3(rng(), image_token_index=5),
+    "paligemma": lambda: drawn.paligemma(rng(), image_token_index=5),
+    "internvl": lambda: around("internvl", SIZES),
+    **{name: lambda name=name: getattr(drawn, name)(rng())
+       for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")},
+    **{f"{name}_thinker": lambda name=name: OMNI[name].draw(rng()) for name in OMNI},
+    **{name: lambda name=name: OMNI[name].whole[1](thinker_config=OMNI[name].draw(rng()).to_dict(),
+                                                   enable_audio_output=False) for name in OMNI},
+    "clip": lambda: around("clip", CLIP, SIZES | {"vocab_size": 64}),
+    "clip_vision_model": lambda: transformers.CLIPVisionConfig(**SIZES),
+    "siglip": lambda: around("siglip", SIGLIP, SIZES | {"vocab_size": 64}),
+    "siglip_vision_model": lambda: transformers.SiglipVisionConfig(**SIZES),
+    "pixtral": lambda: drawn.pixtral_tower(rng()),
+    "internvl_vision": lambda: transformers.AutoConfig.for_model("internvl_vision", **SIZES),
+    "dinov2": lambda: drawn.dinov2_tower(rng()),
+    "dinov2_with_registers": lambda: drawn.dinov2_tower(rng(), registers=True),
+    "qwen2_audio": lambda: transformers.Qwen2AudioConfig(audio_config=drawn.audio_tower(rng()), text_config=TEXT),
+    "qwen2_audio_encoder": lambda: transformers.Qwen2AudioEncoderConfig(**drawn.audio_tower(rng())),
+    "whisper": lambda: transformers.WhisperConfig(**drawn.audio_tower(rng()) | SPEECH | TOKENS),
+}  # fmt: skip
+CLASSES = {
+    "qwen2_audio": transformers.Qwen2AudioForConditionalGeneration,
+    "qwen2_audio_encoder": transformers.Qwen2AudioEncoder,
+    "whisper": transformers.WhisperForConditionalGeneration,
+    **{f"{name}_thinker": family.thinker for name, family in OMNI.items()},
+    **{name: family.whole[0] for name, family in OMNI.items()},
 }
-ROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
-CONFIGS = {
-    "llava": lambda: transformers.LlavaConfig(vision_config=CLIP, text_config=TEXT, image_token_index=5),
-    "qwen2.5-vl": lambda: transformers.Qwen2_5_VLConfig(
-        vision_config=VISUAL, text_config=TEXT | ROPE | {"model_type": "qwen2_5_vl_text"}
-    ),
-    "qwen2-audio": lambda: transformers.Qwen2AudioConfig(audio_config=AUDIO, text_config=TEXT),
-}
+
+
+def class_of(config: transformers.PreTrainedConfig) -> type:
+    """Find the class that loads such a checkpoint."""
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise AssertionError(config.model_type)
+
+
+def adaptable(folder: HfFolder, model: ModelConfig) -> list[str]:
+    """Name the tensors of the layers that may have adapters, or be trained whole beside them."""
+    leaves = [
+        parts["weight"]
+        for names in layout_of(folder, model).modules.values()
+        for path, parts in names.by_module.items()
+        if "weight" in parts and not path.endswith("router")
+    ]
+    patterns = [leaf.key for leaf in leaves if leaf.order == TRANSPOSED and not (leaf.rows or leaf.experts)]
+    return [key for key in folder.tensors for pattern in patterns if fnmatchcase(key, pattern)]
+
+
+def test_the_paths_of_every_family_are_checked():
+    assert set(CONFIGS) == set(CHECKPOINTS) - set(NOT_THERE)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_linear_layer_has_the_path_of_its_module(family, tmp_path):
-    kind = (
-        transformers.AutoModelForMultimodalLM if family == "qwen2-audio" else transformers.AutoModelForImageTextToText
-    )
-    model = kind.from_config(CONFIGS[family]())
+def test_every_linear_layer_has_the_path_of_its_module(family: str, tmp_path: Path):
+    config = CONFIGS[family]()
+    there = CLASSES.get(family) or class_of(config)
+    model = there(config)
     model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        paths = {module_path(key, as_named=False) for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118
+    if CHECKPOINTS[family].read:
+        ours = from_hf(tmp_path)
+    else:
+        ours = ModelConfig(DecoderConfig(1, 16, 2, 1, 8, 16, vocab=9), {"eyes": encoder_from_hf(tmp_path)})
+    folder = HfFolder.open(tmp_path)
+    keys = adaptable(folder, ours)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert linear - paths <= {"lm_head"}
+    assert keys or family == "gpt2"  # whose matrices are no linear layers there
+    paths = {module_path(key, module_names_of(folder)) for key in keys}
+    assert paths <= linear
+    if family in ("smolvlm", "qwen2_5_omni"):
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=sorted(paths)))
+        assert sum(name.endswith("lora_A") for name, _ in adapted.named_modules()) == len(paths)
 
 
 @pytest.mark.parametrize(
@@ -69,5 +151,5 @@ def test_every_linear_layer_has_the_path_of_its_module(family, tmp_path):
     ],
 )
 def test_old_names_are_known(key, path):
-    assert module_path(f"{key}.weight", as_named=False) == path
-    assert module_path(f"{key}.weight", as_named=True) == key
+    assert module_path(f"{key}.weight", "wrapped") == path
+    assert module_path(f"{key}.weight", "named") == key

@@ -152,6 +152,12 @@ def test_every_way_to_write_a_field_is_read_as_transformers_reads_it(name, optio
     check(tmp_path, PROCESSORS[name][0](**options))
 
 
+def test_pan_and_scan_is_said_for_the_class_around_it_ignores_it(tmp_path, capsys):
+    write(tmp_path, "preprocessor_config.json", {"image_processor_type": "Gemma3ImageProcessor"} | PAN)
+    read_image_processing(tmp_path)
+    assert "do_pan_and_scan=true is followed; Gemma3Processor of transformers ignores it" in capsys.readouterr().err
+
+
 def test_older_names_are_known(tmp_path):
     write(tmp_path, "preprocessor_config.json", {"feature_extractor_type": "CLIPFeatureExtractor", "size": 60})
     check(tmp_path, CLIPImageProcessorPil(size=60))
@@ -185,8 +191,8 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
     assert read.preparation == FixedSize(resize=(448, 448), crop=())
     with pytest.raises(UserError, match=r"config\.json: pad2square=True: only false is known"):
         read_image_processing(write(tmp_path, "config.json", tiles | {"pad2square": True}))
-    with pytest.raises(UserError, match=r"config\.json: force_image_size=None: give a whole number"):
-        read_image_processing(write(tmp_path, "config.json", {"model_type": "internvl_chat"}))
+    read = read_image_processing(write(tmp_path, "config.json", {"model_type": "internvl_chat"}))
+    assert read.preparation == FixedSize(resize=(224, 224), crop=())  # its tower's class has images of 224 pixels
 
 
 @pytest.mark.parametrize(

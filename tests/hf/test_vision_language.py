@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from parity import loaded, random_model
+from parity import leave_out_defaults, loaded, random_model
 from parity_samples import Given, check_packed, check_samples, check_ten_steps, is_text, packed_source
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -87,15 +87,18 @@ def save(model, folder, side=SIDE):
 
 @pytest.mark.default_cases("0", "1")
 @pytest.mark.parametrize("seed", range(12))
-def test_llava_is_what_transformers_makes_of_it(seed, tmp_path):
+def test_a_llava_whose_config_leaves_out_defaults_is_what_transformers_makes_of_it(seed, tmp_path):
     rng = np.random.default_rng(seed)
     vision, own = drawn.two_norm_tower(rng)
+    if seed % 2:  # the class's own, which the config then leaves out
+        vision.num_attention_heads, vision.hidden_size = 12, 24
     config = LlavaConfig(
         vision_config=vision, text_config=drawn.any_decoder(rng, VOCAB), image_token_index=IMAGE, **own
     )
     model = random_model(config, LlavaForConditionalGeneration)
     side = vision.image_size
     save(model, tmp_path, side)
+    leave_out_defaults(tmp_path)
     check_samples(model, tmp_path, samples(side), theirs((side // vision.patch_size) ** 2))
 
 

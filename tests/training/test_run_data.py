@@ -36,7 +36,8 @@ def place(tmp_path_factory) -> Path:
 
 def words(place: Path, *more: object) -> list[str]:
     given = (f"checkpoint={place}/checkpoint", f"data={place}/data.jsonl", f"images={place}/data/images")
-    return [*given, f"data.cache={place}/cache", "batch.size.count=10", "device=cpu", *map(str, more)]
+    size = () if "batch.size=tokens" in more else ("batch.size.count=10",)
+    return [*given, f"data.cache={place}/cache", *size, "device=cpu", *map(str, more)]
 
 
 def opened(config: Config, folder: Path, step: int = 0, permitted: AllowedChanges = NO_CHANGES) -> RunData:

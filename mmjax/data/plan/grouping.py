@@ -110,6 +110,8 @@ class LongSamples(NamedTuple):
     row_without: tuple[int, int]
     room: float  # positions of all rows for a sample of a step
     room_without: float
+    samples_per_step: float
+    samples_per_step_without: float
 
 
 _FEW = 0.05  # of the samples
@@ -143,7 +145,8 @@ def long_samples(index: LengthIndex, config: Config, weights: Sequence[float], b
     room, room_without = (
         budgets.rows[module] * budgets.lengths[module] / budgets.samples_per_step for budgets in (budget, without)
     )
-    if room_without * _MUCH_LONGER > room:
+    steps = budget.samples_per_step, without.samples_per_step
+    if max(room / room_without, steps[0] / steps[1]) < _MUCH_LONGER:
         return None
     return LongSamples(
         module=names[module],
@@ -154,6 +157,8 @@ def long_samples(index: LengthIndex, config: Config, weights: Sequence[float], b
         row_without=(without.rows[module], without.lengths[module]),
         room=room,
         room_without=room_without,
+        samples_per_step=steps[0],
+        samples_per_step_without=steps[1],
     )
 
 
@@ -370,16 +375,16 @@ class StepGrouper:
         """
         chunk, position = self._place_of(step)
         samples = self._chunk(chunk).samples[: self._chunk(chunk).step_start[position + 1]]
-        drawn = np.bincount(self.index.source_of(samples), minlength=len(self.pools)).astype(np.float64)
+        draws = np.bincount(self.index.source_of(samples), minlength=len(self.pools)).astype(np.float64)
         for source, draw in self._stream.draws(chunk).items():
-            drawn[source] += draw.begin - len(self.pools[source].due)
-        return np.maximum(drawn, 0) / np.maximum(list(map(len, self.pools)), 1)
+            draws[source] += draw.begin - len(self.pools[source].due)
+        return np.maximum(draws, 0) / np.maximum(list(map(len, self.pools)), 1)
 
     def source_shares(self, steps: int) -> list[tuple[str, int, float, float]]:
         """List each source that is drawn from: its name, samples, share of all, and its own epochs in so many steps."""
-        drawn = steps * self.samples_per_step
+        draws = steps * self.samples_per_step
         return [
-            (str(name), len(pool), float(share), float(share) * drawn / len(pool))
+            (str(name), len(pool), float(share), float(share) * draws / len(pool))
             for name, pool, share in zip(self.index.source_name, self.pools, shares(self.weights), strict=True)
             if share > 0
         ]
@@ -513,7 +518,7 @@ class StepGrouper:
                 # Small chunks are packed into as few steps as can be: to leave room for surprises costs them most. But
                 # an epoch of few steps has no fewer than its samples make.
                 packed = self._packed(order, pool)
-                steps = steps_for(len(order), self.requested)
+                steps = max(1, round(len(order) / self.requested))
                 return packed if steps >= _SHORT or len(packed) >= steps else self._packed(order, pool, steps)
             case IsfGrouping(iterations=iterations):
                 return self._isf(order, iterations, Shuffler(self.seed, 3, chunk))

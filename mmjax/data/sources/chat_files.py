@@ -358,7 +358,7 @@ def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]
     The frames of one video, under "video", are a list in themselves.
     """
     value = _value_of_one(record, keys)
-    if _is_empty(value):
+    if is_absent(value):
         return []
     if isinstance(value, list | tuple) and "video" in keys and value is record.get("video"):
         return [list(value)]
@@ -527,11 +527,11 @@ class ChatFiles:
         return len(self._records) if self._drawn is None else len(self._drawn)
 
     def fingerprint(self) -> str:
-        drawn = [] if self._drawn is None else [f"num_samples={len(self._drawn)}"]
+        draw_count = [] if self._drawn is None else [f"num_samples={len(self._drawn)}"]
         # Where `videos` is set `_reading` has it, so that other data sets are known by what they were before it was.
         folders = {medium: folder for medium, folder in self._folders.items() if medium != "video"}
         places = [f"{medium}={folder.root} {folder.outside}" for medium, folder in folders.items()]
-        return hash_strings(self._records.fingerprint(), self._reading, *places, *drawn)
+        return hash_strings(self._records.fingerprint(), self._reading, *places, *draw_count)
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -571,8 +571,8 @@ class ChatFiles:
 def _draw(count: int, samples: int) -> np.ndarray:
     """Draw so many of `count` records, int64 `[samples]`, sorted: always the same ones."""
     rounds = np.random.default_rng(0)
-    drawn = [rounds.permutation(count) for _ in range(-(-samples // max(count, 1)))]
-    return np.sort(np.concatenate(drawn)[:samples])
+    permutations = [rounds.permutation(count) for _ in range(-(-samples // max(count, 1)))]
+    return np.sort(np.concatenate(permutations)[:samples])
 
 
 def resolve_reference(reference: Reference, folder: MediaFolder) -> FileRef:

@@ -236,6 +236,7 @@ class ChatSource:
     ) -> None:
         """reopen: opens the conversations, here and in counting worker processes. functions: callbacks by name."""
         self.conversations = reopen()
+        self.watched = False  # whether media are compared with what they were when the run was started
         self.chat = chat
         self._cache = cache
         self._reopen = reopen
@@ -347,9 +348,9 @@ class ChatSource:
         return open_states(self._heard, self._cache, self._limits)
 
     def _file(self, index: int, medium: int) -> FileRef:
-        """Return a medium's file. Raises UserError where it has changed since the run was started."""
+        """Return a medium's file. Raises UserError where it is watched and has changed since the run was started."""
         stored = self.conversations.media(index)[medium]
-        if self._states is not None:
+        if self.watched and self._states is not None:
             first, last = self._facts.start[index : index + 2].tolist()
             # The sound of a video, which is read from the video's file, has facts of its own.
             files = first + np.flatnonzero(self._facts.kind[first:last] != KINDS.index(SOUND))

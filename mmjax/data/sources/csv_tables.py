@@ -44,6 +44,7 @@ def csv_to_parquet(path: str, cache: Path) -> Path:
         raise UserError(f"{path} is {_MARKS[start]}, not CSV in UTF-8; save it as CSV UTF-8")
     table = cache / f"table-{hash_strings(content, Path(path).suffix, _VERSION)}.parquet"
     if not table.exists():
+        cache.mkdir(parents=True, exist_ok=True)
         with local.open("rb") as file, atomic_write(table) as partial:
             _convert(path, file, partial)
     return table

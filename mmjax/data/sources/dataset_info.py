@@ -171,8 +171,8 @@ class DatasetInfo:
 
     def _message(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         role, content = (turn.get(self.tags[tag]) for tag in ("role_tag", "content_tag"))
-        others = {key: value for key, value in turn.items() if key not in self.tags.values()}
-        return {**others, "role": self.roles.get(str(role), role), "content": content}
+        more_keys = {key: value for key, value in turn.items() if key not in self.tags.values()}
+        return {**more_keys, "role": self.roles.get(str(role), role), "content": content}
 
     def _value(self, record: Mapping[str, Any], column: str) -> Any:
         name = self.columns.get(column)

@@ -42,7 +42,7 @@ from mmjax.data.sources.chat_files import (
     parse_rollouts,
 )
 from mmjax.data.sources.chat_source import ChatSource
-from mmjax.data.sources.csv_tables import TABLES
+from mmjax.data.sources.csv_tables import TABLES, to_parquet
 from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.parquet import ANSWER_COLUMNS, COLUMNS, ParquetRecords, column_names
@@ -76,8 +76,8 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
     paths = list_shards(path, option)
     if paths[0].endswith(".tar"):
         return WebDatasetSource(path)
-    if paths[0].endswith(".parquet"):
-        return _parquet(path, paths[0], option)
+    if paths[0].endswith((".parquet", *TABLES)):
+        return _columns_source(path, to_parquet(paths[:1], cache)[0], option, folders.get("images", ""))
     records = JsonRecords(paths, cache)
     first: Any = records[0] if len(records) else {}
     kind = next((kind for key, kind in KEYS.items() if key in first), None)
@@ -90,7 +90,8 @@ def source_of(path: str, option: str, cache: Path, **folders: str) -> FileSource
     return kind(path, **kind_folders)
 
 
-def _parquet(path: str, first: str, option: str) -> ParquetSource:
+def _columns_source(path: str, first: str, option: str, images: str) -> ParquetSource:
+    """Choose the columns of Parquet or CSV by their names. first: the first file, as Parquet."""
     names = column_names(first)
     columns = {what: _first(known, names) for what, known in COLUMNS.items()}
     answers = next((kind for kind, needed in ANSWER_COLUMNS.items() if set(needed) <= set(names)), "one")
@@ -102,6 +103,8 @@ def _parquet(path: str, first: str, option: str) -> ParquetSource:
         raise UserError(
             f"{option} {path}: has the columns {', '.join(names)}; expected messages, or question and answer"
         )
+    if path.endswith(TABLES):
+        return CsvSource(path, **columns, media=images)
     return ParquetSource(path, **columns)
 
 
@@ -252,8 +255,10 @@ def contents_of(sources: Mapping[str, Source]) -> dict[str, str]:
 
 
 def check_records(sources: Mapping[str, Source], expected: Mapping[str, str]) -> None:
-    """Raise UserError where sources have other records than those expected, by `records_of`."""
+    """Raise UserError where sources have other records than those expected, by `records_of`; watch their media."""
     for name, found in records_of(sources).items():
+        if isinstance(sources[name], ChatSource):
+            sources[name].watched = True
         if found != expected[name]:
             raise UserError(
                 f"data.sources.{name}: its files have changed since the run opened them, or processes see other ones; "

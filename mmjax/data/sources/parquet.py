@@ -111,12 +111,12 @@ class ParquetRecords:
         media: dict[Medium, str] = {"image": source.images, "audio": source.audio, "video": source.videos}
         self._media = {medium: column for medium, column in media.items() if column}
         # Columns that the source does not name: those that may be orders are read with the texts, others are reported.
-        named = {*self._texts, *self._media.values(), LINE}
-        others = [set(file.columns) - named for file in self._files]
-        self._orders = [(*refused_columns(columns), *sorted(columns & {"system"})) for columns in others]
+        read_columns = {*self._texts, *self._media.values(), LINE}
+        unnamed_columns = [set(file.columns) - read_columns for file in self._files]
+        self._orders = [(*refused_columns(columns), *sorted(columns & {"system"})) for columns in unnamed_columns]
         self._unread = [
             sorted(columns - {*orders, *self.unread.values()} - DESCRIPTIONS["record"])
-            for columns, orders in zip(others, self._orders, strict=True)
+            for columns, orders in zip(unnamed_columns, self._orders, strict=True)
         ]
         self._starts = np.cumsum([0, *(file.starts[-1] for file in self._files)])
         if source.window:

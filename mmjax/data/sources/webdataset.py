@@ -220,8 +220,8 @@ class Member(ArchiveMember):
 
 def _with_unread_members(record: Record, members: Mapping[str, Member], read: Sequence[str]) -> Record:
     """Add the members of a sample that are neither media nor read as its text."""
-    others = [name for name in members if name not in read and name.rpartition(".")[2].lower() not in _MEDIA]
-    return with_unread(record, [f".{name}" for name in others])
+    unread_members = [name for name in members if name not in read and name.rpartition(".")[2].lower() not in _MEDIA]
+    return with_unread(record, [f".{name}" for name in unread_members])
 
 
 def list_shards(path: str, where: str) -> list[str]:

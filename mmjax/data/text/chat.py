@@ -566,13 +566,13 @@ def _try_out(chat: Chat) -> tuple[str, ...]:
     answers = [Message(ASSISTANT, ("This.",))]
     if REASONING in chat.template.source:  # whose prompts may begin what is thought, so that no answer is without
         answers.append(replace(answers[0], fields=((REASONING, "Because."),)))
-    for left, answer in zip(range(len(answers))[::-1], answers, strict=True):
+    for answer in answers:
         try:
             line = chat._line(Conversation((Message("user", ("What?",)), answer)))
             chat._tokens(line, chat.tokenizer.encode(line.text))
             break
         except BadSample as bad:
-            if not left:
+            if answer is answers[-1]:
                 raise UserError(
                     f"the chat template {where} can't be trained with, not even on a question and its answer: {bad}; "
                     "change a copy of it, and give that as chat.template"

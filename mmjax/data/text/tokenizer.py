@@ -1,6 +1,7 @@
 """Load the tokenizer of a Hugging Face folder, or the toy alphabet.
 
-Ids and texts equal those of transformers' `AutoTokenizer` wherever that uses the folder's `tokenizer.json` as it is.
+Ids and texts equal those of transformers' `AutoTokenizer`, which uses the folder's `tokenizer.json` as it is, but for
+Llama's tokenizers (Llama 2, Vicuna), of which it takes vocabulary and merges alone (`_as_llama`).
 """
 
 from __future__ import annotations
@@ -97,6 +98,12 @@ class AlphabetFormat:
 
 Json = dict[str, Any]
 
+SPACE = "\u2581"  # what SentencePiece writes for one
+# Families of which transformers uses the file even where a folder says LlamaTokenizer.
+FROM_FILE = (
+    *("mistral", "mixtral", "mistral3", "pixtral", "llava", "llava_next", "smolvlm", "glm4", "glm4v", "internlm2"),
+    *("phi3", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+)
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 # Decoded WordPiece and Unigram text may have these instead of their stripped form (clean_up_tokenization_spaces).
@@ -203,9 +210,11 @@ def load_tokenizer(folder: str) -> Tokenizer:
             f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
         )
     config = tokenizer_config(folder)
-    backend = _backend(path)
+    backend = _backend(path, config)
     try:
         named, extra = _special_tokens(config)
+        if "added_tokens_decoder" not in config:
+            config["added_tokens_decoder"] = _older_added_tokens(folder, backend, [*named.values(), *extra])
         _add_tokens(backend, config, [*named.values(), *extra])
         around = _around(folder, backend)
     except _NoToken as error:
@@ -237,11 +246,13 @@ def tokenizer_config(folder: str) -> Json:
     return config
 
 
-def _backend(path: Path) -> tokenizers.Tokenizer:
+def _backend(path: Path, config: Json) -> tokenizers.Tokenizer:
     """Load the file's tokenizer, with ByteLevel's leading spaces counted in offsets; ids don't change."""
     content = read_json(path)
     if (largest := _largest_id(content)) > MAX_ID:
         raise UserError(f"{path} has a token of the id {largest}; at most {MAX_ID} is accepted")
+    if _is_llama(path.parent, config, content):
+        content = _as_llama(content, config)
     post = content.get("post_processor")
     inner = post.get("processors", [post]) if isinstance(post, dict) else ()
     # With trim_offsets the token " cat" would begin at "c", and the space would belong to no token.
@@ -256,6 +267,57 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
         raise UserError(f"{path}: {error}; use the model's own tokenizer.json") from None
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} reads: {error}") from error
+
+
+def _is_llama(folder: Path, config: Json, content: Json) -> bool:
+    """Return whether transformers makes a `LlamaTokenizer` of a folder, whatever its `tokenizer.json` says."""
+    model = read_json(folder / "config.json", {})
+    name = str(config.get("tokenizer_class") or model.get("tokenizer_class"))
+    # Llama 3's files are of another kind, though its folders say the same class.
+    by_bytes = '"ByteLevel"' in json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+    pieces = content.get("model")
+    is_llama = (
+        name.removesuffix("Fast") == "LlamaTokenizer" and isinstance(pieces, dict) and pieces.get("type") == "BPE"
+    )
+    return is_llama and not by_bytes and model.get("model_type") not in FROM_FILE
+
+
+def _as_llama(content: Json, config: Json) -> Json:
+    """Return a `tokenizer.json` as `LlamaTokenizer` makes it anew.
+
+    Older files put a space before every piece of text between special tokens (a normalizer, `Prepend`). The class does
+    so only before a text's first piece, unless `legacy` is true.
+    """
+    spaced = config.get("add_prefix_space")
+    spaced = True if spaced is None else spaced
+    scheme = ("always" if config.get("legacy") else "first") if spaced else "never"
+    decoders = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if spaced else []),
+    ]
+    return content | {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme, "split": False},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": content["model"] | {"fuse_unk": True, "byte_fallback": True, "dropout": None},
+    }
+
+
+def _older_added_tokens(folder: str, backend: tokenizers.Tokenizer, named: Sequence[str | Json]) -> Json:
+    """Read `added_tokens.json`, which older versions of transformers write: tokens beyond the vocabulary, by id."""
+    special = set(map(_content, named))
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    file = Path(folder) / "added_tokens.json"
+    older = read_json(file, {})
+    if wrong := [token for token, number in older.items() if type(number) is not int or number < 0]:
+        raise UserError(f"{file}: {wrong[0][:80]!r} has no number of a token; get the file again")
+    return {
+        str(number): {"content": token, "normalized": token not in special, "special": token in special}
+        for token, number in older.items()
+        if token not in known
+    }
 
 
 def _largest_id(content: Json) -> int:

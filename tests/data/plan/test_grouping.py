@@ -244,4 +244,5 @@ def test_the_few_samples_that_make_rows_long_are_found_with_what_leaving_them_ou
     assert (found.positions, found.largest_other) == (900, 28)
     without = make_budget(texts(), made, weights)
     assert found.row_without == (without.rows[LLM], without.lengths[LLM])
-    assert found.room > 2 * found.room_without
+    assert found.room > found.room_without
+    assert found.samples_per_step > 2 * found.samples_per_step_without

@@ -49,7 +49,7 @@ from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import BadSample, Item, Text
 from mmjax.data.sources.chat_source import ChatSource
-from mmjax.data.sources.opening import look_again, open_sources, records_of
+from mmjax.data.sources.opening import check_records, look_again, open_sources, records_of
 from mmjax.errors import BadMedia, UserError
 from mmjax.hf.families import from_hf
 
@@ -282,6 +282,7 @@ def opened_source(checkpoint: Path, source: FileSource, folder: Path) -> ChatSou
     config = replace(config, data=replace(config.data, sources={"chat": source}))
     sources = open_sources(config, "train", folder)
     look_again(sources)
+    check_records(sources, records_of(sources))
     return sources["chat"]
 
 

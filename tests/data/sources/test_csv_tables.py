@@ -9,7 +9,7 @@ from files_made import picture, write
 
 from mmjax.config import CsvSource, ParquetSource
 from mmjax.data.sample import BadSample, MediaPlace
-from mmjax.data.sources.opening import open_conversations
+from mmjax.data.sources.opening import open_conversations, source_of
 from mmjax.errors import UserError
 
 IMAGE = MediaPlace("image")
@@ -83,3 +83,11 @@ def test_a_file_of_the_other_kind_names_its_kind(tmp_path: Path) -> None:
     source = ParquetSource(str(tmp_path / "d.csv"), answer="caption", prompt="Describe.")
     with pytest.raises(UserError, match=r"is read by the kind csv: data.sources.mine=csv"):
         open_conversations(source, "train", tmp_path / "cache", "data.sources.mine")
+
+
+def test_columns_of_a_table_are_known_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("image,question,answer\na.png,What?,a cat\n")
+    found = source_of(str(tmp_path / "d.csv"), "--data", tmp_path / "cache", images="photos")
+    assert found == CsvSource(
+        str(tmp_path / "d.csv"), question="question", answer="answer", images="image", media="photos"
+    )

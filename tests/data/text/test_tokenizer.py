@@ -10,6 +10,7 @@ import checkpoints
 import numpy as np
 import pytest
 import tokenizers
+from tokenizers import normalizers
 from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from mmjax.data.sample import BadSample
@@ -230,3 +231,38 @@ def test_a_value_of_another_type_in_a_tokenizers_files_is_refused_by_file_and_ke
         load_tokenizer(str(tmp_path))
     assert named in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("llama", {"tokenizer_class": "LlamaTokenizer"}),
+        ("llama", {"tokenizer_class": "LlamaTokenizerFast", "legacy": False}),
+        ("llama", {"tokenizer_class": "LlamaTokenizer", "legacy": True}),
+        ("llama", {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}),
+        ("llava", {"tokenizer_class": "LlamaTokenizer", "legacy": False}),
+        ("mistral", {"tokenizer_class": "LlamaTokenizer"}),
+    ],
+)
+def test_spaces_behind_special_tokens_are_those_that_transformers_makes(tmp_path, model_type, config):
+    backend = checkpoints.llama2(("<image>",))
+    # As Llama 2 and Vicuna have it: a space before every piece of text.
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer, backend.pre_tokenizer = normalizers.Sequence(spaces), None
+    checkpoints.save(tmp_path, backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert_same(tmp_path)
+
+
+def test_tokens_of_an_older_file_of_added_tokens_are_read(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML), eos_token="<|im_end|>")
+    before = len(load_tokenizer(str(tmp_path)))
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("added_tokens_decoder", None)
+    path.write_text(json.dumps(config | {"additional_special_tokens": ["<extra>"]}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<image>": before, "<extra>": before + 1}))
+    assert_same(tmp_path)
+    assert load_tokenizer(str(tmp_path)).id("<image>") == before
