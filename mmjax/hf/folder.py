@@ -91,7 +91,7 @@ class Fields:
 def _is(value: Any, kind: type) -> bool:
     if get_origin(kind) is list:
         (element,) = get_args(kind)
-        return isinstance(value, list) and all(_is(one, element) for one in value)
+        return isinstance(value, list) and all(_is(item, element) for item in value)
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

@@ -147,8 +147,9 @@ def parse_question(
     if isinstance(answer, Sequence) and not isinstance(answer, str) and len(answer):
         # The first of several right answers is trained on. VQA has one of each annotator: {"answer": "red", ...}.
         candidates = [one.get("answer") if isinstance(one, Mapping) else one for one in answer]
-        answer = candidates[0]
-        answers = tuple(candidate for candidate in candidates if isinstance(candidate, str))
+        if wrong := [type(candidate).__name__ for candidate in candidates if not isinstance(candidate, str)]:
+            raise BadSample(f"has an answer that is a {wrong[0]}, not text")
+        answer, answers = candidates[0], tuple(candidates)
     if not isinstance(question, str) or not isinstance(answer, str):
         raise BadSample("has no question" if not isinstance(question, str) else "has no answer")
     # LLaVA's convention for questions without a marker.
@@ -349,7 +350,10 @@ def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
         question = prompt
     elif not isinstance(question, str):
         raise BadSample(f"has a prompt that is a {type(question).__name__}, not text")
-    return with_unread(parse_question(question, record.get("text"), {"audio": [clip]}), unread)
+    text = record.get("text")
+    if text is not None and not isinstance(text, str):
+        raise BadSample(f"has a text that is a {type(text).__name__}, not text")
+    return with_unread(parse_question(question, text, {"audio": [clip]}), unread)
 
 
 def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:

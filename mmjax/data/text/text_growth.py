@@ -150,8 +150,8 @@ def _inside(taken: Any) -> Iterator[Any]:
     if isinstance(taken, re._parser.SubPattern):
         yield taken
     elif isinstance(taken, tuple | list):
-        for one in taken:
-            yield from _inside(one)
+        for item in taken:
+            yield from _inside(item)
 
 
 def _is_endless(operation: Any, taken: Any) -> bool:
@@ -162,7 +162,9 @@ def _repeats(taken: Any) -> bool:
     """Return whether one of the expressions in it is nothing but endless repetitions."""
     return any(
         len(inner) > 0
-        and all(_is_endless(operation, one) or (operation in _GROUPS and _repeats(one)) for operation, one in inner)
+        and all(
+            _is_endless(operation, taken) or (operation in _GROUPS and _repeats(taken)) for operation, taken in inner
+        )
         for inner in _inside(taken)
     )
 

@@ -112,6 +112,7 @@ def test_a_manifest_gives_the_stretch_that_its_line_names(tmp_path: Path) -> Non
         {"audio_filepath": "a.wav", "offset": -1, "text": "before"},
         {"audio_filepath": "a.wav", "duration": 0, "text": "empty"},
         {"audio_filepath": "a.wav", "text": "whole", "prompt": 5},
+        {"audio_filepath": "a.wav", "text": ["a.png"]},
     ]
     got = opened(ManifestSource(lines(tmp_path / "m.json", records), prompt="Write."), tmp_path)
     assert got.conversation(0).messages[0].parts == (AUDIO, "Write.")
@@ -127,6 +128,7 @@ def test_a_manifest_gives_the_stretch_that_its_line_names(tmp_path: Path) -> Non
     assert "offset=-1" in reason(lambda: got.conversation(5))
     assert "empty clip" in reason(lambda: got.conversation(6))
     assert "has a prompt that is a int, not text" in reason(lambda: got.conversation(7))
+    assert "has a text that is a list, not text" in reason(lambda: got.conversation(8))
 
 
 def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> None:
@@ -138,6 +140,7 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
         {"question": "How?"},
         {"question": "How?", "answers": []},
         {"question": "How?", "answer": "so", "answers": ["so", "thus"]},
+        {"question": "How?", "answers": ["so", 1]},
     ]
     got = opened(QuestionsSource(lines(tmp_path / "d.jsonl", records)), tmp_path)
     assert got.conversation(0) == Conversation((Message("user", (IMAGE, "What?")), Message("assistant", ("a cat",))))
@@ -147,6 +150,7 @@ def test_questions_have_one_answer_or_several_that_are_right(tmp_path: Path) -> 
     assert got.conversation(2).answers == ("you", "me")
     assert reason(lambda: got.conversation(3)) == reason(lambda: got.conversation(4)) == "has no answer"
     assert "has both answer and answers" in reason(lambda: got.conversation(5))
+    assert "has an answer that is a int, not text" in reason(lambda: got.conversation(6))
     own = lines(tmp_path / "own.jsonl", [{"q": "What?", "gold": "a cat"}])
     assert opened(QuestionsSource(own, question="q", answer="gold"), tmp_path).conversation(0).answers == ()
 
