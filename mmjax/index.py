@@ -214,32 +214,32 @@ def _shrink(config: Config, folder: Path, bad_path: Path) -> None:
     for name, source in sources.items():
         maker = CopyMaker(folder / name if len(sources) > 1 else folder, processors, config.data.limits)
         images: dict[str, FileRef] = {}
-        others, several = 0, False
+        unnamed, multiple = 0, False
         for split in SPLITS:
             if path_of(source, split):
                 records = open_conversations(source, split, cache, f"data.sources.{name}", config.data.window_space)
                 of_split = _with_progress(len(records), f"{name} {split}", partial(named_images, records))
                 images |= of_split[0]
-                others, several = others + of_split[1], several or of_split[2]
+                unnamed, multiple = unnamed + of_split[1], multiple or of_split[2]
         maker.prepare_folder()
-        copies = _with_progress(len(images), f"to {maker.folder}", partial(_make_copies, maker, images, several))
+        copies = _with_progress(len(images), f"to {maker.folder}", partial(_make_copies, maker, images, multiple))
         states = Counter(copy.state for copy in copies)
         counts = ", ".join(f"{number:,} {state}" for state, number in states.items()) or "none"
         print_lines(f"wrote  {counts} of {len(images):,} images: {maker.folder}")
         if shrunk := [copy for copy in copies if copy.state == "shrunk"]:
-            before, after = (sum(getattr(copy, key) for copy in shrunk) for key in ("before", "after"))
-            print_lines(f"       {size(before)} of files became {size(after)}")
-        if others:
-            print_lines(f"       {others:,} images have no path below the source's folder, and no copy: {name}")
+            original, copied = (sum(getattr(copy, key) for copy in shrunk) for key in ("original_bytes", "copy_bytes"))
+            print_lines(f"       {size(original)} of files became {size(copied)}")
+        if unnamed:
+            print_lines(f"       {unnamed:,} images have no path below the source's folder, and no copy: {name}")
         bad += [BadSampleEntry(f"{name}: {c.name}", c.reason) for c in copies if c.state == "bad"]
         words.append(f"data.sources.{name}.images={maker.folder}")
     _write_bad(bad, bad_path)
     print_lines("train on them with", *(f"  {word}" for word in words))
 
 
-def _make_copies(maker: CopyMaker, images: Mapping[str, FileRef], several: bool, progress: Progress) -> list[Copy]:
+def _make_copies(maker: CopyMaker, images: Mapping[str, FileRef], multiple: bool, progress: Progress) -> list[Copy]:
     copies = []
-    for copy in maker.copies(images, several):
+    for copy in maker.copies(images, multiple):
         copies.append(copy)
         progress(len(copies))
     return copies

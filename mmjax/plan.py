@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Planned(NamedTuple):
-    """What was planned, for a plan file: the config, None where it does not fit, and the expected results."""
+    """The planned run, for a plan file: the config, None where it does not fit, and the expected results."""
 
     config: Config | None
     expected: dict[str, float]

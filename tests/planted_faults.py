@@ -384,7 +384,7 @@ FAULTS = (
     Fault(
         "a file that cannot be decoded and trains as zeros",
         "data/loading/packing.py",
-        'spoiled.setdefault(sample, f"{item}: {error}" if item else str(error))',
+        'spoiled.setdefault(sample, reader.with_place(sample, f"{item}: {error}" if item else error))',
         "pass",
         (
             "data/loading/test_workers.py::test_a_sample_that_cannot_be_decoded_is_noted_in_its_steps_and_the_others_come_as_ever",

@@ -83,7 +83,6 @@ UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile's length of a stream whose header
 UNKNOWN_SIZE = 0x7FFF0000  # bytes; a WAV header claims at least this for the same reason
 MAX_OGG_PAGE = 65_307  # bytes
 BLOCK = 1 << 20  # samples of all channels that are decoded at a time
-MISSING_SECONDS = 0.1  # that an M4A may lack at its end, whose header counts what its encoder added
 MIN_SECONDS = 0.001  # a shorter clip is a mistake
 
 
@@ -373,8 +372,11 @@ def read_clip_header(file: BinaryIO) -> ClipHeader:
     Raises BadMedia for an unknown format, an unknown length, and an empty clip.
     """
     reader = _FileReader(file)
-    kind = _clip_kind(reader)
-    facts = _track_header(file) if kind == "M4A" else _call_decoder(reader, kind, _clip_facts)
+    return check_clip_header(_call_decoder(reader, _clip_kind(reader), _clip_facts))
+
+
+def check_clip_header(facts: ClipHeader) -> ClipHeader:
+    """Return a header. Raises BadMedia for an unknown length, and an empty clip."""
     if facts.frames >= UNKNOWN_LENGTH:
         raise BadMedia("it does not say its length; encode it again")
     if facts.frames < 1 or facts.sample_rate < 1:
@@ -401,8 +403,6 @@ def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits
     check_media_size("audio", facts, limits)
     reader = _FileReader(io.BytesIO(data))
     kind = _clip_kind(reader)
-    if kind == "M4A":
-        return _decode_track(data, sample_rate, limits)
     if kind == "OGG":
         _check_ogg_end(data)
     return _call_decoder(reader, kind, partial(_mono, facts=facts, sample_rate=sample_rate))
@@ -436,27 +436,9 @@ def _clip_kind(reader: _FileReader) -> str:
         kind = "WAV"
     elif is_mp3(head):
         kind = "MP3"
-    elif head[4:8] == b"ftyp" and image_kind(head) is None:
-        kind = "M4A"
     if kind is None:
         raise BadMedia("no clip of a known format (WAV, FLAC, Ogg, MP3, M4A)")
     return kind
-
-
-def _track_header(file: BinaryIO) -> ClipHeader:
-    from mmjax.data.media import soundtrack  # which imports this module, and FFmpeg where there is need of it
-
-    soundtrack.import_pyav("M4A clips")
-    file.seek(0)
-    if (header := soundtrack.read_sound_header(file)) == soundtrack.SILENT:
-        raise BadMedia("an M4A without a sound track")
-    return header
-
-
-def _decode_track(data: bytes, sample_rate: int, limits: MediaLimits) -> np.ndarray:
-    from mmjax.data.media import soundtrack
-
-    return soundtrack.decode_sound(io.BytesIO(data), sample_rate, limits, MISSING_SECONDS)
 
 
 def _clip_facts(reader: _FileReader, kind: str) -> ClipHeader:

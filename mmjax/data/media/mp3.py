@@ -93,11 +93,11 @@ def read_mp3_header(file: BinaryIO) -> tuple[int, int]:
     total = int.from_bytes(frame[side + 8 : side + 12]) * SAMPLES[version]
     # Behind the frames come, as the flags say, the bytes, a table and a quality, then what LAME and FFmpeg say.
     encoder = side + 12 + 4 * bool(flags & 2) + 100 * bool(flags & 4) + 4 * bool(flags & 8)
-    if len(said := frame[encoder : encoder + LAME]) < LAME or not said[0]:
+    if len(lame := frame[encoder : encoder + LAME]) < LAME or not lame[0]:
         return total, rate
-    padding = int.from_bytes(said[21:24])
-    before, behind = padding >> 12, padding & 0xFFF
-    return min(total, total - behind + DELAY) - before - DELAY, rate
+    padding = int.from_bytes(lame[21:24])
+    delay, trailing = padding >> 12, padding & 0xFFF
+    return min(total, total - trailing + DELAY) - delay - DELAY, rate
 
 
 def _check_frames(data: bytes) -> None:
@@ -112,10 +112,10 @@ def _check_frames(data: bytes) -> None:
     for _ in range(int.from_bytes(data[count : count + 4])):
         position += length
         length = _frame(data[position : position + 4])[-1]
-    behind = data[position + length : position + length + 8]
+    trailing = data[position + length : position + length + 8]
     if position + length > len(data):
         raise BadMedia("a truncated MP3: its last frame is not whole")
-    if len(behind) >= 4 and not behind.startswith(ENDS):
+    if len(trailing) >= 4 and not trailing.startswith(ENDS):
         raise BadMedia(f"a damaged MP3: it goes on behind its last frame, at byte {position + length}")
 
 

@@ -1,4 +1,4 @@
-"""The sound of a video as a clip: its length from the container's header, and its samples decoded by FFmpeg (PyAV).
+"""The sound of a video, and M4A, as a clip: its length from the container's header, its samples decoded by FFmpeg (PyAV).
 
 As many samples are taken as the header promises, and silence follows where there are fewer: Matroska may say but the
 length of its longest track. Whether a file is cut off is seen by its frames.
@@ -6,6 +6,7 @@ length of its longest track. Whether a file is cut off is seen by its frames.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -13,11 +14,38 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mmjax.config import MediaLimits
-from mmjax.data.media.decode import BLOCK, ClipHeader, check_media_size, image_kind, resample
+from mmjax.data.media import decode
+from mmjax.data.media.decode import BLOCK, ClipHeader, check_clip_header, check_media_size, image_kind, resample
 from mmjax.data.media.video import ZIP_START, import_pyav, open_container, track_seconds
 from mmjax.errors import BadMedia
 
 SILENT = ClipHeader(frames=0, sample_rate=1)  # of a video without sound
+MISSING_SECONDS = 0.1  # that an M4A may lack at its end, whose header counts what its encoder added
+
+
+def read_clip_header(file: BinaryIO) -> ClipHeader:
+    """Read length and sample rate of a clip of any format, as `decode.read_clip_header`. Raises BadMedia."""
+    if not _is_m4a(file):
+        return decode.read_clip_header(file)
+    import_pyav("M4A clips")
+    if (header := read_sound_header(file)) == SILENT:
+        raise BadMedia("an M4A without a sound track")
+    return check_clip_header(header)
+
+
+def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits()) -> np.ndarray:
+    """Decode a clip's file of any format to mono samples at that rate, as `decode.decode_clip`. Raises BadMedia."""
+    file = io.BytesIO(data)
+    if not _is_m4a(file):
+        return decode.decode_clip(data, sample_rate, limits)
+    check_media_size("audio", read_clip_header(file), limits)
+    return decode_sound(io.BytesIO(data), sample_rate, limits, MISSING_SECONDS)
+
+
+def _is_m4a(file: BinaryIO) -> bool:
+    start = file.read(32)
+    file.seek(0)
+    return start[4:8] == b"ftyp" and image_kind(start) is None
 
 
 def read_sound_header(file: BinaryIO) -> ClipHeader:

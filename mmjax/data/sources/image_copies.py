@@ -32,11 +32,11 @@ _VERSION = "1"
 
 
 class Copy(NamedTuple):
-    """What became of one image."""
+    """The outcome for one image."""
 
     name: str
-    before: int  # bytes
-    after: int  # bytes; 0 where there is no copy
+    original_bytes: int  # bytes
+    copy_bytes: int  # bytes; 0 where there is no copy
     state: str  # shrunk, as it was, there already, bad
     reason: str = ""  # why it is bad
 
@@ -67,12 +67,12 @@ class CopyMaker:
         with atomic_write(path) as partial_file:
             partial_file.write_text(f'{{"made_for": "{made_for}"}}\n')
 
-    def copies(self, images: Mapping[str, FileRef], several: bool) -> Iterator[Copy]:
+    def copies(self, images: Mapping[str, FileRef], multiple: bool) -> Iterator[Copy]:
         """Write copies of files by the names that records have for them, on all cores, unless they are there.
 
-        several: whether some record has more than one image.
+        multiple: whether some record has more than one image.
         """
-        make = partial(self._copy, counts=(1, 2) if several else (1,))
+        make = partial(self._copy, counts=(1, 2) if multiple else (1,))
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             yield from pool.map(make, images, images.values())
 
@@ -123,8 +123,8 @@ def named_images(records: ChatFiles, progress: Callable[[int], None]) -> tuple[d
     whether some record has several images. Records that cannot be used are left out.
     """
     images: dict[str, FileRef] = {}
-    others = 0
-    several = False
+    unnamed = 0
+    multiple = False
     for index in range(len(records)):
         try:
             references = records.references(index)
@@ -132,14 +132,14 @@ def named_images(records: ChatFiles, progress: Callable[[int], None]) -> tuple[d
         except BadSample:
             continue
         of_record = [(r, f) for (kind, r), f in zip(references, files, strict=True) if kind == "image"]
-        several |= len(of_record) > 1
+        multiple |= len(of_record) > 1
         for reference, file in of_record:
             if (name := _name_below(reference)) is None:
-                others += 1
+                unnamed += 1
             else:
                 images[name] = file
         progress(index + 1)
-    return images, others, several
+    return images, unnamed, multiple
 
 
 def _name_below(reference: object) -> str | None:

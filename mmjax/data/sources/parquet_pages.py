@@ -22,7 +22,7 @@ Struct = dict[int, Any]  # by field: an int, another struct, or None for what is
 
 
 class Unpacked(NamedTuple):
-    """What a column chunk holds."""
+    """The contents of a column chunk."""
 
     size: int  # bytes of its pages, unpacked
     page: int  # bytes of the largest
@@ -71,46 +71,46 @@ def _page_header(file: BinaryIO, start: int, stop: int) -> tuple[Struct, int]:
             size *= 8
 
 
-def _struct(content: bytes, at: int) -> tuple[Struct, int]:
+def _struct(content: bytes, offset: int) -> tuple[Struct, int]:
     """Parse a struct, and where it ends. Raises IndexError where it goes on behind the content."""
     fields: Struct = {}
     field = 0
-    while head := content[at]:  # 4 bits of what is added to the last field's number, and 4 of the type
-        at += 1
+    while head := content[offset]:  # 4 bits of what is added to the last field's number, and 4 of the type
+        offset += 1
         if head >> 4:
             field += head >> 4
         else:
-            field, at = _integer(content, at)
-        fields[field], at = _value(content, at, head & 15)
-    return fields, at + 1
+            field, offset = _integer(content, offset)
+        fields[field], offset = _value(content, offset, head & 15)
+    return fields, offset + 1
 
 
-def _value(content: bytes, at: int, kind: int) -> tuple[Any, int]:
+def _value(content: bytes, offset: int, kind: int) -> tuple[Any, int]:
     if kind in (_TRUE, _FALSE):
-        return kind == _TRUE, at
+        return kind == _TRUE, offset
     if kind in _INTEGERS:
-        return _integer(content, at)
+        return _integer(content, offset)
     if kind == _STRUCT:
-        return _struct(content, at)
+        return _struct(content, offset)
     if kind == _BINARY:
-        size, at = _varint(content, at)
-        return None, at + size
+        size, offset = _varint(content, offset)
+        return None, offset + size
     if kind in (_BYTE, _DOUBLE):
-        return None, at + (1 if kind == _BYTE else 8)
+        return None, offset + (1 if kind == _BYTE else 8)
     raise ValueError(f"a page's header has a field of type {kind}")
 
 
-def _integer(content: bytes, at: int) -> tuple[int, int]:
+def _integer(content: bytes, offset: int) -> tuple[int, int]:
     """Parse a number of zigzag: 0, -1, 1, -2, ..."""
-    number, at = _varint(content, at)
-    return number >> 1 ^ -(number & 1), at
+    number, offset = _varint(content, offset)
+    return number >> 1 ^ -(number & 1), offset
 
 
-def _varint(content: bytes, at: int) -> tuple[int, int]:
+def _varint(content: bytes, offset: int) -> tuple[int, int]:
     """Parse a number of 7 bits a byte, the lowest first, all but the last with the highest bit set."""
     number = shift = 0
-    while (byte := content[at]) & 0x80:
+    while (byte := content[offset]) & 0x80:
         number |= (byte & 0x7F) << shift
         shift += 7
-        at += 1
-    return number | byte << shift, at + 1
+        offset += 1
+    return number | byte << shift, offset + 1
