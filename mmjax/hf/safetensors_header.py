@@ -54,6 +54,8 @@ def read_header(path: Path) -> dict[str, Stored]:
     """Locate the tensors of a safetensors file by name. Raises UserError, naming the tensor, where it is malformed."""
     try:
         size = path.stat().st_size
+        if not path.is_file():  # opening a pipe would wait for its writer
+            raise _Malformed("it is no regular file")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER, size - 8):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 from pathlib import Path
@@ -296,3 +297,9 @@ def test_of_a_name_in_two_files_the_index_says_which_counts_and_types_that_nothi
         assert folder.tensors["i"].dtype == "I64"
         with pytest.raises(UserError, match=r"ids.safetensors: i is of type I64"):
             folder.read("i")
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.safetensors is no whole safetensors file: it is no regular file"):
+        read_header(tmp_path / "model.safetensors")

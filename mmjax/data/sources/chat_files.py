@@ -303,14 +303,15 @@ def _with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[An
     content = turns[first][key]
     if isinstance(content, str):
         content = "".join(f"<{medium}>" for medium in marks) + content
-    else:
+    elif content is None or isinstance(content, list | tuple):
         content = [*({"type": medium} for medium in marks), *(content or [])]
     return [*turns[:first], {**turns[first], key: content}, *turns[first + 1 :]]
 
 
 def _has_media(content: Any) -> bool:
     """Tell whether any typed part is a medium."""
-    return any(isinstance(part, Mapping) and part.get("type") in _PART_KEYS for part in content or ())
+    parts = content if isinstance(content, list | tuple) else ()  # anything else is refused with its message
+    return any(isinstance(part, Mapping) and part.get("type") in tuple(_PART_KEYS) for part in parts)
 
 
 def _is_users(turn: Mapping[str, Any]) -> bool:
