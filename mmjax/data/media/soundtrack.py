@@ -1,4 +1,4 @@
-"""The sound of a video, and M4A, as a clip: its length from the container's header, its samples decoded by FFmpeg (PyAV).
+"""The sound of a video, and M4A, as clips: lengths from the container's header, samples decoded by FFmpeg (PyAV).
 
 As many samples are taken as the header promises, and silence follows where there are fewer: Matroska may say but the
 length of its longest track. Whether a file is cut off is seen by its frames.
