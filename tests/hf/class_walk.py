@@ -222,7 +222,8 @@ OF_DECODER = {  # of Whisper, whose decoder is not read, and of its training
 INERT_IN = {
     "whisper": OF_DECODER,
     "paligemma": {"hidden_size", "vocab_size"},
-    "gemma3_text": {"attn_logit_softcapping"},
+    # The second is read of a dynamic RoPE, which Gemma 3 says by type of layer.
+    "gemma3_text": {"attn_logit_softcapping", "max_position_embeddings"},
     "qwen3_vl_moe_text": {"tie_word_embeddings"},
     "qwen2_5_omni_text": {"tie_word_embeddings"},
     "qwen2_5_omni_audio_encoder": {"max_source_positions"},
