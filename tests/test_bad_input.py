@@ -209,7 +209,7 @@ def test_resuming_on_data_that_changed_beneath_it_is_refused(capsys, a_run):
     kept = (a_run / "config.py").read_text()
     (a_run / "config.py").write_text(kept.replace("seed=2", "seed=1"))
     before = files(a_run)
-    error = refused(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=8")
+    error = refused(capsys, train.main, TINY, "--resume", "--trust", f"run={a_run}", "training.steps=8")
     assert "was trained on other data: its files have changed since" in error
     assert "--new-data" in error
     assert "init_from=" in error
