@@ -10,7 +10,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,14 @@ def complete_there(config: Config) -> Config | None:
 
 def read_here(folder: Path, config: Config) -> Any:
     """Read a config: what it says, or how it is refused, or how that failed."""
-    (folder / "config.json").write_text(json.dumps(config))
+    return _read_text(folder, json.dumps(config), bool(CHECKPOINTS[config["model_type"]].read))
+
+
+@lru_cache(maxsize=64)  # the config that others are compared with is asked for again and again
+def _read_text(folder: Path, config: str, whole: bool) -> Any:
+    (folder / "config.json").write_text(config)
     try:
-        return from_hf(folder) if CHECKPOINTS[config["model_type"]].read else encoder_from_hf(folder)
+        return from_hf(folder) if whole else encoder_from_hf(folder)
     except UserError as error:
         return REFUSED + str(error)
     except Exception as error:
