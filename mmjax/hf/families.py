@@ -166,13 +166,20 @@ def _from(model: ModelConfig, folder: str) -> ModelConfig:
 
 
 def _tied(folder: HfFolder, llm: DecoderConfig) -> bool:
-    """Return whether the tables are one. Where a config says so and both are stored and differ, they are not."""
-    if not (llm.tied and folder.has_weights):
+    """Return whether the tables are one. Where a config says so and both are stored and differ, they are not.
+
+    Checkpoints of before transformers kept them apart (Qwen2-Audio) lack the second, and their text config says so.
+    """
+    text = folder.config.get("text_config")
+    says_so = isinstance(text, dict) and text.get("tie_word_embeddings") is True
+    if not (folder.has_weights and (llm.tied or says_so)):
         return llm.tied
     inner, output = find_decoder(folder)
     first, second = embedding_of(folder, inner), f"{output}.weight"
     if second not in folder.tensors:
         return True
+    if not llm.tied:
+        return False
     if folder.stored(first).shape != folder.stored(second).shape:
         return False
     # Some rows at a time: a whole table can be gigabytes.

@@ -11,6 +11,7 @@ I/O errors while reading (a lost connection) propagate unchanged.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import re
@@ -81,7 +82,6 @@ TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 }
 UNKNOWN_LENGTH = 1 << 62  # frames; libsndfile's length of a stream whose header was written before its end was known
 UNKNOWN_SIZE = 0x7FFF0000  # bytes; a WAV header claims at least this for the same reason
-MAX_OGG_PAGE = 65_307  # bytes
 BLOCK = 1 << 20  # samples of all channels that are decoded at a time
 MIN_SECONDS = 0.001  # a shorter clip is a mistake
 
@@ -260,9 +260,14 @@ def _pixels(reader: _FileReader, kind: str) -> np.ndarray:
         if kind == "TIFF":
             reader.seek(0)
             tiff.check_tiff(reader.read())
+        # Of a BMP, before Pillow fills its palette up to 256 colours.
+        colours = len(image.palette.palette) // len(image.palette.rawmode) if image.palette and kind == "BMP" else 256
         image.load()
+        if image.mode == "P" and image.getextrema()[1] >= colours:
+            raise BadMedia(f"corrupt {kind}: it has pixels of a colour beyond the {colours} of its palette")
         if kind == "PNG":
             chunks = list(_png_chunks(reader))  # checks checksums: Pillow accepts any damage that still inflates
+            _check_png_order([name for name, _ in chunks])
             # Pillow silently leaves missing rows black. Inflating again is slow, so only if the last row is black
             # (or, interlaced, any row may be missing).
             last_row = image.crop((0, image.height - 1, image.width, image.height))
@@ -319,6 +324,15 @@ def _png_chunks(reader: _FileReader) -> Iterator[tuple[bytes, memoryview]]:
             raise BadMedia(f"damaged PNG: the checksum of its {name.decode('latin-1')} chunk at byte {start} is wrong")
         yield name, data[start + 8 : end]
         start = end + 4
+
+
+def _check_png_order(names: Sequence[bytes]) -> None:
+    """Raise BadMedia unless a PNG begins with its one header, and its pixels are in chunks that follow each other."""
+    if names[0] != b"IHDR" or names.count(b"IHDR") > 1:
+        raise BadMedia("corrupt PNG: it does not begin with its only IHDR chunk")
+    first = names.index(b"IDAT") if b"IDAT" in names else 0
+    if names.count(b"IDAT") != names[first : first + names.count(b"IDAT")].count(b"IDAT"):
+        raise BadMedia("corrupt PNG: other chunks are between those of its pixels")
 
 
 def _check_png_rows(chunks: Sequence[tuple[bytes, memoryview]], size: tuple[int, int]) -> None:
@@ -404,7 +418,7 @@ def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits
     reader = _FileReader(io.BytesIO(data))
     kind = _clip_kind(reader)
     if kind == "OGG":
-        _check_ogg_end(data)
+        _check_ogg_pages(data)
     return _call_decoder(reader, kind, partial(_mono, facts=facts, sample_rate=sample_rate))
 
 
@@ -483,7 +497,7 @@ def _mono(reader: _FileReader, kind: str, facts: ClipHeader, sample_rate: int) -
 
     def counted() -> Iterator[np.ndarray]:
         nonlocal count
-        for block in decode_mp3(reader.read()) if kind == "MP3" else _blocks(reader):
+        for block in decode_mp3(reader.read()) if kind == "MP3" else _blocks(reader, kind):
             count += len(block)
             if not np.isfinite(block).all():
                 raise BadMedia("it holds samples that are not finite")
@@ -497,19 +511,70 @@ def _mono(reader: _FileReader, kind: str, facts: ClipHeader, sample_rate: int) -
     return wave
 
 
-def _blocks(reader: _FileReader) -> Iterator[np.ndarray]:
+def _blocks(reader: _FileReader, kind: str) -> Iterator[np.ndarray]:
+    head = reader.start(42)
+    reader.seek(0)
     with soundfile.SoundFile(reader) as clip:
-        while len(block := clip.read(max(1, BLOCK // clip.channels), "float32", True)):
+        read = partial(clip.read, max(1, BLOCK // clip.channels), always_2d=True)
+        blocks = _checked_flac(read, head) if kind == "FLAC" else _read_all(read)
+        for block in blocks:
             yield block.T.mean(axis=0) if clip.channels > 1 else block[:, 0]
 
 
-def _check_ogg_end(data: bytes) -> None:
-    """Raise BadMedia for an Ogg file that ends within a page, which its decoder would drop silently."""
-    # A page is 26 bytes, the number of segments, the bytes of each segment, the segments.
-    start = data.rfind(b"OggS", -MAX_OGG_PAGE)
-    segments = data[start + 26] if start >= 0 and start + 26 < len(data) else 255
-    if start < 0 or start + 27 + segments + sum(data[start + 27 : start + 27 + segments]) > len(data):
-        raise BadMedia("truncated OGG: its last page is not whole")
+def _read_all(read: Callable[[str], np.ndarray]) -> Iterator[np.ndarray]:
+    while len(block := read("float32")):
+        yield block
+
+
+def _checked_flac(read: Callable[[str], np.ndarray], head: bytes) -> Iterator[np.ndarray]:
+    """Yield the samples of a FLAC, as libsndfile converts them, float32 `[samples, channels]`.
+
+    Raises BadMedia where they are not those of its checksum (MD5 of all samples), which libFLAC alone does not compare.
+    head: "fLaC", 4 bytes, 10 of sizes, 20 bits of the rate, 3 of channels - 1, 5 of bits - 1, 36 of the length, MD5.
+    """
+    bits = (int.from_bytes(head[18:26]) >> 36 & 31) + 1
+    expected = head[26:42]
+    md5 = hashlib.md5(usedforsecurity=False)
+    while len(block := read("int32")):
+        samples = (block >> 32 - bits).astype("<i4")
+        md5.update(samples.view(np.uint8).reshape(-1, 4)[:, : -(-bits // 8)].tobytes())
+        yield block.astype(np.float32) * np.float32(2.0**-31)
+    if any(expected) and md5.digest() != expected:
+        raise BadMedia("corrupt FLAC: its samples are not those of its checksum")
+
+
+def _check_ogg_pages(data: bytes) -> None:
+    """Raise BadMedia for an Ogg file with a page that is cut off, missing or damaged, which decoders drop silently.
+
+    A page: "OggS", 10 bytes, its stream's number (4 bytes), its own number (4), a checksum (4), the number of segments,
+    the length of each segment, the segments.
+    """
+    start = 0
+    numbers: dict[bytes, int] = {}  # of the last page of each stream
+    while start < len(data):
+        segments = data[start + 26] if start + 26 < len(data) else 0
+        end = start + 27 + segments + sum(data[start + 27 : start + 27 + segments])
+        if data[start : start + 4] != b"OggS":
+            raise BadMedia(f"corrupt OGG: no page begins at byte {start}")
+        if end > len(data) or start + 27 > len(data):
+            raise BadMedia("truncated OGG: its last page is not whole")
+        page = data[start : start + 22] + bytes(4) + data[start + 26 : end]
+        stream, number, checksum = data[start + 14 : start + 18], *struct.unpack_from("<II", data, start + 18)
+        if _ogg_checksum(page) != checksum:
+            raise BadMedia(f"corrupt OGG: the checksum of its page at byte {start} is wrong")
+        if number != numbers.get(stream, number - 1) + 1:
+            raise BadMedia(f"corrupt OGG: pages are missing before byte {start}")
+        numbers[stream] = number
+        start = end
+
+
+_REVERSED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # the bits of each byte in reverse
+
+
+def _ogg_checksum(page: bytes) -> int:
+    """Compute a CRC-32 as Ogg has it: zlib's polynomial, but highest bits first and nothing inverted."""
+    reflected = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return int(f"{reflected:032b}"[::-1], 2)
 
 
 # ---------------------------------------------------------------------------------------------------------- warnings

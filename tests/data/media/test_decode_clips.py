@@ -197,3 +197,27 @@ def test_clips_that_are_decoded_in_blocks_are_those_that_are_decoded_whole():
     made = decode_clip(encoded(samples, 44_100, "wav float"), 16_000)
     np.testing.assert_array_equal(made[: len(whole)], whole[: len(made)])
     assert abs(len(made) - len(whole)) <= 1
+
+
+@pytest.mark.parametrize("bits", ["PCM_S8", "PCM_16", "PCM_24"])
+def test_a_flac_whose_samples_are_not_those_of_its_checksum_is_bad(bits):
+    file = io.BytesIO()
+    soundfile.write(file, wave(5000, 2), 16_000, format="FLAC", subtype=bits)
+    data = bytearray(file.getvalue())
+    expected, _ = soundfile.read(io.BytesIO(data), dtype="float32")
+    np.testing.assert_array_equal(decode_clip(bytes(data), 16_000), expected.T.mean(axis=0))
+    data[30] ^= 1
+    with pytest.raises(BadMedia, match="corrupt FLAC: its samples are not those of its checksum"):
+        decode_clip(bytes(data), 16_000)
+
+
+def test_an_ogg_with_a_damaged_or_a_missing_page_is_bad():
+    data = encoded(wave(200_000), 16_000, "vorbis")
+    pages = [b"OggS" + page for page in data.split(b"OggS")[1:]]
+    middle = len(pages) // 2
+    damaged = bytearray(pages[middle])
+    damaged[-1] ^= 1
+    with pytest.raises(BadMedia, match="corrupt OGG: the checksum of its page at byte"):
+        decode_clip(b"".join((*pages[:middle], damaged, *pages[middle + 1 :])), 16_000)
+    with pytest.raises(BadMedia, match="corrupt OGG: pages are missing before byte"):
+        decode_clip(b"".join((*pages[:middle], *pages[middle + 1 :])), 16_000)

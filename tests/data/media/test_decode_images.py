@@ -12,6 +12,7 @@ import time
 import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -462,3 +463,23 @@ def test_an_error_of_the_file_itself_is_no_bad_media():
         Lost.good = good
         with pytest.raises(ConnectionResetError, match="lost"):
             read_image_size(Lost(encoded(image(), format)))
+
+
+def test_a_png_whose_chunks_are_out_of_order_and_a_bmp_of_colours_that_it_lacks_are_bad():
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 8, 0, 0, 0, 0))
+    packed = zlib.compress(bytes([0, 9, 9, 9, 9]) * 4)
+    text, end = png_chunk(b"tEXt", b"a\0b"), png_chunk(b"IEND", b"")
+    halves = png_chunk(b"IDAT", packed[:6]), png_chunk(b"IDAT", packed[6:])
+    start = b"\x89PNG\r\n\x1a\n"
+    assert (decode_image(start + header + text + b"".join(halves) + end) == 9).all()
+    with pytest.raises(BadMedia, match="it does not begin with its only IHDR chunk"):
+        decode_image(start + text + header + b"".join(halves) + end)
+    with pytest.raises(BadMedia, match="other chunks are between those of its pixels"):
+        decode_image(start + header + b"".join(halves) + text + png_chunk(b"IDAT", b"x") + end)
+    palette = b"".join(bytes((k, 0, 0, 0)) for k in range(3))
+    sizes = struct.pack("<IiiHHIIiiII", 40, 4, 1, 1, 8, 0, 4, 0, 0, 3, 0)
+    body = sizes + palette
+    for pixels, message in ((b"\0\1\2\2", None), (b"\0\1\2\3", "a colour beyond the 3 of its palette")):
+        data = struct.pack("<2sIHHI", b"BM", 18 + len(body), 0, 0, 14 + len(body)) + body + pixels
+        with pytest.raises(BadMedia, match=message) if message else nullcontext():
+            decode_image(data)
