@@ -437,7 +437,7 @@ FAULTS = (
         "runtime/run_trust.py",
         '        if key not in keys and not signed.has(f"{key}={text}"):',
         "        if key not in keys and False:",
-        ("runtime/test_run_trust.py::test_no_command_executes_what_a_run_of_others_says[evaluate]",),
+        ("runtime/test_run_trust.py::test_a_run_is_this_users_by_its_key_wherever_it_lies_and_nobody_elses",),
     ),
     Fault(
         "a command in Energon's split.yaml that is run",
