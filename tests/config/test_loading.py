@@ -449,3 +449,32 @@ def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_ro
         assert "training.steps=0: must be at least 1, or give training.epochs above 0" in message("tiny_omni", line)
     for endless in ("inf", "nan", "1e400"):
         assert "training.epochs" in message("tiny_omni", f"training.epochs={endless}")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (
+            ("optimizer.weight_decay=0.1", "optimizer=adamw"),
+            ("optimizer.weight_decay=0.1 is undone by optimizer=adamw",),
+        ),
+        (("units.llm.data=2", "units={}"), ("units.llm.data=2 is undone by units={}",)),
+        (("place=x", "run=y"), ("place=x and run=y set run twice",)),
+        (("steps=7", "training.steps=8"), ("steps=7 and training.steps=8 set training.steps twice",)),
+    ],
+)
+def test_an_override_or_argument_without_effect_is_refused_with_what_undoes_it(words, named, tmp_path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import replace\n"
+        "from mmjax.config.loading import sibling\n"
+        "base = sibling(__file__, 'tiny_omni')\n"
+        "def config(place='', steps='900'):\n"
+        "    whole = base.config()\n"
+        "    return replace(whole, run=place, training=replace(whole.training, steps=int(steps)))\n"
+    )
+    with pytest.raises(UserError) as raised:
+        load(path, words)
+    assert all(text in str(raised.value) for text in named)
+    assert load(path, ["place=x", "steps=700", "seed=3"]).training.steps == 700
+    assert load(path, ["seed=3", "seed=4"]).seed == 4  # of one key the last counts

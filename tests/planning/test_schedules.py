@@ -163,3 +163,10 @@ def test_stages_that_share_devices_run_as_one():
     )  # the encoders' worker waits once, for the first gradient
     before = StageGraph(((0, 2), (1, 2), (2, 3)), (0, 0, 0, 1))  # and together with the LLM's first layers
     assert make_schedule("1f1b", before, 4).in_flight_bound(0) == 2
+
+
+def test_stages_side_by_side_count_once_among_those_that_a_microbatch_passes():
+    encoders_before_llm = StageGraph(((0, 2), (1, 2), (2, 3), (3, 4)), (0, 1, 2, 3, 4))
+    assert encoders_before_llm.workers_in_turn == 4
+    # With virtual stages a worker is passed twice, and is one.
+    assert StageGraph(((0, 1), (1, 2), (2, 3)), (0, 1, 0, 1)).workers_in_turn == 2

@@ -54,7 +54,7 @@ def conversations(tmp_path, splits: tuple[str, ...]) -> list[str]:
     llava_folder.save_questions(tmp_path / "data", 16)
     data = tmp_path / "data" / "data.json"
     words = [f"checkpoint={tmp_path / 'llava'}", f"data={data}", f"images={data.parent / 'images'}"]
-    small = ("training.precision=float32", "batch.size.count=8", "batch.rows.llm=1", "batch.rows.vision=1")
+    small = ("training.precision=float32", "batch.size.count=8", "batch.rows.llm=8", "batch.rows.vision=8")
     return ["llava_style", *words, *small, *(f"data.sources.chat.{split}={data}" for split in splits)]
 
 
@@ -68,7 +68,7 @@ def test_the_commands_that_a_run_of_any_kind_names_work_wherever_it_lies(kind, t
         "preference": ["tiny_dpo"],
     }.get(kind) or conversations(tmp_path, ("validation",) if "validation" in kind else ())
     folder = tmp_path / "a run, moved's"
-    ended = run(capsys, train.main, *words, *SHORT, f"run={folder}", "data.workers=0", "device=cpu", "mesh.fsdp=1")
+    ended = run(capsys, train.main, *words, *SHORT, f"run={folder}", "data.workers=0", "device=cpu")
     assert ended.code == 0, ended.err
     commands = named_commands(ended.out)
     assert ("mmjax.evaluate" in [command[0] for command in commands]) == (kind != "chat")
