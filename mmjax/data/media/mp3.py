@@ -53,7 +53,8 @@ while head := requests.read(24):
     fault = ""
     try:
         with soundfile.SoundFile(file) as clip:
-            clip.seek(first)  # to 0 too, as soundfile.read does: it changes the last bit
+            if first:  # a seek to 0 would change the last bit of some samples
+                clip.seek(first)
             while len(block := clip.read(min(missing, (1 << 20) // clip.channels), "float32", True)):
                 missing -= len(block)
                 mono = block.T.mean(axis=0) if clip.channels > 1 else block[:, 0]
