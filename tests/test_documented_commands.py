@@ -77,7 +77,7 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
             "python -m mmjax.generate llava",
             "python -m mmjax.generate runs/mine",
         ],
-        "test_the_captions_example_in_data_md_trains": [
+        "test_the_captions_example_in_data_sources_md_trains": [
             "python -m mmjax.train captions.py",
         ],
     },
