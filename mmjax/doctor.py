@@ -263,14 +263,11 @@ def check_clocks(gpus: Gpus) -> Iterator[Finding]:
 
 def check_limits() -> Iterator[Finding]:
     """Check the limits of open files, and of locked memory where network adapters need it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # the hard one, to which every command raises it
     if _within(soft, LEAST_FILES):
-        limit = min(65536, 65536 if hard == resource.RLIM_INFINITY else hard)
-        remedy = f"ulimit -n {limit}"
-        if _within(hard, LEAST_FILES):
-            remedy = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
-            if _in_container():
-                remedy = "docker run --ulimit nofile=65536 IMAGE"
+        remedy = "echo '* - nofile 65536' | sudo tee -a /etc/security/limits.conf  # then log in again"
+        if _in_container():
+            remedy = "docker run --ulimit nofile=65536 IMAGE"
         yield Finding("limits", "broken", f"{soft} open files, fewer than {LEAST_FILES}", remedy)
         return
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -56,14 +56,14 @@ def test_each_planted_fault_is_named_with_a_command_that_mends_it(
         "NCCL_SOCKET_IFNAME": "nosuch0",
         "XDG_CACHE_HOME": "/proc/nowhere",
     }
-    code, found = diagnose(f"{mount}\nulimit -S -n 256", variables, *prefix)
+    code, found = diagnose(f"{mount}\nulimit -n 1000", variables, *prefix)
     assert code == 1
     wanted = {
         "driver": ("535.104.05 is too old for CUDA 13", "nvidia-driver-580-open"),
         "clocks": ("GPU clocks are locked below their maximum", "sudo nvidia-smi -rgc -rac"),
         "nccl": ("NCCL_SOCKET_IFNAME=nosuch0 names no interface", "unset NCCL_SOCKET_IFNAME"),
         "cache": ("/proc/nowhere/mmjax cannot be written", "export XDG_CACHE_HOME="),
-        "limits": ("256 open files, fewer than 4096", "ulimit -n "),
+        "limits": ("1000 open files, fewer than 4096", "nofile"),
     }
     if prefix:
         wanted["/dev/shm"] = ("64 MiB in all; data workers", "")
@@ -76,7 +76,7 @@ def test_each_planted_fault_is_named_with_a_command_that_mends_it(
         assert subprocess.run(["bash", "-n", "-c", finding["remedy"]]).returncode == 0
 
     # Mended by those commands; JAX is asked for a platform that is not there instead.
-    mend = "\n".join(["ulimit -S -n 256", *(found[name][0]["remedy"] for name in ("nccl", "limits"))])
+    mend = "\n".join(["ulimit -n 1000", *(found[name][0]["remedy"] for name in ("nccl", "limits"))])
     mend += f"\nexport XDG_CACHE_HOME={tmp_path}"
     more = {"JAX_PLATFORMS": "nosuch", "TMPDIR": str(tmp_path / "not there"), "MMJAX_COORDINATOR": "localhost"}
     code, mended = diagnose(mend, variables | {"PATH": os.environ["PATH"]} | more)
