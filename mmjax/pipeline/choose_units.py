@@ -207,7 +207,7 @@ def _tower_costs(
         # What the connector keeps of tokens is spread over the layers.
         saved = saved + has_backward * token_bytes(model, tower, batch, activation) / tower_config.layers
     unsaved = float(saved.max())
-    gathered = layer_backward_bytes(model, tower, unsaved, work.positions, sharding, activation) * has_backward
+    gathered = layer_backward_bytes(model, tower, unsaved, work, sharding, activation) * has_backward
     loss = loss_bytes(model, work.positions, sharding, activation, machine.loss_chunks) if tower == "llm" else 0.0
     trained, frozen, moments = _elements(config, tower)
     trained, frozen, moments = trained / tensor, frozen / tensor, moments / tensor

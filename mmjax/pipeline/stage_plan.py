@@ -287,7 +287,8 @@ def _fixed_bytes(
     stage, mesh = sharded.stage, sharded.mesh
     tower, trainable = stage.tower, sharded.trainable
     activation = ACTIVATION[config.training.precision]
-    positions = row_work(config.model, batch.shape)[tower].positions
+    work = row_work(config.model, batch.shape)[tower]
+    positions = work.positions
     parts = mesh.shape[TENSOR]
     sharding = ModelSharding(mesh.shape["fsdp"] * mesh.shape[CONTEXT] * parts, parts, parts)
     is_sink = stage.makes_loss and not stage.sends_states
@@ -303,7 +304,7 @@ def _fixed_bytes(
         # Computing in float32 needs no cast copy. The last stage's matrices are reordered before they are cast.
         cast = 0.0 if activation == MASTER else activation / MASTER * sharded.scanned
         copies = gradients + cast + (MASTER if is_sink else activation) * reordered
-        transient = layer_backward_bytes(config.model, tower, unsaved, positions, sharding, activation)
+        transient = layer_backward_bytes(config.model, tower, unsaved, work, sharding, activation)
     # A connector stands behind its encoder, or before its generator.
     if sharded.has_backward and tower != "llm" and (stage.first if stage.generates else stage.last):
         tokens = in_flight * token_bytes(config.model, tower, batch, activation)

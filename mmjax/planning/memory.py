@@ -124,6 +124,8 @@ ITEM_FIELDS = 6  # four-byte numbers per encoder position, beside its values
 ALIVE = 0.7
 # What a layer does not save but computes again: arrays as wide as the MLP, and float32 ones as wide as the layer.
 MLP_ARRAYS, STREAMS = 4, 4
+# Float32 scores and arrays as large, beside the saved ones. As compiled for CPUs: 2.2 to 3.6, by precision and policy.
+SCORE_ARRAYS = 3
 COPIES = 4  # arrays as wide as the layer of the copies of tokens that go to experts, and of their gradients
 ARRIVED = 5  # the same of tokens that come from other devices, before they are copied for their experts
 
@@ -204,8 +206,7 @@ def fixed_bytes(
     cast = 0 if activation == MASTER else activation
     accumulates = batch.microbatches > 1
     layer_peaks = [
-        layer_backward_bytes(model, tower, saved, work[tower].positions, sharding, activation)
-        for tower, saved in layers.items()
+        layer_backward_bytes(model, tower, saved, work[tower], sharding, activation) for tower, saved in layers.items()
     ]
     images, image_peaks = unet_bytes(model, work, frozen, activation)
     stem_peaks = [
@@ -413,10 +414,14 @@ def loss_bytes(model: ModelConfig, positions: int, sharding: ModelSharding, acti
 
 
 def layer_backward_bytes(
-    model: ModelConfig, tower: str, saved: float, positions: int, sharding: ModelSharding, activation: int
+    model: ModelConfig, tower: str, saved: float, work: Work, sharding: ModelSharding, activation: int
 ) -> float:
-    """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient."""
+    """Count the peak bytes of one layer's backward pass, its largest matrix gathered with a float32 gradient.
+
+    work: of the tower's rows, padding included (`row_work`).
+    """
     config = towers_of(model)[tower]
+    positions = work.positions
     layer = layer_sizes(config)
     parts = sharding.parts(tower)
     largest = layer.width * max(layer.mlp, layer.queries) / parts
@@ -426,8 +431,9 @@ def layer_backward_bytes(
         largest = max(largest, 2 * layer.width * experts.width * experts.count / (parts * sharding.experts))
         copied = dispatch_bytes(config, positions, sharding, activation)
     stream_parts = 1 if sharding.sequence_parallel == "off" else parts
+    scores = SCORE_ARRAYS * MASTER * layer.heads / parts * work.pairs if config.attention == "dense" else 0.0
     again = positions * (MLP_ARRAYS * layer.mlp * activation / parts + STREAMS * MASTER * layer.width / stream_parts)
-    return ALIVE * (saved + again) + copied + ((activation + MASTER) * largest if sharding.shards > 1 else 0)
+    return ALIVE * (saved + again) + scores + copied + ((activation + MASTER) * largest if sharding.shards > 1 else 0)
 
 
 def stem_backward_bytes(encoder: AudioConfig, positions: int, activation: int) -> float:

@@ -13,6 +13,7 @@ import pytest
 from tiny_run import tiny_config
 
 from mmjax.autotune import memory_plan
+from mmjax.autotune.compile_memory import compiled_bytes
 from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.autotune.memory_plan import (
     ActivationTracer,
@@ -24,7 +25,7 @@ from mmjax.autotune.memory_plan import (
     plan_memory_on_mesh,
     suggest_settings,
 )
-from mmjax.config import Config, MeshConfig
+from mmjax.config import AdamW, Config, DecoderConfig, MeshConfig, ModelConfig
 from mmjax.config.loading import apply_overrides
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import Topology
@@ -33,8 +34,8 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import Device, Rates, parse_cluster
-from mmjax.planning.memory import ModelSharding
-from mmjax.planning.remat import MemoryLimit, MemoryPlan
+from mmjax.planning.memory import ACTIVATION, DeviceBatch, ModelSharding
+from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.step_time import Speed
 from mmjax.runtime import devices
 from mmjax.training.announce import describe_memory_plan, replication_warning
@@ -94,9 +95,25 @@ def test_more_shards_and_more_microbatches_need_less(layouts):
     assert sum(smaller.activations.values()) < sum(whole.activations.values())
 
 
+@pytest.mark.default_cases("float32-full")
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_step_with_dense_attention_of_long_rows_takes_what_is_predicted(precision, remat):
+    """To 20%: 3 layers of 5.0, 8.2, 4.4 and 11.2 GB, of which no more than a ninth is anything but scores."""
+    model = ModelConfig(DecoderConfig(3, 128, 4, 2, head_width=32, mlp_width=336, vocab=64, tied=True, remat=remat))
+    config = replace(tiny_config(), model=model, mesh=MeshConfig(1), optimizer=AdamW())
+    config = replace(config, training=replace(config.training, precision=precision, loss_chunks=1))
+    batch = DeviceBatch({"llm": (8, 3072)}, {})
+    saved = [{"llm": saved_bytes_per_layer(model, "llm", batch.shape["llm"], precision)}]
+    activation = ACTIVATION[precision]
+    alone, limit = ModelSharding(), MemoryLimit(0)
+    predicted = plan_memory(model, [batch], saved, alone, activation, config.optimizer, SPEED, limit, (1,)).device
+    assert predicted == pytest.approx(compiled_bytes(config, batch, jax.devices()[:1]), rel=0.2)
+
+
 def test_a_loss_in_chunks_needs_less(layouts):
     made = tiny_config()
-    made = replace(made, model=replace(made.model, llm=replace(made.model.llm, vocab=4400)))
+    made = replace(made, model=replace(made.model, llm=replace(made.model.llm, vocab=4400, attention="blockwise")))
     whole, chunked = (
         fitted(layouts, np.inf, replace(made, training=replace(made.training, loss_chunks=n))) for n in (1, 4)
     )
@@ -115,7 +132,7 @@ def test_a_memory_between_is_filled_with_a_mix_of_policies(layouts):
 
 
 @pytest.mark.default_cases("0.7")
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.6])
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.65])
 def test_the_nearest_run_that_fits_does_fit(layouts, share):
     least = fitted(layouts, 1e-9)
     assert not least.fits
