@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Where it is set, every process that a test starts would compile all modules anew: 6 of its 9 s of start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import jax
