@@ -25,6 +25,7 @@ SMALL = (
     "training.checkpoint_every=0",
     "schedule.warmup=1",
     "batch.size.count=8",
+    "batch.shapes=1",
     "batch.rows.llm=1",
     "mesh.fsdp=1",
     "device=cpu",

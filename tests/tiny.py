@@ -28,7 +28,7 @@ def config() -> Config:
         base,
         name="tiny",
         data=replace(base.data, sources={"few": source}, workers=0),
-        batch=BatchConfig(size=Samples(8), rows={"llm": 4}),
+        batch=BatchConfig(size=Samples(8), rows={"llm": 4}, shapes=2),
         model=replace(
             base.model, llm=replace(base.model.llm, layers=2, width=32, head_width=8, mlp_width=48), encoders={}
         ),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import TINY_MEDIA, run
+from commands import TINY, TINY_MEDIA, run
 from llava_folder import save_checkpoint, save_questions
 
 from mmjax import evaluate, train
@@ -140,11 +140,10 @@ def test_the_best_checkpoint_outlives_newer_ones():
     assert Retention(2, best=10).steps_to_remove([5, 10, 15, 20, 25]) == [5, 15]
 
 
-def test_training_keeps_the_best_checkpoint_and_ends_when_nothing_improves(tmp_path, capsys):
+def test_training_keeps_the_best_checkpoint_and_ends_when_nothing_improves(folder, capsys):
     """With a learning rate of 0 every evaluation equals the first, which stays the best."""
-    folder = tmp_path / "run"
     words = (
-        TINY_MEDIA, f"run={folder}", "training.steps=40", "training.evaluate_every=2", "training.keep=1",
+        TINY, f"run={folder}", "training.steps=40", "training.evaluate_every=2", "training.keep=1",
         "training.keep_best=validation/loss", "training.patience=2", "training.evaluate_samples=4",
         "optimizer.learning_rate=0", "optimizer.weight_decay=0", "schedule.warmup=0",
     )  # fmt: skip

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -66,7 +67,12 @@ def compiled(
 ) -> tuple[Executor, list[Collective]]:
     """The programs, and of the one that accumulates gradients the collectives of these kinds that carry this width."""
     executor, text, _ = compiled_text(made, mesh, batch)
-    return executor, [c for c in collectives_in(text, kinds) if any(width in shape for shape in c.shapes)]
+    return executor, of_width(collectives_in(text, kinds), width)
+
+
+def of_width(found: Sequence[Collective], width: int = WIDTH) -> list[Collective]:
+    """Those that carry this width."""
+    return [c for c in found if any(width in shape for shape in c.shapes)]
 
 
 def compiled_text(made: Config, mesh: MeshConfig, batch: Microbatch) -> tuple[Executor, str, str]:
@@ -113,20 +119,31 @@ def test_a_plan_that_must_exchange_has_one_all_to_all_forward_and_one_backward_f
     assert_parameters_only(executor, [c for c in found if c.kind != "all-to-all"])
 
 
-@pytest.mark.default_cases("data=8")
+@pytest.fixture(scope="module")
+def where_nothing_moves(tmp_path_factory) -> Callable[[MeshConfig], tuple[Microbatch, Executor, str, str]]:
+    """A batch of a plan that moves nothing, and its `compiled_text` on a mesh."""
+
+    @cache
+    def on(mesh: MeshConfig) -> tuple[Microbatch, Executor, str, str]:
+        made = config(NoBalance())
+        batch = first_batch(made, tmp_path_factory.mktemp("index"), Topology(RANKS, RANKS, RANKS))
+        return batch, *compiled_text(made, mesh, batch)
+
+    return on
+
+
+@pytest.mark.default_cases("fsdp=8")
 @pytest.mark.parametrize("mesh", [MeshConfig(8), MeshConfig(1, fsdp=8)], ids=["data=8", "fsdp=8"])
-def test_a_plan_that_moves_nothing_has_no_collective(mesh, tmp_path):
-    made = config(NoBalance())
-    batch = first_batch(made, tmp_path, Topology(RANKS, RANKS, RANKS))
+def test_a_plan_that_moves_nothing_has_no_collective(mesh, where_nothing_moves):
+    batch, executor, text, _ = where_nothing_moves(mesh)
     assert all(send.shape[-1] == 0 for send in batch.text.send.values())
-    executor, found = compiled(made, mesh, batch)
-    assert_parameters_only(executor, found)
+    assert_parameters_only(executor, of_width(collectives_in(text, MOVING)))
 
 
-def test_under_fsdp_layers_are_gathered_one_at_a_time_in_their_scan_and_no_rank_has_the_tokens_of_others(tmp_path):
-    made = config(NoBalance())
-    batch = first_batch(made, tmp_path, Topology(RANKS, RANKS, RANKS))
-    executor, text, warnings = compiled_text(made, MeshConfig(1, fsdp=8), batch)
+def test_under_fsdp_layers_are_gathered_one_at_a_time_in_their_scan_and_no_rank_has_the_tokens_of_others(
+    where_nothing_moves,
+):
+    batch, executor, text, warnings = where_nothing_moves(MeshConfig(1, fsdp=8))
     assert "rematerialization" not in warnings
     sharded = [x for x in paths(executor.abstract.trainable).values() if x.ndim == 3]
     found = collectives_in(text, (*MOVING, "all-reduce"))

@@ -29,7 +29,7 @@ def config():
     return replace(
         base,
         data=replace(base.data, sources={"embedded": source}),
-        batch=BatchConfig(Samples(8), {"llm": 2, "vision": 2}, grouping=PackGrouping(chunk_steps=STEPS)),
+        batch=BatchConfig(Samples(8), {"llm": 2, "vision": 2}, grouping=PackGrouping(chunk_steps=STEPS), shapes=2),
         model=replace(base.model, encoders={"vision": vision}),
     )
 

@@ -40,6 +40,7 @@ SMALL = (
     "optimizer.learning_rate=1e-2",
     "schedule.warmup=1",
     "batch.size.count=8",
+    "batch.shapes=2",
     "batch.rows.llm=4",
     "batch.rows.vision=4",
     "device=cpu",

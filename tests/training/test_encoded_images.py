@@ -61,7 +61,7 @@ def encoding_words(folder: Path, kind: str) -> list[str]:
         f"{GENERATOR}.images=fixed_size",
         f"{GENERATOR}.images.resize=8,12",
         f"{GENERATOR}.images.crop=8,12",
-        *("batch.size.count=8", "data.workers=0", "data.sources.drawings.test="),
+        *("batch.size.count=8", "batch.shapes=1", "data.workers=0", "data.sources.drawings.test="),
     ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tiny_run import MESHES, gradients, load_steps, make_executor, paths, weights
+from tiny_run import MESHES, gradients, load_steps, make_executor, one_shape, paths, weights
 
 from mmjax.config import Config
 from mmjax.config.loading import load
@@ -35,7 +35,7 @@ def setting(trained: str, llm: int, vision: int, picture: int) -> Config:
     config = load("tiny_draw" if trained == "all" else "mmscale", [*words, "data.workers=0"])
     layers = {"llm": llm, "vision": vision, "picture": picture}
     changes = {tower: {"layers": count, "remat": "none"} for tower, count in layers.items()}
-    return replace(config, model=with_changes(config.model, changes))
+    return one_shape(replace(config, model=with_changes(config.model, changes)))
 
 
 @pytest.fixture(scope="module")

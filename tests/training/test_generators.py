@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from drawing import PICTURE, drawing_config
-from tiny_run import MESHES, gradients, load_steps, make_executor, scattered, state_with, worst_leaf
+from tiny_run import MESHES, gradients, load_steps, make_executor, one_shape, scattered, state_with, worst_leaf
 
 from mmjax.batch import PADDING
 from mmjax.config import LoraConfig, NoBalance, PostBalance
@@ -26,7 +26,7 @@ def loaded(tmp_path_factory):
 
     @cache
     def load(topology: Topology, balance: PostBalance | NoBalance = APART):
-        config = drawing_config()
+        config = one_shape(drawing_config())
         config = replace(config, batch=replace(config.batch, balance=balance))
         return load_steps(config, tmp_path_factory.mktemp("index"), 1, topology)[0]
 

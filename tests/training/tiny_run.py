@@ -92,6 +92,11 @@ def tiny_config(**changes: Any) -> Config:
     return replace(config, **changes)
 
 
+def one_shape(config: Config) -> Config:
+    """The same with microbatches of one shape, so that each program is compiled once."""
+    return replace(config, batch=replace(config.batch, shapes=1))
+
+
 def load_steps(config: Config, folder: Path, steps: int, topology: Topology = ONE_RANK) -> list[tuple[Microbatch, ...]]:
     """The microbatches of the first steps of the config's data, for these ranks, by its own planner and loader."""
     index = build_index(open_sources(config, "train", folder), config.model.item_modules)
