@@ -118,7 +118,7 @@ class Studio:
             if self._live["version"] != live_version:
                 newer["live"] = self._live
         with suppress(OSError):
-            seconds = max(0.0, time.time() - self.run.folder.metrics.stat().st_mtime)  # clocks differ
+            seconds = time.time() - self.run.folder.metrics.stat().st_mtime
             newer["age"] = f"last step {clock(seconds)} ago{self._standstill(seconds)}"
         if (number := self._asked_version) != questions_version:
             html = templates().get_template("parts.html").module.asked(list(self._asked)[::-1])

@@ -159,7 +159,10 @@ class HfFolder:
         )
 
     def _indexed_tensors(self) -> dict[str, Stored]:
-        """Locate the tensors of several files; of a name in two of them, the index says which counts."""
+        """Locate the tensors of several files; of a name in two of them, the index says which counts.
+
+        Where the index has a name twice, its last value counts, as in transformers.
+        """
         weights = read_json(self.path / self.index).get("weight_map")
         if not isinstance(weights, dict):
             raise UserError(f"{self.path / self.index} has no weight_map; save the checkpoint again")

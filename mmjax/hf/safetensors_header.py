@@ -1,5 +1,7 @@
 """Read the header of a safetensors file, and accept exactly the files that the safetensors library accepts.
 
+But for one bound: a header of more than `MAX_VALUES`, some 300,000 tensors, would take gigabytes as Python's objects.
+
 A file is 8 bytes with the header's length, the header (JSON: by tensor its dtype, shape and bytes), and then the bytes
 of all tensors, which leave nothing out and lie nowhere twice. The library itself maps files, and says nothing of where
 a tensor lies. Its JSON is stricter than Python's: no NaN, no number beyond float64, no half of a surrogate pair, at
@@ -18,6 +20,7 @@ from typing import Any
 from mmjax.errors import UserError
 
 MAX_HEADER = 100_000_000  # bytes, the format's own
+MAX_VALUES = 1 << 21  # of a header: names, texts, numbers, lists and objects
 MAX_DEPTH = 127  # of objects and lists inside each other
 MAX_INTEGER = 2**64 - 1  # of a shape, an offset, and a tensor's bits
 BITS = {
@@ -75,6 +78,9 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 def _entries(header: bytes) -> list[tuple[str, Any]]:
     """Parse a header to the name and description of every tensor."""
+    # Each value but the first stands behind one of these.
+    if sum(map(header.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise _Malformed(f"its header has more than {MAX_VALUES:,} values, divide it into several files")
     try:
         text = header.decode()
         parsed = json.loads(

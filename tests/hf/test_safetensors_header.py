@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from mmjax.errors import UserError
 from mmjax.hf.folder import HfFolder
-from mmjax.hf.safetensors_header import BITS, read_header
+from mmjax.hf.safetensors_header import BITS, MAX_VALUES, read_header
 
 DATA = np.arange(1, 3, dtype=np.float32).tobytes()
 ONE = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
@@ -303,3 +303,13 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_never_waited_for(tmp_path:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"model\.safetensors is no whole safetensors file: it is no regular file"):
         read_header(tmp_path / "model.safetensors")
+
+
+def test_a_header_of_too_many_values_is_refused_before_it_is_parsed_and_one_long_text_is_not(tmp_path: Path) -> None:
+    """Each value takes up to 200 bytes, and a text what it is."""
+    for name, text in {"values": "[" + "[]," * (MAX_VALUES // 2) + "0]", "text": '"' + "a" * 3_000_000 + '"'}.items():
+        header = f'{{"__metadata__":{{"a":{text}}}}}'.encode()
+        (tmp_path / name).write_bytes(struct.pack("<Q", len(header)) + header)
+    assert read_header(tmp_path / "text") == {}
+    with pytest.raises(UserError, match=r"its header has more than 2,097,152 values"):
+        read_header(tmp_path / "values")

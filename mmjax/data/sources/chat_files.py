@@ -152,6 +152,7 @@ def parse_question(
         answer, answers = candidates[0], tuple(candidates)
     if not isinstance(question, str) or not isinstance(answer, str):
         raise BadSample("has no question" if not isinstance(question, str) else "has no answer")
+    _check_characters(len(question) + len(answer))
     # LLaVA's convention for questions without a marker.
     if not MARKER.search(question):
         question = "".join(f"<{medium}>" * len(files) for medium, files in media.items()) + question
@@ -451,6 +452,7 @@ def _parts(content: Any, number: int, unread: list[str]) -> Iterator[str | tuple
     """
     # marked_parts cuts LLaVA's "<image>" out of a string; lists of parts have no markers in their texts.
     if isinstance(content, str):
+        _check_characters(len(content))
         yield from ((part, None) if isinstance(part, MediaPlace) else part for part in split_markers(content))
         return
     if not isinstance(content, Sequence):
@@ -488,14 +490,20 @@ def _check_trainable(messages: Sequence[Message]) -> None:
 
 def _check_texts(messages: Sequence[Message]) -> None:
     """Raise BadSample where a text is not Unicode, or longer than any model reads."""
-    text = "".join(part for message in messages for part in message.parts if isinstance(part, str))
-    if len(text) > MAX_CHARACTERS:
-        raise BadSample(f"has {len(text):,} characters of text, more than {MAX_CHARACTERS:,}")
+    texts = [part for message in messages for part in message.parts if isinstance(part, str)]
+    _check_characters(sum(map(len, texts)))
     # JSON can escape half a pair, which is no text: tokenizers would fail on it.
     try:
-        text.encode()
+        for text in texts:
+            text.encode()
     except UnicodeEncodeError:
         raise BadSample("has half of a surrogate pair in its text") from None
+
+
+def _check_characters(count: int) -> None:
+    """Raise BadSample for more text than any model reads, before it is copied."""
+    if count > MAX_CHARACTERS:
+        raise BadSample(f"has {count:,} characters of text, more than {MAX_CHARACTERS:,}")
 
 
 def _seconds(record: Mapping[str, Any], key: str) -> float | None:

@@ -183,22 +183,29 @@ def _count_in_worker(chunk: range) -> TokenCounts:
 
 
 def _lengths(chunk: range, conversations: Conversations, chat: Chat) -> TokenCounts:
-    readable = {}
-    bad = {}  # reasons by index
-    for index in chunk:
-        try:
-            readable[index] = conversations.conversation(index)
-        except BadSample as error:
-            bad[index] = str(error)
-    # Readable conversations are tokenized as one batch.
     tokens = np.zeros(len(chunk), np.int32)
     content = np.zeros(len(chunk), np.uint64)
-    for index, count in zip(readable, chat.text_tokens(list(readable.values())), strict=True):
+    bad = {}  # reasons by index
+    readable = []  # indices
+
+    def read() -> Iterator[Conversation]:
+        for index in chunk:
+            try:
+                conversation = conversations.conversation(index)
+            except BadSample as error:
+                bad[index] = str(error)
+                continue
+            readable.append(index)
+            content[index - chunk.start] = _content(conversation)
+            yield conversation
+
+    for position, count in enumerate(chat.text_tokens(read())):
+        index = readable[position]
         if isinstance(count, BadSample):
             bad[index] = str(count)
+            content[index - chunk.start] = 0
         else:
             tokens[index - chunk.start] = count
-            content[index - chunk.start] = _content(readable[index])
     indices = sorted(bad)
     return TokenCounts(tokens, content, np.array(indices, np.int64), np.array([bad[k] for k in indices], np.str_))
 

@@ -57,7 +57,7 @@ Progress = Callable[[int], None]  # called with the number of records done
 _VERSION = "5"
 _ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
 _THREADS = 96  # files requested at a time where storage is slow
-_SLOW = 0.003  # seconds; storage is slow once 4 records in a row take longer than this,
+_SLOW = 0.003  # seconds; storage is slow once 4 records in a row take longer than this, nearly all of it waiting,
 _LATENCY_LIMIT = 32  # since each adds 8 to a count that a fast one lowers by 1
 _CHUNK = 2048  # records between two decisions whether to write
 _SECONDS = 5.0  # between two writes: the work that a killed run loses
@@ -192,9 +192,11 @@ def read_facts(
         for chunk in (records[k : k + _CHUNK] for k in range(0, len(records), _CHUNK)):
             facts: list[_RecordFacts] = []
             while latency < _LATENCY_LIMIT and len(facts) < len(chunk):
-                start = time.perf_counter()
+                start, working = time.perf_counter(), time.thread_time()
                 facts.append(read_record(chunk[len(facts)]))
-                latency = latency + 8 if time.perf_counter() - start > _SLOW else max(0, latency - 1)
+                # Threads would not parse long records sooner, and would have many in memory.
+                slow = time.perf_counter() - start > max(_SLOW, 5 * (time.thread_time() - working))
+                latency = latency + 8 if slow else max(0, latency - 1)
             # All that is left of the chunk once storage is slow, else nothing.
             facts += pool.map(read_record, chunk[len(facts) :])
             chunks.append(_as_arrays(chunk.start, facts))

@@ -27,6 +27,7 @@ from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample, Conversation, Medium
 from mmjax.data.sources.chat_files import (
     KEYS,
+    MAX_CHARACTERS,
     Record,
     parse_chat,
     parse_preference,
@@ -42,6 +43,7 @@ from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import (
     FileRef,
     Unreadable,
+    check_bytes,
     check_unchanged,
     file_at,
     filesystem,
@@ -60,9 +62,9 @@ COLUMNS = {  # names that columns usually have, by what they hold
     "audio": ("audio", "audios"),
     "videos": ("videos", "video"),
 }
-MAX_UNPACKED = 1 << 28  # bytes of a row group's column that are unpacked together
+MAX_UNPACKED = 1 << 27  # bytes of a row group's column that are unpacked together
 MAX_PAGE = 3 << 27  # bytes of a page, which is unpacked as a whole
-MAX_CACHED = 1 << 28  # bytes of unpacked stretches that stay in memory
+MAX_CACHED = 1 << 28  # bytes of unpacked stretches in memory: of a text and a media column, which take turns
 MAX_GROUP_VALUES = 1 << 24  # of a row group's column; as indices and offsets they take 16 bytes each
 _BUFFER = 1 << 20  # bytes that are read of a column chunk at a time
 # By `ParquetSource.answers`, the columns of several answers to a prompt that must be there, and those that may.
@@ -238,13 +240,18 @@ class _Stretches:
         """Return a stretch, read where it is not here. Raises as `_File.read_stretch`."""
         key = (file, group, leaf, number)
         if (array := self._arrays.get(key)) is None:
+            self._make_room(MAX_CACHED - MAX_UNPACKED)
             array = file.read_stretch(group, leaf, number)
         with self._lock:
             self._arrays[key] = array
             self._arrays.move_to_end(key)
-            while len(self._arrays) > 1 and sum(a.nbytes for a in self._arrays.values()) > MAX_CACHED:
-                self._arrays.popitem(last=False)
         return array
+
+    def _make_room(self, size: int) -> None:
+        """Drop what was used longest ago, until so many bytes stay."""
+        with self._lock:
+            while self._arrays and sum(array.nbytes for array in self._arrays.values()) > size:
+                self._arrays.popitem(last=False)
 
 
 class _File:
@@ -256,7 +263,7 @@ class _File:
         self._spool = spool
         self._cache = cache
         self._metadata: pyarrow.parquet.FileMetaData | None = None  # so that it is read once
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # so that threads that need the same stretch read it once
         try:
             self.stamp = file_at(path).stamp()
             # By which it is known again: a converted table by its name, which is what it holds.
@@ -284,17 +291,25 @@ class _File:
         """Read a row's values by column, and of each column only the given leaf. Raises BadSample."""
         group = int(np.searchsorted(self.starts, row, side="right")) - 1
         row_in_group = row - int(self.starts[group])
-        if self._spool is not None:
-            return {leaf.partition(".")[0]: self._copied(group, leaf)[row_in_group].as_py() for leaf in leaves}
-        with self._lock:  # so that threads that need the same stretch read it once
-            return {leaf.partition(".")[0]: self._cached(group, leaf, row_in_group) for leaf in leaves}
+        read = self._cached if self._spool is None else self._copied
+        return {leaf.partition(".")[0]: self._value(read(group, leaf, row_in_group), row, leaf) for leaf in leaves}
 
-    def _cached(self, group: int, leaf: str, row: int) -> Any:
+    def _value(self, cell: pyarrow.Array, row: int, leaf: str) -> Any:
+        """Convert a cell, an array of one value. Raises BadSample for a text that is longer than any that is read."""
+        if not pyarrow.types.is_nested(cell.type) and not pyarrow.types.is_binary(cell.type):
+            check_bytes(f"{self.path}::{leaf}[{row}]", cell.nbytes, 4 * MAX_CHARACTERS)
+        return cell[0].as_py()
+
+    def _cached(self, group: int, leaf: str, row: int) -> pyarrow.Array:
         number, row_in_stretch = divmod(row, self._rows_of_stretch(group, leaf))
-        return self._cache.get(self, group, leaf, number)[row_in_stretch].as_py()
+        with self._lock:
+            return self._cache.get(self, group, leaf, number).slice(row_in_stretch, 1)
 
-    def _copied(self, group: int, leaf: str) -> pyarrow.ChunkedArray:
-        """Memory-map a leaf of a row group, copied as an Arrow file. Raises UserError where the file has changed."""
+    def _copied(self, group: int, leaf: str, row: int) -> pyarrow.Array:
+        """Read a cell of a row group's leaf, which is copied as an Arrow file and memory-mapped.
+
+        Raises UserError where the file has changed.
+        """
 
         def write(file: BinaryIO, reserve: Callable[[int], None]) -> None:
             size = pyarrow.MockOutputStream()
@@ -309,7 +324,8 @@ class _File:
 
         with self._spool.open(f"{self.path} {self.stamp} {group} {leaf}", write) as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # stays when the file is closed
-        return pyarrow.ipc.open_file(pyarrow.py_buffer(mapped)).read_all().column(0)
+        column = pyarrow.ipc.open_file(pyarrow.py_buffer(mapped)).read_all().column(0)
+        return column.slice(row, 1).chunk(0)
 
     def read_stretch(self, group: int, leaf: str, number: int) -> pyarrow.Array:
         """Read a stretch of one leaf of a row group. Raises BadSample, and UserError where the file has changed."""

@@ -34,7 +34,7 @@ from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_questi
 from mmjax.data.sources.json_records import load_json
 from mmjax.data.sources.media_sizes import KnownFiles, describe_fault
 from mmjax.data.sources.processors import PROBES
-from mmjax.data.storage.archives import ARCHIVE_FAULTS, MediaFolder, tar_members
+from mmjax.data.storage.archives import ARCHIVE_FAULTS, MediaFolder
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import (
     MAX_BYTES,
@@ -54,6 +54,7 @@ from mmjax.data.storage.files import (
     retry,
 )
 from mmjax.data.storage.spool import PIPE, Forward, Spool, StreamFile, is_stream, locked, open_stream
+from mmjax.data.storage.tar_headers import tar_members
 from mmjax.errors import BadMedia, UserError
 
 ENERGON = ".nv-meta"  # folder of a data set that Megatron Energon has prepared
@@ -69,7 +70,6 @@ _TEXTS = ("txt", "text", "caption", "cap")
 _VERSION = "1"  # of the index
 _NAMES = ("starts", "first", "key", "where", "extension")
 _STREAM_NAMES = (*_NAMES, "size", "digest", "text_start", "text")  # of a shard that is a stream
-_BLOCK = 512  # bytes of a .tar
 MAX_MEMBERS = 1_000_000  # of a shard
 MAX_NAMES = 1 << 28  # bytes of the names of a shard's members, each as long as the longest
 _SHORT = 4096  # bytes of a member that a stream's index has, whatever it is
@@ -402,18 +402,13 @@ def _index(
 
 
 def _members_of(shard: str, opened: BinaryIO | Forward) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, start and stop of each file in a shard. Raises UserError where it is cut off."""
-    end = 0
-    for member, following in tar_members(opened):
-        end = following
+    """Yield the name, start and stop of each file in a shard. Raises as `tar_members`, and UserError for holes."""
+    for member in tar_members(opened):
         name = os.path.normpath(member.name)
-        if member.issparse():
+        if member.kind == "sparse":
             raise UserError(f"{shard} has {name} with holes (tar --sparse); write it again without")
-        if member.isreg() and "." in (base := os.path.basename(name)) and not base.startswith((".", "__")):
-            yield name, member.offset_data, member.offset_data + member.size
-    opened.seek(end)
-    if opened.read(_BLOCK) != bytes(_BLOCK):  # else a whole .tar and one cut between members look the same
-        raise UserError(f"{shard} is cut off: it has no end; make or fetch it again")
+        if member.kind == "file" and "." in (base := os.path.basename(name)) and not base.startswith((".", "__")):
+            yield name, member.start, member.stop
 
 
 def _join(indexed: Sequence[tuple[File | StreamFile, Path]], cache: Path) -> Path:

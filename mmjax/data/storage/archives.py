@@ -9,7 +9,6 @@ import os
 import posixpath
 import stat
 import struct
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from mmjax.data.storage.files import (
     is_url,
     one_line,
 )
+from mmjax.data.storage.tar_headers import tar_members
 from mmjax.errors import UserError
 from mmjax.hub import repository_of
 
@@ -47,12 +47,10 @@ _NAMES = ("name", "where")  # arrays of an archive's index
 _LINK = 2
 _ENCRYPTED = 3
 _METHOD = 4
-MAX_TAR_HEADER = 1 << 20  # bytes; extended ones hold long names
-# What tarfile, zipfile and decompressors raise for damaged archives, RecursionError for one extended header in another.
+# What zipfile, decompressors and `tar_members` raise for damaged archives.
 ARCHIVE_FAULTS = (
     OSError,
     EOFError,
-    tarfile.TarError,
     zipfile.BadZipFile,
     zlib.error,
     lzma.LZMAError,
@@ -216,40 +214,10 @@ def _zip_members(opened: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _tar_members(opened: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for member, _ in tar_members(opened):
-        if not member.isdir():
-            regular = member.isreg() and not member.issparse()
-            start = member.offset_data
-            kind = 0 if regular else _LINK if member.islnk() or member.issym() else _METHOD
-            yield posixpath.normpath(member.name), (start, start + member.size, member.size, kind, -1)
-
-
-def tar_members(opened: Any) -> Iterator[tuple[tarfile.TarInfo, int]]:
-    """Yield the members of a .tar, which is read from its beginning on, and where the next one's header would be.
-
-    No header of more than `MAX_TAR_HEADER` is read, and nothing is collected. Raises TarError for one, and for a member
-    that reaches backwards.
-    """
-    with tarfile.open(fileobj=_TarHeaders(opened), mode="r:") as archive:
-        while (member := archive.next()) is not None:
-            archive.members.clear()
-            if member.size < 0 or member.offset_data < member.offset:
-                raise tarfile.ReadError(f"{member.name!r} has a negative size")
-            yield member, archive.offset
-
-
-class _TarHeaders:
-    """Give tarfile what it reads of a file, which are headers and single bytes."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.seek = file.seek
-        self.tell = file.tell
-
-    def read(self, size: int) -> bytes:
-        if not 0 <= size <= MAX_TAR_HEADER:
-            raise tarfile.ReadError(f"it has a header of {size:,} bytes")
-        return self._file.read(size)
+    for member in tar_members(opened):
+        if member.kind != "directory":
+            kind = {"file": 0, "link": _LINK}.get(member.kind, _METHOD)
+            yield posixpath.normpath(member.name), (member.start, member.stop, member.size, kind, -1)
 
 
 def data_url(url: str) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +49,7 @@ from mmjax.errors import UserError
 from mmjax.hub import checkpoint_folder
 
 BATCH = 1024  # conversations that are tokenized at once
+BATCH_CHARACTERS = 1 << 18  # of their texts, unless one alone is longer; each takes up to 1.5 KB meanwhile
 PROMPT_END = 32  # tokens at the end of a prompt that are compared first
 PROMPT_ENDS = 1024  # cached tokenizations of such ends
 # Not allowed in a text: halves of UTF-16 surrogate pairs, and the marks around generated text.
@@ -133,20 +134,32 @@ class Chat:
         stop = next((k for k, token in enumerate(tokens) if token in self.tokenizer.ends), len(tokens))
         return self.tokenizer.decode(tokens[:stop], skip_special=True).strip()
 
-    def text_tokens(self, conversations: Sequence[Conversation]) -> list[int | BadSample]:
-        """Count the text tokens of each conversation without its media, or return why `sample` refuses it."""
+    def text_tokens(self, conversations: Iterable[Conversation]) -> list[int | BadSample]:
+        """Count the text tokens of each conversation without its media, or return why `sample` refuses it.
+
+        No more conversations are held than are tokenized at once.
+        """
         counts: list[int | BadSample] = []
-        for first in range(0, len(conversations), BATCH):
-            batch = conversations[first : first + BATCH]
-            lines = [_or_bad(self._lines, conversation) for conversation in batch]
-            texts = [line.text for of_one in lines if isinstance(of_one, list) for line in of_one]
-            encoded = iter(self.tokenizer.encode_all(texts))
-            for conversation, of_one in zip(batch, lines, strict=True):
-                if isinstance(of_one, list):
-                    counts.append(_or_bad(self._count, conversation, of_one, [next(encoded) for _ in of_one]))
-                else:
-                    counts.append(of_one)
-        return counts
+        batch: list[tuple[Conversation, list[TokenizerInput] | BadSample]] = []
+        characters = 0
+        for conversation in conversations:
+            lines = _or_bad(self._lines, conversation)
+            batch.append((conversation, lines))
+            characters += 0 if isinstance(lines, BadSample) else sum(len(line.text) for line in lines)
+            if len(batch) >= BATCH or characters >= BATCH_CHARACTERS:
+                counts += self._counts(batch)
+                batch, characters = [], 0
+        return counts + self._counts(batch)
+
+    def _counts(self, batch: Sequence[tuple[Conversation, list[TokenizerInput] | BadSample]]) -> list[int | BadSample]:
+        texts = [line.text for _, lines in batch if not isinstance(lines, BadSample) for line in lines]
+        encoded = iter(self.tokenizer.encode_all(texts))
+        return [
+            lines
+            if isinstance(lines, BadSample)
+            else _or_bad(self._count, conversation, lines, [next(encoded) for _ in lines])
+            for conversation, lines in batch
+        ]
 
     def _count(
         self, conversation: Conversation, lines: Sequence[TokenizerInput], encoded: Sequence[Encoded | BadSample]

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from mmjax.data.text.text_growth import GrowingText, check_growth
 from mmjax.data.toy.dataset import BEFORE_ITEM, END, PASSAGE, QUESTION, STRIDE
 from mmjax.disk import read_json
 from mmjax.errors import UserError
+
+MAX_TOKENS = 1 << 21  # of a text; each takes some 400 bytes meanwhile
+LONG = 1 << 18  # characters of a text whose tokens are counted first, piece by piece
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,16 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, around: bool = False) -> Encoded:
-        """Tokenize a text, parsing special tokens in it; around: add the tokens before and after it."""
+        """Tokenize a text, parsing special tokens in it; around: add the tokens before and after it.
+
+        Raises BadSample for one of more than `MAX_TOKENS`, about, of which no more are ever in memory.
+        """
         with _faults_as_bad(self.folder):
+            if len(text) > LONG:
+                pieces = (text[k : k + LONG] for k in range(0, len(text), LONG))
+                for tokens in accumulate(len(self.backend.encode(piece, add_special_tokens=False)) for piece in pieces):
+                    if tokens > MAX_TOKENS:
+                        raise BadSample(f"has a text of more than {MAX_TOKENS:,} tokens")
             return _encoded(self.backend.encode(text, add_special_tokens=around))
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[Encoded | BadSample]:
@@ -154,6 +166,8 @@ class Tokenizer:
 
         Yields in place of one that cannot be tokenized why that is.
         """
+        if max(map(len, texts), default=0) > LONG:
+            return map(self._encode_or_bad, texts)
         try:
             with _faults_as_bad(self.folder):
                 return map(_encoded, self.backend.encode_batch(texts, add_special_tokens=False))

@@ -8,8 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -19,11 +22,13 @@ from files_made import asked, audio_length, clip, image_size, lines, picture, se
 from PIL import Image
 
 from mmjax.config import ArrayRecordSource, LlavaSource, ManifestSource, ParquetSource
+from mmjax.data.sample import Conversation
 from mmjax.data.sources.array_record_writing import write_array_records
 from mmjax.data.sources.array_records import FACTS
 from mmjax.data.sources.media_sizes import open_facts, read_facts
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.storage import files
+from mmjax.data.storage.files import Conversations
 from mmjax.errors import UserError
 
 
@@ -227,6 +232,7 @@ def test_taking_records_takes_their_media(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
+from typing import Any
 sys.path[:0] = {path!r}
 from files_made import image_size
 from mmjax.config import LlavaSource
@@ -324,3 +330,35 @@ def test_a_long_header_is_read_on_from_where_it_stops(tmp_path: Path, extra: int
         facts = read_facts(opened(LlavaSource(path, images=server.url), tmp_path), Counted().probes, tmp_path / "cache")
         assert facts.size.tolist() == [[20, 30]]
         assert server.given < 4 * (extra + 10_000)
+
+
+@pytest.mark.exhaustive  # whether there is waiting depends on what else runs
+def test_records_that_take_long_to_parse_are_read_one_by_one(tmp_path: Path) -> None:
+    """Only waiting makes it worth to have many in memory."""
+
+    class Read:
+        def __init__(self, records: Conversations, wait: Callable) -> None:
+            self.records, self.wait, self.threads = records, wait, set[int]()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.records, name)
+
+        def __len__(self) -> int:
+            return len(self.records)
+
+        def conversation(self, index: int) -> Conversation:
+            self.threads.add(threading.get_ident())
+            self.wait()
+            return self.records.conversation(index)
+
+    def parse() -> None:
+        start = time.thread_time()
+        while time.thread_time() < start + 0.004:
+            pass
+
+    threads = []
+    for name, wait in (("parse", parse), ("wait", lambda: time.sleep(0.004))):
+        got = Read(opened(photos(tmp_path / name, 12), tmp_path / name), wait)
+        read_facts(got, Counted().probes, tmp_path / name / "cache")
+        threads.append(len(got.threads))
+    assert threads[0] == 1 < threads[1]

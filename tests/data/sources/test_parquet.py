@@ -14,6 +14,7 @@ from files_made import clip, picture, served, write
 from mmjax.config import ParquetSource
 from mmjax.data.sample import BadSample, MediaPlace
 from mmjax.data.sources import parquet as parquet_source
+from mmjax.data.sources.chat_files import MAX_CHARACTERS
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.sources.parquet_pages import measure_chunk
 from mmjax.errors import UserError
@@ -266,3 +267,13 @@ def test_pages_are_measured_by_their_own_headers(tmp_path) -> None:
             # The footer counts pages' headers too.
             assert 0 <= chunk.total_uncompressed_size - measured.size < 1000
             assert not dictionary or measured.dictionary == dictionary
+
+
+def test_a_text_that_no_model_reads_is_refused_by_row_before_it_is_copied(tmp_path: Path) -> None:
+    size = 4 * MAX_CHARACTERS
+    path = parquet(tmp_path / "d.parquet", {"q": ["?", "q" * (size + 1)], "a": ["!"] * 2})
+    for window in (0, 2):
+        got = opened(ParquetSource(path, question="q", answer="a", window=window), tmp_path)
+        assert got.conversation(0).messages[0].parts == ("?",)
+        with pytest.raises(BadSample, match=rf"d\.parquet::q\[1\] has [\d,]+ bytes, more than the {size:,}"):
+            got.conversation(1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -54,6 +55,7 @@ from mmjax.data.media.image_transforms import before_encoder, prepared_sizes
 from mmjax.data.media.patches import item_size
 from mmjax.data.sample import BadSample, Conversation, Item, MediaPlace, Message, Sample, Text, split_markers
 from mmjax.data.sources.chat_files import parse_chat
+from mmjax.data.text import chat as chat_module
 from mmjax.data.text.chat import Chat, load_chat, load_prompt_chat
 from mmjax.errors import UserError
 from mmjax.inference.prompts import make_prompt
@@ -861,3 +863,25 @@ def test_line_breaks_beside_markers_are_text_where_the_config_says_so_as_in_tran
         ids = flat(chat.sample(talk, media), [1] * 2, chat.tokenizer.id("<|image_pad|>"))[0]
         assert ids == theirs.apply_chat_template(messages, return_dict=False)
     assert chat.fingerprint() != qwen(tmp_path, source, placeholders=placeholders).fingerprint()
+
+
+def test_no_more_conversations_are_held_than_are_tokenized_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = qwen(tmp_path)
+    talks = [(("user", "?" * (k + 1)), ("assistant", "yes " * 40)) for k in range(30)]
+    expected = [chat.text_tokens([said(*talk)])[0] for talk in talks]
+    monkeypatch.setattr(chat_module, "BATCH_CHARACTERS", 500)
+    held: list[weakref.ref] = []
+    most = 0
+
+    def read() -> Iterator[Conversation]:
+        nonlocal most
+        for talk in talks:
+            conversation = said(*talk)
+            held.append(weakref.ref(conversation))
+            most = max(most, sum(one() is not None for one in held))
+            yield conversation
+
+    assert chat.text_tokens(read()) == expected
+    assert most <= 4

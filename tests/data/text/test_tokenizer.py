@@ -14,6 +14,7 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from mmjax.data.sample import BadSample
+from mmjax.data.text import tokenizer as tokenizers_module
 from mmjax.data.text.tokenizer import Encoded, load_tokenizer
 from mmjax.errors import UserError
 
@@ -266,3 +267,18 @@ def test_tokens_of_an_older_file_of_added_tokens_are_read(tmp_path: Path) -> Non
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<image>": before, "<extra>": before + 1}))
     assert_same(tmp_path)
     assert load_tokenizer(str(tmp_path)).id("<image>") == before
+
+
+def test_a_text_of_too_many_tokens_is_refused_before_they_are_in_memory_and_others_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(str(checkpoints.save(tmp_path, checkpoints.byte_level(checkpoints.CHATML))))
+    longer, whole = "\N{GRINNING FACE}" * 300, "héllo wörld! " * 20
+    expected = tokenizer.encode(whole)
+    monkeypatch.setattr(tokenizers_module, "MAX_TOKENS", 1000)
+    monkeypatch.setattr(tokenizers_module, "LONG", 100)
+    with pytest.raises(BadSample, match=r"has a text of more than 1,000 tokens"):
+        tokenizer.encode(longer)
+    refused, same = tokenizer.encode_all([longer, whole])
+    assert "1,000 tokens" in str(refused)
+    assert [array.tolist() for array in vars(same).values()] == [array.tolist() for array in vars(expected).values()]
