@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ from mmjax.benchmarks import (
 )
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.console import print_lines, table
-from mmjax.errors import check_output, exit_process, run_command
+from mmjax.errors import CommandParser, check_output, exit_process, run_command
 
 # Benchmarks whose run() returns a list of rows, one per variant.
 COMPARISONS: dict[str, Any] = {
@@ -74,7 +73,7 @@ MEASUREMENTS: dict[str, Any] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.bench", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m mmjax.bench", description=__doc__, allow_abbrev=False)
     names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     for name, benchmark in sorted((COMPARISONS | MEASUREMENTS).items()):
         options = names.add_parser(name, help=benchmark.__doc__, description=benchmark.__doc__, allow_abbrev=False)

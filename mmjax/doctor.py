@@ -6,7 +6,6 @@ only, and asks JAX in another process: this must work where nothing else does.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -27,7 +26,7 @@ from typing import Literal
 
 from mmjax import __version__
 from mmjax.disk import user_cache
-from mmjax.errors import exit_process, run_command
+from mmjax.errors import CommandParser, exit_process, run_command
 
 GIB = 2**30
 CUDA13_DRIVER = 580  # the oldest major version that runs CUDA 13
@@ -384,7 +383,7 @@ def _size(n: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.doctor", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m mmjax.doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="where runs are to be written")
     parser.add_argument("--json", action="store_true", help="print a list of objects, for programs")
     args = parser.parse_args(argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import gc
 import multiprocessing.util
@@ -52,6 +53,13 @@ class NotConnected(UserError):
     """Processes that did not reach each other in time: another start may go well, as `mmjax.supervise` tries."""
 
     code = 1
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command's line, whose faults are one line each."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (all arguments: {self.prog} --help)")
 
 
 class StoppedBySignal(BaseException):

@@ -31,7 +31,7 @@ from mmjax.data.toy.dataset import EmbeddedDataset, SwappedItems
 from mmjax.data.toy.drawing import DrawnDigits
 from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
-from mmjax.errors import UserError, exit_process, run_command
+from mmjax.errors import CommandParser, UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.evaluation import (
     MEASURES,
@@ -335,7 +335,7 @@ def _parse_measures(text: str) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.evaluate", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m mmjax.evaluate", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config, such as device=cpu")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

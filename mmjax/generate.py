@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import shlex
@@ -24,7 +23,7 @@ from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.patches import Encoders
 from mmjax.data.sample import BadSample, Medium
 from mmjax.data.sources.processors import PROBES, MediaProcessors
-from mmjax.errors import BadMedia, UserError, exit_process, run_command
+from mmjax.errors import BadMedia, CommandParser, UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Answer, Sampling
 from mmjax.inference.image_sampler import ImageSampler, ImageSampling, contact_sheet, write_image
@@ -129,7 +128,7 @@ def check_medium(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.generate", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m mmjax.generate", description=__doc__, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="a run's folder, or that of a Hugging Face checkpoint")
     parser.add_argument(
         "question", nargs="?", help="what to ask; <image>, <audio> and <video> in it are where media stand"

@@ -9,7 +9,6 @@ keys that nothing reads, for programs.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import re
@@ -49,7 +48,7 @@ from mmjax.data.sources.opening import (
 from mmjax.data.sources.processors import PROBES, MediaProcessors
 from mmjax.data.storage.files import Conversations, FileRef
 from mmjax.disk import json_lines
-from mmjax.errors import BadMedia, UserError, exit_process, run_command
+from mmjax.errors import BadMedia, CommandParser, UserError, exit_process, run_command
 
 ARRAY_RECORD = "arrayrecord"
 PICTURE = "lengths.svg"
@@ -104,7 +103,7 @@ def split_place(place: str) -> tuple[str, int | str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.index", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m mmjax.index", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "words", nargs="*", metavar="CONFIG | a.b=value", help="a config's file or name, and edits of it"
     )

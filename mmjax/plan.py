@@ -46,7 +46,7 @@ from mmjax.data.plan.length_index import (
 )
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.sources.opening import open_sources
-from mmjax.errors import PLOT_SUFFIXES, UserError, check_output, exit_process, run_command
+from mmjax.errors import PLOT_SUFFIXES, CommandParser, UserError, check_output, exit_process, run_command
 from mmjax.parallel.sharding import mesh_sizes
 from mmjax.pipeline.choose_units import choose_units
 from mmjax.pipeline.compile_stages import compile_pipeline
@@ -220,9 +220,9 @@ def _write_plan(
     out.write_text(sign_text(text))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     """Make the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.plan", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m mmjax.plan", description=__doc__, allow_abbrev=False)
     words = (
         "a config's file or name (default: tiny_omni); cluster=DEVICExNODESxCOUNT, or here: this machine; price=N, of "
         "a device for an hour"

@@ -8,19 +8,18 @@ also while a run trains.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from mmjax.console import print_lines, size
-from mmjax.errors import check_output, exit_process, run_command
+from mmjax.errors import CommandParser, check_output, exit_process, run_command
 from mmjax.runtime.run_trust import HELP as TRUST_HELP
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.report", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m mmjax.report", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders that mmjax.train printed")
     parser.add_argument("--out", type=Path, help="the page (report.html in the first run's folder)")
     parser.add_argument("--trust", action="store_true", help=TRUST_HELP)

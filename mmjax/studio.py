@@ -8,7 +8,6 @@ nothing is written into the run.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hmac
 import json
@@ -36,7 +35,7 @@ import jax
 from mmjax.console import print_lines, print_note
 from mmjax.data.loading.replay import spoken
 from mmjax.data.sample import Medium, Question, Source, Text
-from mmjax.errors import UserError, exit_process, run_command
+from mmjax.errors import CommandParser, UserError, exit_process, run_command
 from mmjax.generate import check_medium
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.evaluation import evaluation_sources
@@ -118,7 +117,7 @@ class Studio:
             if self._live["version"] != live_version:
                 newer["live"] = self._live
         with suppress(OSError):
-            seconds = time.time() - self.run.folder.metrics.stat().st_mtime
+            seconds = max(0.0, time.time() - self.run.folder.metrics.stat().st_mtime)  # clocks differ
             newer["age"] = f"last step {clock(seconds)} ago{self._standstill(seconds)}"
         if (number := self._asked_version) != questions_version:
             html = templates().get_template("parts.html").module.asked(list(self._asked)[::-1])
@@ -421,7 +420,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.studio", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m mmjax.studio", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder that mmjax.train printed")
     parser.add_argument(
         "--port", type=int, default=PORT, metavar="N", help=f"of this machine; 0: any free one ({PORT})"

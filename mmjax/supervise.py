@@ -6,7 +6,6 @@ The command must resume by itself, as ``python -m mmjax.train --resume=auto`` do
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import signal
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from mmjax.disk import PROGRESS
-from mmjax.errors import UserError, exit_process, run_command
+from mmjax.errors import CommandParser, UserError, exit_process, run_command
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 PASSED_ON = (*STOPPING, signal.SIGUSR2)
@@ -173,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
     end_of_options = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m mmjax.supervise",
         usage="%(prog)s [--most N] [--wait SECONDS] -- COMMAND ...",
         description=__doc__,

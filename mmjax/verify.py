@@ -7,7 +7,6 @@ first layer in which it does is named, and the exit code is 1. One process, on t
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -37,7 +36,7 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.disk import user_cache
-from mmjax.errors import UserError, exit_process, run_command
+from mmjax.errors import CommandParser, UserError, exit_process, run_command
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.layers import Context
 from mmjax.models.model import Model, parameter_group
@@ -434,7 +433,7 @@ def verify(run: Verifier, samples: int | None = None, backends: Sequence[Attenti
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 where something leaks."""
-    parser = argparse.ArgumentParser(prog="python -m mmjax.verify", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m mmjax.verify", description=__doc__, allow_abbrev=False)
     words = "a config's file or name (default: tiny_omni), and changes to it; init_from=RUN takes a run's weights"
     parser.add_argument("words", nargs="*", metavar="CONFIG | a.b=value", help=words)
     about = f"at least so many, in whole steps (default: those of {STEPS} steps)"

@@ -48,6 +48,30 @@ def test_an_unknown_command_is_one_line_with_the_nearest(capsys):
     assert ended.err == "error: there is no command 'trian': did you mean 'train'?\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "inspect run --step x",
+            "argument --step: invalid int value: 'x' (all arguments: python -m mmjax.inspect --help)",
+        ),
+        ("export run", "the following arguments are required: out"),
+        ("bench", "the following arguments are required: NAME"),
+        ("bench fil", "argument NAME: invalid choice: 'fil'"),
+        ("bench fill --step 3", "unrecognized arguments: --step 3"),
+        ("report run other", "unrecognized arguments: other"),
+        ("index --to arrayrecord", "argument --to: expected 2 arguments"),
+        ("doctor --jsn", "unrecognized arguments: --jsn"),
+        ("studio run --port x", "argument --port: invalid int value: 'x'"),
+    ],
+)
+def test_an_argument_that_is_wrong_or_missing_is_one_line_with_code_2(words, message, capsys):
+    ended = run(capsys, cli.main, *words.split())
+    assert (ended.code, ended.out) == (2, "")
+    [line] = [line for line in ended.err.splitlines() if "loading libraries" not in line]
+    assert line.startswith(f"error: {message}")
+
+
 def test_a_command_gets_the_words_behind_its_name_and_its_stdout_is_its_own(capsys, monkeypatch):
     started = []
     monkeypatch.setattr(cli, "start_clock", started.append)

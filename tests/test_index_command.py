@@ -133,6 +133,8 @@ def test_all_of_it_as_arrayrecord_is_the_same_data(words, tmp_path, capsys) -> N
     assert f"data.sources.speech.validation={tmp_path}/records/speech/validation" in out
     written = open_conversations(ArrayRecordSource(f"{tmp_path}/records/photos/train"), "train", tmp_path / "c", "mine")
     assert len(written) == 19
+    with pytest.raises(UserError, match=r"has no index\.json: .*; name a folder in it: .*/records/photos/train$"):
+        open_conversations(ArrayRecordSource(f"{tmp_path}/records"), "train", tmp_path / "c", "mine")
     assert [written.media(i)[0].read() for i in (0, 3, 18)] == [picture(10 + i, 20) for i in (0, 4, 19)]
     facts = open_facts(written, tmp_path / "c")
     assert facts.size.tolist() == [[10 + i, 20] for i in range(20) if i != 3]

@@ -220,6 +220,17 @@ def parse(hint: Hint, text: str, where: str) -> Tree:
     raise _mismatch(hint, repr(text), text, where)
 
 
+def parse_argument(hint: Hint, text: str, where: str) -> Any:
+    """Parse an argument of a function by its annotation; by one of a class that has no text, return the text.
+
+    Raises UserError with the text and what is expected.
+    """
+    known = (int, float, bool, str, types.NoneType, Literal, tuple)
+    if any((get_origin(member) or member) not in known for member in union_members(hint)):
+        return text
+    return decode(hint, parse(hint, text, where), where)
+
+
 def text_of(hint: Hint, tree: Tree) -> str:
     """Format a value of a tree as text that `parse` reads back to the same value."""
     if tree is None or isinstance(tree, bool):

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from mmjax.config import Config, FunctionSource, ModelConfig
 from mmjax.config.codec import (
@@ -42,6 +42,7 @@ from mmjax.config.codec import (
     key_of,
     leaves,
     meaning,
+    parse_argument,
     value_at,
     walk,
 )
@@ -332,7 +333,8 @@ def _config_tree(
     if missing := [name for name in needed if name not in arguments]:
         raise UserError(f"{path}: config() asks for {missing[0]}; say it after the config's name: {missing[0]}=...")
     with _errors_with_line(path, modules):
-        config = make(**arguments)
+        hints = get_type_hints(make)
+        config = make(**{name: parse_argument(hints.get(name, str), text, name) for name, text in arguments.items()})
     if type(config) is not Config:
         line = make.__code__.co_firstlineno
         raise UserError(f"{path}:{line}: config() returns {type(config).__name__}, expected mmjax.config.Config")

@@ -435,6 +435,21 @@ def test_a_config_may_ask_for_words(tmp_path: Path) -> None:
     assert (tmp_path / "kept" / "config.py").read_text() == ASKS
 
 
+def test_an_argument_of_a_config_has_the_type_of_its_annotation(tmp_path: Path) -> None:
+    path = tmp_path / "asks.py"
+    path.write_text(
+        "from pathlib import Path\n"
+        + ASKS[: ASKS.index("def")]
+        + "def config(size: int = 24, folder: Path | None = None):\n"
+        "    seed = size if type(size) is int else -1\n"
+        "    return replace(base.config(), seed=seed, name=folder or 'none')\n"
+    )
+    assert load(path, ["size=7"]).seed == 7
+    assert load(path, ["folder=ab"]).name == "ab"  # of a type that is not parsed
+    with pytest.raises(UserError, match=r"^size: got 'seven'; expected int"):
+        load(path, ["size=seven"])
+
+
 def test_a_length_in_epochs_takes_the_place_of_one_in_steps_and_the_other_way_round() -> None:
     def length(*lines: str) -> tuple[int, float]:
         training = load("tiny_omni", lines).training

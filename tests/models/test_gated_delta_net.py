@@ -288,12 +288,16 @@ def test_stacks_and_remat_change_nothing():
 @pytest.mark.default_cases("off")
 @pytest.mark.parametrize("sequence_parallel", ["off", "on"])
 def test_on_a_mesh_with_tensor_parallelism_it_is_that_of_one_device(sequence_parallel):
-    model, params = build(hybrid(layers=3))
+    config = hybrid(layers=3)
+    # An early token of a sample has an output near 0, whose norm enlarges rounding: with an epsilon of 1e-6, the last
+    # bit of the parameters moves gradients of one device by up to 8e-5 of the largest; with this one, by up to 6e-6.
+    config = replace(config, llm=replace(config.llm, norm_eps=1e-2))
+    model, params = build(config)
     batch = batch_of(np.random.default_rng(0))
     function = jax.value_and_grad(lambda p, batch: token_losses(model, p, batch).sum())
     wanted = jax.jit(function)(params, batch)
-    config = MeshConfig(data=1, fsdp=2, tensor=2, sequence_parallel=sequence_parallel)
-    mesh, rules = make_mesh(config, jax.devices()[:4]), ShardingRules.of(config)
+    mesh_config = MeshConfig(data=1, fsdp=2, tensor=2, sequence_parallel=sequence_parallel)
+    mesh, rules = make_mesh(mesh_config, jax.devices()[:4]), ShardingRules.of(mesh_config)
     placed = jax.device_put(params, parameter_shardings(model, mesh, rules)), jax.device_put(batch, rows_sharding(mesh))
 
     def on_mesh(params, batch):

@@ -14,6 +14,7 @@ media's sizes (`media_sizes.py`), and `index.json`, which is written last: witho
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
@@ -181,9 +182,15 @@ class FolderIndex:
                 raise UserError(f"{folder}: its format is {index['format']!r}; this version reads {_FORMAT!r}")
             return cls(tuple(index["records"]), index["made_from"])
         except BadSample:
+            inner = sorted(glob.glob(os.path.join(glob.escape(folder), "**", INDEX), recursive=True))
+            remedy = (
+                f"name a folder in it: {os.path.dirname(inner[0])}"
+                if inner
+                else "write it with python -m mmjax.index CONFIG --to arrayrecord OUT"
+            )
             raise UserError(
                 f"{folder} has no {INDEX}: it is no folder of conversations, or one that was not written to its end; "
-                f"write it with python -m mmjax.index CONFIG --to arrayrecord OUT"
+                f"{remedy}"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder}/{INDEX} is not whole: {error!r}; write the folder again") from None

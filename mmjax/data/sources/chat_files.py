@@ -39,6 +39,7 @@ ROLES = {
     "tool": "tool",
 }
 MAX_WEIGHT = 1e6  # of a message
+MAX_LOG_PROB = 0.1  # of a token; rounded ones may be a little above 0
 MAX_CHARACTERS = 1 << 22  # of a conversation's text
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # keys of a reference's log-probabilities of a pair's answers
 # By a part's type: its medium, and the keys under which its file may be named.
@@ -85,11 +86,13 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
     in LLaVA-Video's. answered: an answer must be there to train on. Raises BadSample.
     """
     turn_list = record.get(turns)
-    if not isinstance(turn_list, Sequence) or isinstance(turn_list, str) or not turn_list:
+    if is_absent(turn_list):
         raise BadSample(f"has no {turns}")
+    if not isinstance(turn_list, Sequence) or isinstance(turn_list, str):
+        raise BadSample(f"has {turns} that are a {type(turn_list).__name__}, not a list of messages")
     unread = unread_keys(record, "record", _READ_BY_TURNS[turns])
     # Files named beside the messages, which places marked in the text take in order.
-    files = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
+    files = {medium: listed_files(record, keys) for medium, keys in KEYS.items()}
     image_is_video = bool(files["video"]) and not files["image"] and not _marks_video(turn_list)
     messages = []
     references = []
@@ -121,6 +124,8 @@ def parse_chat(record: Mapping[str, Any], turns: str, answered: bool = True) -> 
     for medium, listed in files.items():
         if places[medium] != len(listed):
             raise BadSample(f"has {places[medium]} places <{medium}> for {len(listed)} {medium} file(s)")
+    if system and any(message.role == "system" for message in messages[1:]):
+        raise BadSample(f"has a system message beside {turns} and one among them; keep the one that is meant")
     _check_texts(messages)
     if answered:
         _check_trainable(messages)
@@ -150,8 +155,11 @@ def parse_question(
         if wrong := [type(candidate).__name__ for candidate in candidates if not isinstance(candidate, str)]:
             raise BadSample(f"has an answer that is a {wrong[0]}, not text")
         answer, answers = candidates[0], tuple(candidates)
-    if not isinstance(question, str) or not isinstance(answer, str):
-        raise BadSample("has no question" if not isinstance(question, str) else "has no answer")
+    for name, text in (("question", question), ("answer", answer)):
+        if is_absent(text) and not isinstance(text, str):
+            raise BadSample(f"has no {name}")
+        if not isinstance(text, str):
+            raise BadSample(f"has {name}={str(text)[:40]!r}, which is a {type(text).__name__}, not text")
     _check_characters(len(question) + len(answer))
     # LLaVA's convention for questions without a marker.
     if not MARKER.search(question):
@@ -164,10 +172,12 @@ def parse_question(
 
 def parse_question_record(record: Mapping[str, Any], question: str, answer: str) -> Record:
     """Parse a question under one key, and its answer, or several right ones, under another. Raises BadSample."""
-    media = {medium: _listed(record, keys) for medium, keys in KEYS.items()}
-    answers = _value_of_one(record, (answer, f"{answer}s"))
+    media = {medium: listed_files(record, keys) for medium, keys in KEYS.items()}
+    answers = value_of_one(record, (answer, f"{answer}s"))
     read = {question, answer, f"{answer}s", "system", *(key for keys in KEYS.values() for key in keys)}
     unread = unread_keys(record, "record", read)
+    if record.get(question) is None:
+        raise BadSample(f"has no {question}")
     files_of = {medium: files for medium, files in media.items() if files}
     beside = {"system": record.get("system")}
     return with_unread(parse_question(record.get(question), answers, files_of, beside), unread)
@@ -207,6 +217,8 @@ def parse_pair(
     media: files beside the messages. record: that has them all.
     """
     stored = [_number(record, key) for key in REFERENCE]
+    for key, value in zip(REFERENCE, stored, strict=True):
+        _check_log_probs(key, [] if value is None else [value])
     reference = tuple(value for value in stored if value is not None)
     prompt = _with_media_first(prompt, media)
     parsed, worse = (parse_chat({"messages": [*prompt, answer]} | media, "messages") for answer in (chosen, rejected))
@@ -215,6 +227,9 @@ def parse_pair(
         raise BadSample("has a chosen or rejected message that is not the assistant's")
     if any(not isinstance(part, str) for message in messages for part in message.parts):
         raise BadSample("has a medium in a chosen or rejected answer; loss=dpo is of text")
+    if messages[1].weight not in (1, messages[0].weight):
+        raise BadSample(f"has a rejected answer with weight={messages[1].weight!r}; a pair has its chosen answer's")
+    _check_prompt_weights(parsed.conversation.messages[:-1])
     if messages[0].parts == messages[1].parts:
         raise BadSample("has the same chosen and rejected answer: there is nothing to learn")
     pair = replace(parsed.conversation, rejected=messages[1], reference=reference)
@@ -254,6 +269,8 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
             raise BadSample(f"has not a log-probability of every token of answer {number}")
         if not _are_numbers(reference):
             raise BadSample(f"has ref_logprobs of answer {number} that are no numbers")
+        for key, values in (("logprobs", log_probs), ("ref_logprobs", reference)):
+            _check_log_probs(key, values)
         mask = () if mask is None else mask
         if (
             not isinstance(mask, list | tuple)
@@ -273,7 +290,20 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
     if not any(not rollout.mask or any(rollout.mask) for rollout in rollouts):
         raise BadSample("has a completion_mask of 0 alone: there is nothing to learn")
     parsed = parse_chat({"messages": prompt} | media, "messages", answered=False)
+    _check_prompt_weights(parsed.conversation.messages)
     return with_unread(replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts))), unread)
+
+
+def _check_prompt_weights(messages: Sequence[Message]) -> None:
+    """Raise BadSample where a message of a prompt asks for another weight than that of all or of none."""
+    if weight := next((message.weight for message in messages if message.weight not in (0, 1)), None):
+        raise BadSample(f"has a message with weight={weight!r} in its prompt, of which nothing is trained on")
+
+
+def _check_log_probs(key: str, values: Sequence[float]) -> None:
+    """Raise BadSample for logarithms of probabilities above 1, which are probabilities, or losses."""
+    if values and max(values) > MAX_LOG_PROB:
+        raise BadSample(f"has {max(values):.4g} in {key}; logarithms of probabilities are at most 0")
 
 
 def _turns(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
@@ -294,7 +324,7 @@ def _media_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[Any]:
     """Put media that no message has a place for before the first question, as TRL does."""
-    marks = [medium for medium, keys in KEYS.items() for _ in _listed(media, keys)]
+    marks = [medium for medium, keys in KEYS.items() for _ in listed_files(media, keys)]
     contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping)]
     marked = any(MARKER.search(c) if isinstance(c, str) else _has_media(c) for c in contents)
     first = next((k for k, turn in enumerate(turns) if isinstance(turn, Mapping) and _is_users(turn)), None)
@@ -358,12 +388,12 @@ def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:
     return with_unread(parse_question(question, text, {"audio": [clip]}), unread)
 
 
-def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
+def listed_files(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]:
     """List the files that a record names beside its messages under one of these keys. Raises BadSample for several.
 
     The frames of one video, under "video", are a list in themselves.
     """
-    value = _value_of_one(record, keys)
+    value = value_of_one(record, keys)
     if is_absent(value):
         return []
     if isinstance(value, list | tuple) and "video" in keys and value is record.get("video"):
@@ -371,7 +401,7 @@ def _listed(record: Mapping[str, Any], keys: tuple[str, ...]) -> list[Reference]
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _value_of_one(record: Mapping[str, Any], keys: Sequence[str], where: str = "") -> Any:
+def value_of_one(record: Mapping[str, Any], keys: Sequence[str], where: str = "") -> Any:
     """Return the value of the one key that is present and not empty; None where none is.
 
     where: a prefix for messages. Raises BadSample where several keys have a value, since either may be meant.
@@ -405,8 +435,8 @@ def _turn(turn: Any, number: int) -> tuple[str, Any, float]:
     if not isinstance(turn, Mapping):
         raise BadSample(f"message {number} is not an object")
     where = f"message {number} "
-    name = _value_of_one(turn, ("role", "from"), where)
-    content = _value_of_one(turn, ("content", "value"), where)
+    name = value_of_one(turn, ("role", "from"), where)
+    content = value_of_one(turn, ("content", "value"), where)
     if not isinstance(name, str) or name not in ROLES:
         raise BadSample(f"message {number} has the unknown role {name!r}; known: {', '.join(ROLES)}")
     return ROLES[name], content, _weight(turn, ROLES[name], number)
@@ -606,9 +636,12 @@ def resolve_reference(reference: Reference, folder: MediaFolder) -> FileRef:
         return FrameFiles(tuple(resolve_reference(frame, folder) for frame in reference))
     if isinstance(reference, Mapping):
         # OpenAI's input_audio has base64 under "data"; Hugging Face datasets have "bytes" and "path".
-        if isinstance(encoded := reference.get("data"), str):
-            return InlineBytes(unbase64(encoded))
-        value = next((reference[key] for key in ("bytes", "path", "url") if reference.get(key) is not None), None)
+        present = [key for key in ("data", "bytes", "path", "url") if not is_absent(reference.get(key))]
+        if len(present) > 1 and present != ["bytes", "path"]:
+            raise BadSample(f"has a file with both {present[0]} and {present[1]}; keep the one that is meant")
+        value = reference[present[0]] if present else None
+        if present == ["data"] and isinstance(value, str):
+            return InlineBytes(unbase64(value))
         if isinstance(value, str | bytes):
             return resolve_reference(value, folder)
     raise BadSample(f"refers to a file by {str(reference)[:80]!r}; expected a path, a URL or bytes")

@@ -25,6 +25,7 @@ _COLUMNS: Mapping[str, Mapping[str, str | None]] = {
     "alpaca": {"prompt": "instruction", "query": "input", "response": "output", "system": None, "history": None},
     "sharegpt": {"messages": "conversations", "system": None, "tools": None},
 }
+_MESSAGE = ("role", "from", "content", "value")  # of a message, whose tags name two of them or others
 _TAGS = {"role_tag": "from", "content_tag": "value"}
 _ROLES = {  # tags of roles: what a record calls them by default, and the role
     "user_tag": ("human", "user"),
@@ -97,6 +98,15 @@ class DatasetInfo:
             raise UserError(f"{what} has columns.{unknown[0]}, which is not read")
         if unknown := [key for key in tags if key not in (*_TAGS, *_ROLES)]:
             raise UserError(f"{what} has tags.{unknown[0]}, which is not read")
+        if form == "alpaca" and tags:
+            raise UserError(f"{what} has tags, which are read with formatting=sharegpt alone; set that, or drop them")
+        for key, names in (
+            ("columns", [name for name in (readable | columns).values() if name]),
+            ("tags", [tags.get(key) or default for key, default in _TAGS.items()]),
+            ("tags", [tags.get(key) or default for key, (default, _) in _ROLES.items()]),
+        ):
+            if repeated := next((name for name in names if names.count(name) > 1), ""):
+                raise UserError(f"{what} has {repeated!r} twice in its {key}; each means one thing")
         inside = outside == "refuse" or not isinstance(name, str)
         path = Path(file_inside(str(folder), name, what)) if inside else folder / name
         pattern = str(path / "*") if path.is_dir() else str(path)
@@ -108,8 +118,8 @@ class DatasetInfo:
             folder=str(folder),
             form=form,
             columns=readable | columns,
-            tags=_TAGS | {key: tags[key] for key in _TAGS if key in tags},
-            roles={tags.get(key, default): role for key, (default, role) in _ROLES.items()},
+            tags={key: tags.get(key) or default for key, default in _TAGS.items()},
+            roles={tags.get(key) or default: role for key, (default, role) in _ROLES.items()},
             ranking=ranking,
             samples=samples or 0,
         )
@@ -122,10 +132,9 @@ class DatasetInfo:
     def record(self, record: Mapping[str, Any]) -> Record:
         """Parse a record of its files. Raises BadSample."""
         unread = self._unread(record)
-        media = {KEYS[kind][0]: record.get(self.columns[name] or "") for name, kind in _MEDIA.items()}
+        media: dict[str, Any] = {KEYS[kind][0]: record.get(self.columns[name] or "") for name, kind in _MEDIA.items()}
         turns = self._alpaca(record) if self.form == "alpaca" else self._sharegpt(record)
-        if system := self._value(record, "system"):
-            turns.insert(0, {"role": "system", "content": system})
+        media["system"] = self._value(record, "system")
         if self.ranking:
             chosen, rejected = (self._answer(record, key) for key in ("chosen", "rejected"))
             return with_unread(parse_pair(turns, chosen, rejected, media, record), unread)
@@ -172,6 +181,8 @@ class DatasetInfo:
     def _message(self, turn: Mapping[str, Any]) -> dict[str, Any]:
         role, content = (turn.get(self.tags[tag]) for tag in ("role_tag", "content_tag"))
         more_keys = {key: value for key, value in turn.items() if key not in self.tags.values()}
+        if second := next((key for key in _MESSAGE if not is_absent(more_keys.get(key))), ""):
+            raise BadSample(f"has a message with {second} beside its tags {', '.join(self.tags.values())}")
         return {**more_keys, "role": self.roles.get(str(role), role), "content": content}
 
     def _value(self, record: Mapping[str, Any], column: str) -> Any:

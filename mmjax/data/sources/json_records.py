@@ -68,7 +68,7 @@ class JsonRecords:
         try:
             check_bytes("the record", stop - start, MAX_TEXT)
             with open(path, "rb", 0) as file:
-                record = load_json(os.pread(file.fileno(), stop - start, start), object_pairs_hook=_unique_keys)
+                record = load_json(os.pread(file.fileno(), stop - start, start), object_pairs_hook=unique_keys)
         except BadSample:
             raise
         except (OSError, ValueError, RecursionError) as error:
@@ -105,7 +105,7 @@ def load_json(text: bytes, **options: Any) -> Any:
     return json.loads(text, **options)
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Raises BadSample where a key comes twice: either value may be meant."""
     members = dict(pairs)
     if len(members) < len(pairs):
@@ -173,7 +173,10 @@ def _find_records(path: str, local: Path) -> tuple[np.ndarray, str]:
     elif first in (b"{", b""):
         spans = _lines(data[bom:])
     else:
-        raise UserError(f"{path} is neither a JSON array nor JSON lines: it starts with {head[bom : bom + 20]!r}")
+        utf_16 = " (UTF-16; save it as UTF-8)" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+        raise UserError(
+            f"{path} is neither a JSON array nor JSON lines: it starts with {head[bom : bom + 20]!r}{utf_16}"
+        )
     spans[:, :2] += bom
     return spans, content
 

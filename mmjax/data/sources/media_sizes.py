@@ -54,7 +54,7 @@ KINDS = ("image", "audio", "video", SOUND)
 # Read (height, width) of an image or (frames, rate) of a clip from its header. I/O errors propagate.
 Progress = Callable[[int], None]  # called with the number of records done
 
-_VERSION = "5"
+_VERSION = "6"
 _ROW = np.dtype([("key", np.uint64), ("stamp", np.uint64), ("size", np.int64, 2)])
 _THREADS = 96  # files requested at a time where storage is slow
 _SLOW = 0.003  # seconds; storage is slow once 4 records in a row take longer than this, nearly all of it waiting,

@@ -47,7 +47,7 @@ from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.parquet import ANSWER_COLUMNS, COLUMNS, ParquetRecords, column_names
 from mmjax.data.sources.webdataset import WebDatasetRecords, list_shards
-from mmjax.data.storage.archives import MediaFolder
+from mmjax.data.storage.archives import ARCHIVES, COMPRESSED, MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
 from mmjax.data.storage.spool import Spool
 from mmjax.data.text.chat import Chat, load_chat
@@ -202,8 +202,9 @@ def _open_conversations(
 def _media_folder(source: Any, name: str, path: str, cache: Path, key: str) -> MediaFolder:
     """Return where media are looked for: the folder under this key of the source, or that of its file."""
     root = os.path.expanduser(getattr(source, name, ""))
-    if root and not is_url(root) and not os.path.exists(root):
-        raise UserError(f"{key}.{name}={root}: there is no such folder or archive")
+    archive = os.path.isfile(root) and root.endswith((*ARCHIVES, *COMPRESSED))
+    if root and not is_url(root) and not os.path.isdir(root) and not archive:
+        raise UserError(f"{key}.{name}={root}: there is no such folder or archive ({', '.join(ARCHIVES)})")
     return MediaFolder(root or _parent(path), source.outside, cache, f"{key}.outside")
 
 

@@ -38,7 +38,7 @@ from mmjax.data.sources.chat_files import (
 )
 from mmjax.data.sources.csv_tables import LINE, to_parquet
 from mmjax.data.sources.parquet_pages import Unpacked, measure_chunk
-from mmjax.data.sources.record_keys import DESCRIPTIONS, refused_columns
+from mmjax.data.sources.record_keys import DESCRIPTIONS, READ, refused_columns, unread_keys
 from mmjax.data.storage.archives import MediaFolder
 from mmjax.data.storage.files import (
     FileRef,
@@ -96,9 +96,10 @@ class ParquetRecords:
         }
         answers = ANSWER_COLUMNS.get(source.answers, ())
         for path, file in zip(paths, self._files, strict=True):
+            names = [name for name in file.columns if name != LINE]
             for name, column in (columns | {f"answers={source.answers}, {name}": name for name in answers}).items():
                 if column and column not in file.columns:
-                    raise UserError(f"{key}.{name}={column}: {path} has none{did_you_mean(column, file.columns)}")
+                    raise UserError(f"{key}.{name}={column}: {path} has none{did_you_mean(column, names)}")
                 if "." in column:  # Parquet's separator between a struct and its field
                     raise UserError(
                         f"{key}.{name}={column}: a name with a point in it cannot be read; rename the column"
@@ -115,10 +116,16 @@ class ParquetRecords:
         # Columns that the source does not name: those that may be orders are read with the texts, others are reported.
         read_columns = {*self._texts, *self._media.values(), LINE}
         unnamed_columns = [set(file.columns) - read_columns for file in self._files]
-        self._orders = [(*refused_columns(columns), *sorted(columns & {"system"})) for columns in unnamed_columns]
+        has_media = bool(self._media)
+        self._orders = [
+            (*refused_columns(columns, has_media), *sorted(columns & {"system"})) for columns in unnamed_columns
+        ]
         self._unread = [
-            sorted(columns - {*orders, *self.unread.values()} - DESCRIPTIONS["record"])
+            sorted(columns - {*orders} - DESCRIPTIONS["record"])
             for columns, orders in zip(unnamed_columns, self._orders, strict=True)
+        ]
+        self._file_fields = [
+            tuple(leaf for column in self._media.values() for leaf in file.extra_fields(column)) for file in self._files
         ]
         self._starts = np.cumsum([0, *(file.starts[-1] for file in self._files)])
         if source.window:
@@ -172,12 +179,22 @@ class ParquetRecords:
         else:
             question = texts[self._source.question] if self._source.question else self._source.prompt
             record = parse_question(question, texts[self._source.answer], media, orders)
-        record = with_unread(record, self._unread[number])
+        record = with_unread(record, (*self._unread[number], *self._unread_file_keys(file, row, number)))
         # References inside messages are paths or bytes; those of media columns are cells.
         files = tuple(
             ref if isinstance(ref, Cell) else resolve_reference(ref, self._folder) for ref in record.references
         )
         return Record(record.conversation, files)
+
+    def _unread_file_keys(self, file: _File, row: int, number: int) -> list[str]:
+        """List what a row's files have beside their bytes and paths. Raises BadSample for what is obeyed elsewhere."""
+        unread = []
+        for leaf in self._file_fields[number]:
+            [value] = file.values(row, (leaf,)).values()
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, Mapping):
+                    unread += unread_keys(one, "file", READ["file"], "a file of it ")
+        return unread
 
     def _row(self, index: int) -> tuple[int, int]:
         """Return the number of a record's file, and the row there."""
@@ -286,6 +303,12 @@ class _File:
         """Return the leaf that is cheapest to read to count a row's media: the paths if there are any, else all."""
         paths = (leaf for leaf in self._leaves if leaf.startswith(f"{column}.") and leaf.endswith(".path"))
         return next(paths, column)
+
+    def extra_fields(self, column: str) -> list[str]:
+        """List the leaves of a media column's structs that are neither bytes nor a path."""
+        known = ("bytes", "path", "element", "item")  # the latter of lists without structs
+        leaves = (leaf for leaf in self._leaves if leaf.startswith(f"{column}."))
+        return [leaf for leaf in leaves if leaf.rpartition(".")[2] not in known]
 
     def values(self, row: int, leaves: tuple[str, ...]) -> dict[str, Any]:
         """Read a row's values by column, and of each column only the given leaf. Raises BadSample."""

@@ -6,6 +6,7 @@ has is counted by source and reported, so that nothing that a record asks for is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -97,8 +98,8 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             columns=True,
         ),
         Refusal(
-            "weight weights loss loss_weight loss_scale loss_mask loss_masks sample_weight train training mask masked "
-            "train_on_turn train_on_input train_on_inputs train_on_prompt",
+            "weight weights loss loss_weight loss_scale loss_mask loss_masks sample_weight sample_weights "
+            "train training mask masked train_on_turn train_on_input train_on_inputs train_on_prompt",
             "ms-swift, axolotl, OpenAI, NeMo",
             f"{_IN_MESSAGE} (weight, loss, train), and data.sources.NAME.weight to a source",
             values=(bool, int, float, str, list, dict),
@@ -108,11 +109,12 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
         Refusal("label kto_tag", "TRL, ms-swift, LLaMA-Factory (KTO)", "leave the key out", values=(bool,)),
         Refusal(
             "chosen rejected rejected_response rejected_messages rejected_images chosen_images positive_messages "
-            "negative_messages margin",
+            "negative_messages",
             "TRL, ms-swift",
             "pairs of answers are read by the kinds preference and dataset_info, which train with loss=dpo",
             columns=True,
         ),
+        Refusal("margin", "TRL, ms-swift", "leave the key out: loss=dpo has no margin", columns=True),
         Refusal(
             "reference_chosen_logps reference_rejected_logps",
             "TRL",
@@ -145,7 +147,13 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             values=(list, dict, str),
             columns=True,
         ),
-        Refusal("history", "LLaMA-Factory, ms-swift", "write it as messages, or name it in columns of a dataset_info"),
+        Refusal(
+            "history",
+            "LLaMA-Factory, ms-swift",
+            "write it as messages, or name it in columns of a dataset_info",
+            columns=True,
+        ),
+        Refusal("system_prompt", "axolotl, other loaders", "name it system", columns=True),
         Refusal(
             "messages conversations instruction",
             "all stacks",
@@ -156,7 +164,7 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
         _SKIPPED,
         Refusal(
             "image_path image_paths image_file image_files image_url image_urls image_bytes image_base64 img imgs "
-            "img_path img_paths image_list images_list pics pictures photos",
+            "img_path img_paths image_list images_list pics picture pictures photo photos",
             "other loaders",
             "name it images",
             values=(str, list, dict),
@@ -205,6 +213,7 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             "prefix partial prefill", "Mistral, DeepSeek", "write the whole answer as its content", neutral=(False,)
         ),
         Refusal("refusal annotations", "OpenAI", "write what is learned as its content"),
+        Refusal("eot eos", "torchtune", "leave the key out: each answer ends its turn", neutral=(True,)),
         Refusal(
             " ".join((*MEDIA, "image_path image_url img imgs audio_path audio_url video_path video_url media files")),
             "other loaders",
@@ -271,35 +280,53 @@ def unread_keys(values: Mapping[str, Any], level: Level, read: Set[str], where: 
     for name in sorted(values.keys() - read):
         if is_absent(values[name]) or name in DESCRIPTIONS[level]:
             continue
-        for refusal in _refusals(level).get(name, ()):
+        for refusal in _refusals(level).get(name, ()) or _refusals(level).get(_plain(name), ()):
             if refusal.applies(values[name]):
                 raise BadSample(
                     f"{where}has {name}, which is not read here ({refusal.obeyed} obey it); {refusal.remedy}"
                 )
         if meant := _meant(name, frozenset(read)):
-            raise BadSample(f"{where}has {name}, which is not read; did you mean {meant}?")
+            several = name[-1:].isdigit() and meant in MEDIA
+            remedy = f"list all files under {meant.rstrip('s')}s" if several else f"did you mean {meant}?"
+            raise BadSample(f"{where}has {name}, which is not read; {remedy}")
         unread.append(name if level in ("record", "manifest") else f"{level}.{name}")
     return unread
 
 
-def refused_columns(columns: Set[str]) -> list[str]:
-    """List the columns of a table whose values are orders, though the source names them nowhere."""
-    return sorted(name for name in columns if any(refusal.columns for refusal in _refusals("record").get(name, ())))
+def refused_columns(columns: Set[str], media: bool) -> list[str]:
+    """List the columns of a table whose values are orders, though the source names them nowhere.
+
+    media: whether the table's rows have media, of which a column may name a part or a size.
+    """
+    refusals = _refusals("record")
+    return sorted(
+        name
+        for name in columns
+        if any(refusal.columns or (media and refusal is _MEDIA_OPTIONS) for refusal in refusals.get(name, ()))
+    )
 
 
 @lru_cache
 def _refusals(level: Level) -> Mapping[str, tuple[Refusal, ...]]:
-    """Return the refusals of each key."""
+    """Return the refusals of each key, and of each key as `_plain` writes it."""
     by_key: dict[str, tuple[Refusal, ...]] = {}
     for refusal in REFUSED[level]:
         for key in refusal.keys.split():
-            by_key[key] = (*by_key.get(key, ()), refusal)
+            for name in dict.fromkeys((key, _plain(key))):
+                by_key[name] = (*by_key.get(name, ()), refusal)
     return by_key
+
+
+def _plain(name: str) -> str:
+    """Write a key without capitals, dashes and a number behind it, as in `image_1` and `maxPixels`."""
+    return re.sub(r"[\W_]|[\W_\d]+$", "", name.lower())
 
 
 @lru_cache(maxsize=4096)
 def _meant(name: str, read: frozenset[str]) -> str:
     """Return the key that is read under nearly this name; empty where there is none."""
     name = name.lower().strip()
+    if same := [key for key in sorted(read, key=len, reverse=True) if _plain(key) == _plain(name)]:
+        return same[0]
     swapped = [key for key in sorted(read) if sorted(key) == sorted(name)]  # letters, as in "vidoes"
     return next(iter((*swapped, *get_close_matches(name, sorted(read), 1, 0.85))), "")

@@ -30,8 +30,17 @@ import yaml
 from mmjax.config import WebDatasetSource
 from mmjax.data.media.decode import Probe
 from mmjax.data.sample import SOUND, BadSample, Conversation, Medium, Split
-from mmjax.data.sources.chat_files import KEYS, Record, parse_chat, parse_question, resolve_reference, with_unread
-from mmjax.data.sources.json_records import load_json
+from mmjax.data.sources.chat_files import (
+    KEYS,
+    Record,
+    listed_files,
+    parse_chat,
+    parse_question,
+    resolve_reference,
+    value_of_one,
+    with_unread,
+)
+from mmjax.data.sources.json_records import load_json, unique_keys
 from mmjax.data.sources.media_sizes import KnownFiles, describe_fault
 from mmjax.data.sources.processors import PROBES
 from mmjax.data.storage.archives import ARCHIVE_FAULTS, MediaFolder
@@ -59,13 +68,17 @@ from mmjax.errors import BadMedia, UserError
 
 ENERGON = ".nv-meta"  # folder of a data set that Megatron Energon has prepared
 _ENERGON_SPLITS = {"train": "train", "validation": "val", "test": "test"}
-_ENERGON_CODE = ("sample_loader", "part_filter", "filter")  # functions by which Energon makes and chooses samples
+# Keys of dataset.yaml that are read, or change no sample.
+_ENERGON_KEYS = ("__module__", "__class__", "sample_type", "field_map", "subflavor", "subflavors")
 _ENERGON_TEXTS = {"CaptioningSample": ("caption",), "VQASample": ("context", "answers")}  # by the sample's class
-_MEDIA: Mapping[str, Medium] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"), "image"),
-    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
-    **dict.fromkeys(("mp4", "webm", "mkv", "mov", "avi"), "video"),
+_ENERGON_READ = ", ".join(f"{kind} with image, {', '.join(names)}" for kind, names in _ENERGON_TEXTS.items())
+# What is no medium that can be decoded is among them too: a bad sample, and not one without its medium.
+_EXTENSIONS: Mapping[Medium, str] = {
+    "image": "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm avif heic heif svg",
+    "audio": "wav flac mp3 ogg oga opus m4a aac wma aiff",
+    "video": "mp4 m4v webm mkv mov avi mpg mpeg wmv flv 3gp",
 }
+_MEDIA: Mapping[str, Medium] = {name: medium for medium, names in _EXTENSIONS.items() for name in names.split()}
 _TEXTS = ("txt", "text", "caption", "cap")
 _VERSION = "1"  # of the index
 _NAMES = ("starts", "first", "key", "where", "extension")
@@ -93,8 +106,9 @@ class WebDatasetRecords:
         """path: shards, by a pattern or a range, or a folder of Energon's. where: the config's key, for messages."""
         self._source = source
         self._fields: Sequence[str] = ()  # Energon's, of the text
+        self._image = ""  # Energon's field of the image
         if os.path.isdir(path):
-            self._paths, self._fields = _energon(Path(path), split, where)
+            self._paths, self._fields, self._image = _energon(Path(path), split, where)
         else:
             self._paths = list_shards(path, where)
         if not source.window and (streams := [path for path in self._paths if is_stream(path)]):
@@ -125,7 +139,13 @@ class WebDatasetRecords:
     def fingerprint(self) -> str:
         """Hash the shards' names and stamps, and what is read of them."""
         shards = [f"{os.path.basename(path)} {stamp}" for path, stamp in zip(self._paths, self._stamps, strict=True)]
-        read = (self._source.question, self._source.answer, self._source.prompt, *self._fields)
+        read = (
+            self._source.question,
+            self._source.answer,
+            self._source.prompt,
+            *self._fields,
+            *filter(None, (self._image,)),
+        )
         return hash_strings(_VERSION, repr(read), *shards)
 
     def files(self) -> list[tuple[str, int]]:
@@ -177,30 +197,42 @@ class WebDatasetRecords:
             if medium := _MEDIA.get(extension.rpartition(".")[2].lower()):
                 media.setdefault(medium, []).append(member)
         if self._fields:
-            *question, answer = (_energon_field(members, field) for field in self._fields)
+            *question, answer = (_energon_text(members, field) for field in self._fields)
+            if self._image:
+                media = {"image": [members[_field_of(members, self._image)[0]]]}
             record = parse_question(question[0] if question else self._source.prompt, answer, media)
-            return _with_unread_members(record, members, [field.partition("[")[0] for field in self._fields])
-        if (name := next((name for name in _TEXTS if name in members), None)) is not None:
-            record = parse_question(self._source.prompt, _text(members[name]), media)
-            return _with_unread_members(record, members, [name])
+            read = [_field_of(members, field)[0] for field in self._fields]
+            images = [member for files in media.values() for member in files]
+            return _with_unread_members(record, members, [*read, *(n for n in members if members[n] in images)])
+        if names := [name for name in _TEXTS if name in members]:
+            if len(names) > 1:
+                raise BadSample(f"has both .{names[0]} and .{names[1]}; keep the one that is meant")
+            text = _text(members[names[0]])
+            if not media:
+                raise BadSample(
+                    f"has no image, clip or video beside its .{names[0]}; its members: {', '.join(members)}"
+                )
+            record = parse_question(self._source.prompt, text, media)
+            return _with_unread_members(record, members, [*names, *_media_names(members)])
         if "json" not in members:
             raise BadSample(f"has neither a .json nor a .txt; its members are {', '.join(members)}")
-        return _with_unread_members(self._json_record(members, media), members, ["json"])
+        return _with_unread_members(self._json_record(members, media), members, ["json", *_media_names(members)])
 
     def _json_record(self, members: Mapping[str, Member], media: Mapping[Medium, list[Member]]) -> Record:
         """Parse a sample's .json. Raises BadSample."""
         record = _json(members["json"])
         if not isinstance(record, dict):
             raise BadSample(f"has a .json with a {type(record).__name__}, not an object")
-        # What the record calls its files are the names of members.
+        media = {medium: files for medium in KEYS if (files := _in_order(record, medium, media.get(medium, [])))}
         names = {name for keys in KEYS.values() for name in keys}
         if turns := next((name for name in ("messages", "conversations") if record.get(name)), None):
             turn_record = {name: value for name, value in record.items() if name not in names}
             return parse_chat(turn_record | {KEYS[medium][0]: files for medium, files in media.items()}, turns)
-        if (answer := record.get(self._source.answer)) is None:
+        key = self._source.answer
+        if (answer := value_of_one(record, (key, f"{key}s"))) is None:
             keys = ", ".join(map(repr, record)) or "none"
-            raise BadSample(f"has a .json with neither a conversation nor {self._source.answer!r}; its keys: {keys}")
-        read = {*names, self._source.question, self._source.answer}
+            raise BadSample(f"has a .json with neither a conversation nor {key!r}; its keys: {keys}")
+        read = {*names, self._source.question, key, f"{key}s"}
         beside = {name: value for name, value in record.items() if name not in read}
         return parse_question(record.get(self._source.question, self._source.prompt), answer, media, beside)
 
@@ -219,9 +251,35 @@ class Member(ArchiveMember):
 
 
 def _with_unread_members(record: Record, members: Mapping[str, Member], read: Sequence[str]) -> Record:
-    """Add the members of a sample that are neither media nor read as its text."""
-    unread_members = [name for name in members if name not in read and name.rpartition(".")[2].lower() not in _MEDIA]
-    return with_unread(record, [f".{name}" for name in unread_members])
+    """Add the members of a sample that are not read."""
+    return with_unread(record, [f".{name}" for name in members if name not in read])
+
+
+def _media_names(members: Mapping[str, Member]) -> list[str]:
+    """List the extensions of a sample's members that are media."""
+    return [name for name in members if name.rpartition(".")[2].lower() in _MEDIA]
+
+
+def _in_order(record: Mapping[str, Any], medium: Medium, files: Sequence[Member]) -> Sequence[Member]:
+    """Return a sample's members of a medium in the order in which its record names them; in their own where it has
+    other names for them.
+
+    Raises BadSample where it names more or fewer than there are, or some by their names and others not.
+    """
+    listed = listed_files(record, KEYS[medium])
+    if not listed:
+        return files
+    if len(listed) != len(files):
+        raise BadSample(f"names {len(listed)} {medium} file(s), and has {len(files)} such member(s)")
+    by_name = {os.path.basename(file.member): file for file in files}
+    paths = [one.get("path") if isinstance(one, Mapping) else one for one in listed]
+    names = [os.path.basename(path) if isinstance(path, str) else "" for path in paths]
+    if not any(name in by_name for name in names):
+        return files
+    if sorted(names) != sorted(by_name):
+        other = next((name for name in names if name not in by_name), names[0])
+        raise BadSample(f"names the {medium} file {other!r}; its members are {', '.join(by_name)}")
+    return [by_name[name] for name in names]
 
 
 def list_shards(path: str, where: str) -> list[str]:
@@ -253,7 +311,9 @@ def _json(member: Member) -> Any:
     check_bytes(member.name, member.size, MAX_TEXT)
     content = member.read()
     try:
-        return load_json(content)
+        return load_json(content, object_pairs_hook=unique_keys)
+    except BadSample as error:
+        raise BadSample(f"{member.name} {error}") from None
     except (ValueError, RecursionError) as error:
         raise BadSample(f"{member.name} is not JSON: {error}") from None
 
@@ -430,14 +490,13 @@ def _join(indexed: Sequence[tuple[File | StreamFile, Path]], cache: Path) -> Pat
 # ------------------------------------------------------------------------------------------------------------ Energon
 
 
-def _energon(folder: Path, split: Split, where: str) -> tuple[list[str], Sequence[str]]:
-    """Return the shards of a split of a folder that Energon has prepared, and where samples have their text."""
+def _energon(folder: Path, split: Split, where: str) -> tuple[list[str], Sequence[str], str]:
+    """Return the shards of a split of a folder that Energon has prepared, and where samples have text and image."""
     described = _yaml(folder / ENERGON / "dataset.yaml", where)
     listed = folder / ENERGON / "split.yaml"
     splits = _yaml(listed, where)
-    orders = {"dataset.yaml": (described, _ENERGON_CODE), "split.yaml": (splits, ("exclude",))}
-    for file, (values, keys) in orders.items():
-        if order := next((key for key in keys if values.get(key)), None):
+    for file, values, read in (("dataset.yaml", described, _ENERGON_KEYS), ("split.yaml", splits, ("split_parts",))):
+        if order := next((key for key in values if values[key] and key not in read), None):
             raise UserError(
                 f"{where}={folder}: {ENERGON}/{file} has {order}, which is not read; prepare a folder without it, or "
                 "give the shards themselves"
@@ -452,13 +511,19 @@ def _energon(folder: Path, split: Split, where: str) -> tuple[list[str], Sequenc
     kind = _inner(described, "sample_type").get("__class__", "")
     field_map = _inner(described, "field_map")
     if not field_map:
-        return shards, ()
-    if kind not in _ENERGON_TEXTS or not all(isinstance(field_map.get(k), str) for k in _ENERGON_TEXTS[kind]):
+        return shards, (), ""
+    texts = _ENERGON_TEXTS.get(kind, ())
+    if (
+        not texts
+        or not all(isinstance(field_map.get(name), str) for name in texts)
+        or not isinstance(field_map.get("image", ""), str)
+        or set(field_map) - {*texts, "image"}
+    ):
         raise UserError(
             f"{where}={folder}: {ENERGON}/dataset.yaml has the sample type {kind!r} with the fields "
-            f"{', '.join(map(str, field_map))}; read are {', '.join(_ENERGON_TEXTS)}, and samples without field_map"
+            f"{', '.join(map(str, field_map))}; read are {_ENERGON_READ}, and samples without field_map"
         )
-    return shards, [field_map[name] for name in _ENERGON_TEXTS[kind]]
+    return shards, [field_map[name] for name in texts], field_map.get("image", "")
 
 
 def _inner(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -480,14 +545,23 @@ def _yaml(path: Path, where: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _energon_field(members: Mapping[str, Member], field: str) -> Any:
-    """Return what a field of Energon's map refers to: an extension, with keys behind it, as in json[turns][0]."""
-    match = _FIELD.fullmatch(field)
-    if not match or match[1] not in members:
-        raise BadSample(f"has no .{match[1] if match else field}; its members are {', '.join(members)}")
-    member = members[match[1]]
-    value = _json(member) if match[1].rpartition(".")[2] == "json" else _text(member)
-    for key in re.findall(r"\[([^\[\]]+)\]", match[2]):
+def _field_of(members: Mapping[str, Member], field: str) -> tuple[str, list[str]]:
+    """Find the member that a field of Energon's map refers to, the first of several (`jpg,png`), and the keys in it.
+
+    Return its extension, and the keys behind it, as in json[turns][0].
+    """
+    for option in field.split(","):
+        if (match := _FIELD.fullmatch(option)) and match[1] in members:
+            return match[1], re.findall(r"\[([^\[\]]+)\]", match[2])
+    raise BadSample(f"has no .{field}; its members are {', '.join(members)}")
+
+
+def _energon_text(members: Mapping[str, Member], field: str) -> Any:
+    """Return the text, or the texts, that a field of Energon's map refers to."""
+    name, keys = _field_of(members, field)
+    member = members[name]
+    value = _json(member) if name.rpartition(".")[2] == "json" else _text(member)
+    for key in keys:
         try:
             value = value[int(key) if isinstance(value, list) else key]
         except (KeyError, IndexError, ValueError, TypeError):

@@ -40,7 +40,7 @@ from mmjax.errors import UserError
 from mmjax.hub import repository_of
 
 ARCHIVES = (".zip", ".tar")
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a .zip member: signature, lengths of its name and its extra field
 _NAMES = ("name", "where")  # arrays of an archive's index
 # Kinds of members: 0 is stored as it is, 1 is deflated, these cannot be read.
@@ -130,7 +130,7 @@ class MediaFolder:
 
     @cached_property
     def _archive(self) -> Archive | None:
-        if self.root.endswith(_COMPRESSED):
+        if self.root.endswith(COMPRESSED):
             raise UserError(f"{self.root} is compressed as a whole, so nothing in it can be found alone; unpack it")
         return Archive.open(self.root, self.cache) if self.root.endswith(ARCHIVES) else None
 

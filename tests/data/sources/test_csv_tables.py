@@ -85,6 +85,17 @@ def test_a_file_of_the_other_kind_names_its_kind(tmp_path: Path) -> None:
         open_conversations(source, "train", tmp_path / "cache", "data.sources.mine")
 
 
+@pytest.mark.parametrize("column", ["start", "fps", "max_pixels", "history", "system_prompt", "weight"])
+def test_a_column_that_other_stacks_obey_makes_its_rows_bad_and_another_is_counted(column, tmp_path: Path) -> None:
+    path = tmp_path / "d.csv"
+    path.write_text(f"image,question,answer,{column},image_2,note\na.png,What?,red,1,b.png,x\na.png,Why?,so,,,\n")
+    source = CsvSource(str(path), question="question", answer="answer", images="image")
+    got = open_conversations(source, "train", tmp_path / "cache", "data.sources.mine")
+    with pytest.raises(BadSample, match=f"has {column}, which is not read here"):
+        got.conversation(0)
+    assert got.conversation(1).unread == ("image_2", "note")
+
+
 def test_columns_of_a_table_are_known_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("image,question,answer\na.png,What?,a cat\n")
     found = source_of(str(tmp_path / "d.csv"), "--data", tmp_path / "cache", images="photos")

@@ -140,6 +140,10 @@ def test_num_samples_draws_so_many_records_always_the_same_ones_all_before_any_c
         ({"ranking": "yes"}, "has ranking='yes'; give true or false"),
         ({"columns": ["prompt"]}, "has columns that are no object of names"),
         ({"columns": {"prompt": 3}}, "has columns that are no object of names"),
+        ({"columns": {"prompt": "a", "response": "a"}}, "has 'a' twice in its columns"),
+        ({"tags": {"role_tag": "role"}}, "has tags, which are read with formatting=sharegpt alone"),
+        ({"formatting": "sharegpt", "tags": {"role_tag": "value"}}, "has 'value' twice in its tags"),
+        ({"formatting": "sharegpt", "tags": {"user_tag": "gpt"}}, "has 'gpt' twice in its tags"),
     ],
 )
 def test_values_of_an_entry_that_mean_nothing_are_refused(tmp_path: Path, entry: dict, told: str) -> None:
@@ -156,6 +160,7 @@ def test_keys_of_records_that_no_column_names_are_bad_or_counted_and_those_of_me
         {"conversations": turns, "system": "Be brief."},
         {"conversations": turns, "images": ["a.png"]},
         {"conversations": turns, "label": False},
+        {"conversations": [turns[0] | {"role": "assistant"}, *turns[1:]]},
     ]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     got = opened(tmp_path, {"file_name": "d.jsonl", "formatting": "sharegpt"})
@@ -164,3 +169,5 @@ def test_keys_of_records_that_no_column_names_are_bad_or_counted_and_those_of_me
     for index, key in ((1, "system"), (2, "images"), (3, "label")):
         with pytest.raises(BadSample, match=f"has {key}, which"):
             got.conversation(index)
+    with pytest.raises(BadSample, match="has a message with role beside its tags from, value"):
+        got.conversation(4)

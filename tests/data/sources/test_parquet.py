@@ -225,6 +225,18 @@ def test_captions_alone_answer_one_prompt_and_unread_columns_are_named(tmp_path:
         got.conversation(1)
 
 
+def test_what_a_file_of_a_column_has_beside_bytes_and_path_is_refused_or_counted(tmp_path: Path) -> None:
+    files = [struct(picture(), None) | {"fps": fps, "mood": "x"} for fps in (None, 2.0)]
+    columns = {"image": files, "images": [[file] for file in files], "question": ["Why?"] * 2, "answer": ["so"] * 2}
+    path = parquet(tmp_path / "d.parquet", columns)
+    for column in ("image", "images"):
+        got = opened(ParquetSource(path, question="question", answer="answer", images=column), tmp_path)
+        other = "image" if column == "images" else "images"
+        assert got.conversation(0).unread == ("file.mood", other)
+        with pytest.raises(BadSample, match="a file of it has fps, which is not read here"):
+            got.conversation(1)
+
+
 def repeated(text: str, count: int) -> pyarrow.DictionaryArray:
     """A column of one value, which Parquet stores once."""
     return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * count, "int32"), pyarrow.array([text]))

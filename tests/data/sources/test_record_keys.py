@@ -19,10 +19,12 @@ from mmjax.data.sources.chat_files import (
     parse_preference,
     parse_question_record,
     parse_rollouts,
+    resolve_reference,
 )
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import describe_unread, open_conversations
 from mmjax.data.sources.record_keys import DESCRIPTIONS, READ, REFUSED, unread_keys
+from mmjax.data.storage.archives import MediaFolder
 
 PAGE = Path(__file__).parents[3] / "docs" / "data_keys.md"
 LLAVA = partial(parse_chat, turns="conversations")
@@ -78,6 +80,12 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     (LLAVA, asked("What?", Images=["a.png"]), "Images"),
     (LLAVA, asked("What?", vidoes=["a.mp4"]), "vidoes"),
     (LLAVA, asked("What?", video_path="a.mp4"), "video_path"),
+    (LLAVA, asked("What?", image_1="a.png"), "list all files under images"),
+    (LLAVA, asked("What?", **{"Video-2": "a.mp4"}), "list all files under videos"),
+    (LLAVA, asked("What?", img1="a.png"), "img1"),
+    (LLAVA, asked("What?", maxPixels=9), "maxPixels"),
+    (LLAVA, asked("What?", sample_weights=2), "sample_weights"),
+    (LLAVA, asked("What?", system_prompt="Be brief."), "system_prompt"),
     (LLAVA, asked("What?", conversation=[{"from": "human", "value": "x"}]), "conversation"),
     (LLAVA, asked("What?", sytem="Be brief."), "sytem"),
     # of a message
@@ -106,6 +114,12 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     (MESSAGES, said(assistant={"loss": False}), "weight=0 in every message"),
     (MESSAGES, said(assistant={"role": "Assistant"}), "'Assistant'"),
     (MESSAGES, said(assistant={"name": 7}), "name"),
+    (MESSAGES, said(assistant={"eot": False}), "eot"),
+    (
+        MESSAGES,
+        said(system="a") | {"messages": [{"role": "system", "content": "b"}, *said()["messages"]]},
+        "system message",
+    ),
     # of a part, or of the file that it names
     *(
         (MESSAGES, part(type="video", video="a.mp4", **{key: value}), key)
@@ -121,6 +135,10 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     (MESSAGES, part(type="image_url", image_url={"url": "a.png", "detail": "low"}), "detail"),
     # of other formats
     (QUESTION, ASKED | {"loss": False}, "loss"),
+    (QUESTION, ASKED | {"question": 3}, "question='3', which is a int"),
+    (QUESTION, ASKED | {"answer": True}, "answer='True', which is a bool"),
+    (partial(parse_question_record, question="ask", answer="answer"), ASKED, "has no ask"),
+    (MESSAGES, said() | {"messages": "[]x"}, "messages that are a str, not a list of messages"),
     (QUESTION, ASKED | {"questions": "Who?"}, "questions"),
     (MANIFEST, SPOKEN | {"pnc": "no"}, "pnc"),
     (MANIFEST, SPOKEN | {"target_lang": "de"}, "target_lang"),
@@ -129,6 +147,15 @@ ORDERS: list[tuple[Callable[[Any], Record], dict[str, Any], str]] = [
     (MANIFEST, SPOKEN | {"offest": 1.5}, "offest"),
     (MANIFEST, SPOKEN | {"start": 1.5}, "start"),
     (parse_preference, PAIR | {"margin": 0.5}, "margin"),
+    (parse_preference, PAIR | {"ref_chosen_logps": 3.0}, "has 3 in ref_chosen_logps"),
+    (parse_preference, PAIR | {"rejected": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "weight=0.5"),
+    (
+        parse_preference,
+        PAIR | {"prompt": [*said(assistant={"weight": 2})["messages"], *said()["messages"][:1]]},
+        "weight=2",
+    ),
+    (parse_rollouts, DRAWN | {"logprobs": [[0.4, 0.9], [0.2]]}, "has 0.9 in logprobs"),
+    (parse_rollouts, DRAWN | {"ref_logprobs": [[-1.0, -0.5], [0.5]]}, "has 0.5 in ref_logprobs"),
     (parse_preference, PAIR | {"reference_chosen_logps": -1.0}, "reference_chosen_logps"),
     (parse_preference, PAIR | {"weight": 0.5}, "weight"),
     (parse_rollouts, DRAWN | {"response_mask": [[1, 0], [1]]}, "response_mask"),
@@ -160,6 +187,16 @@ def test_a_key_that_says_nothing_is_as_if_it_were_not_there(key: str, nothing: A
         return  # a text
     assert MESSAGES(record) == MESSAGES(said())
     assert MESSAGES(record).conversation.unread == ()
+
+
+@pytest.mark.parametrize(
+    "file", [{"path": "a.png", "url": "b.png"}, {"bytes": b"x", "url": "b.png"}, {"data": "", "url": 3}]
+)
+def test_a_file_that_is_named_twice_or_by_nothing_that_is_read_is_bad(file, tmp_path: Path) -> None:
+    folder = MediaFolder(str(tmp_path), "refuse", tmp_path)
+    with pytest.raises(BadSample, match=r"has a file with both|expected a path, a URL or bytes"):
+        resolve_reference(file, folder)
+    assert resolve_reference({"bytes": b"x", "path": "a.png", "url": None}, folder).read() == b"x"
 
 
 def test_loss_train_and_masked_of_a_message_are_its_weight() -> None:
@@ -211,7 +248,8 @@ def page() -> str:
         "`mmjax/data/sources/record_keys.py`.\n\n"
         "A refused key makes its record bad ([data.md](data.md)); the reason names the key and what to do. A key whose "
         "value says nothing (`null`, empty, or the texts `[]`, `{}`, `null`) is as if it were not there. Nearly the "
-        "name of a key that is read is refused too (`vidoes`). Any other key is ignored, and counted by source: at the "
+        "name of a key that is read is refused too (`vidoes`, `image_1`), and a refused key however it is written "
+        "(`maxPixels`). Any other key is ignored, and counted by source: at the "
         "start of training and by `mmjax.index` (`` ignored keys of chat: `foo` in 1,204 records ``), with `--json` "
         'under `"ignored_keys"`. Keys of messages are `message.foo` there, of parts `part.foo`.\n\n'
         "## Read\n\n| of | keys |\n|---|---|\n"

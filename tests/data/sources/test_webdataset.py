@@ -127,6 +127,110 @@ def test_a_folder_that_energon_has_prepared_is_read_by_its_splits_and_fields(kin
         opened(folder, tmp_path)
 
 
+ENERGON = {"sample_type": {"__class__": "CaptioningSample"}, "field_map": {"image": "jpg", "caption": "txt"}}
+VQA = {"sample_type": {"__class__": "VQASample"}}
+
+
+def prepared(folder: Path, described: dict, splits: dict | None = None, members: Mapping | None = None) -> Path:
+    """A folder of one shard as Energon prepares it."""
+    shard(folder / "a.tar", members or captions(0, 1))
+    (folder / ".nv-meta").mkdir()
+    (folder / ".nv-meta/dataset.yaml").write_text(yaml.safe_dump(described))
+    parts = {"split_parts": {"train": ["a.tar"]}, "exclude": []} | (splits or {})
+    (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump(parts))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("described", "splits", "message"),
+    [
+        (ENERGON, {"exclude": ["a.tar"]}, r"split\.yaml has exclude, which is not read; prepare a folder without it"),
+        (ENERGON, {"blend": 2}, r"split\.yaml has blend, which is not read"),
+        (ENERGON | {"sample_loader": "x.py:f"}, {}, r"dataset\.yaml has sample_loader, which is not read"),
+        (ENERGON | {"part_filter": "x.py:f"}, {}, r"dataset\.yaml has part_filter, which is not read"),
+        (ENERGON | {"shuffle_over_epochs": 3}, {}, r"dataset\.yaml has shuffle_over_epochs, which is not read"),
+        (ENERGON | {"sample_type": {"__class__": "OCRSample"}}, {}, r"the sample type 'OCRSample'"),
+        (ENERGON | {"field_map": {"image": "jpg"}}, {}, r"read are CaptioningSample with image, caption"),
+        (
+            ENERGON | {"field_map": {"image": ["jpg"], "caption": "txt"}},
+            {},
+            r"with the fields caption, image; read are",
+        ),
+        (
+            VQA | {"field_map": {"context": "q", "answers": "txt", "answer_weights": "w"}},
+            {},
+            r"answer_weights.*; read are",
+        ),
+    ],
+)
+def test_what_energons_files_order_and_is_not_read_is_refused_by_name(described, splits, message, tmp_path) -> None:
+    with pytest.raises(UserError, match=message):
+        opened(prepared(tmp_path / "energon", described, splits), tmp_path)
+
+
+def test_energons_image_is_the_member_that_its_field_names_and_others_are_counted(tmp_path: Path) -> None:
+    members = {
+        "0.png": picture(colour=1),
+        "0.jpg": picture(colour=2),
+        "0.txt": "two",
+        "1.png": picture(),
+        "1.txt": "one",
+    }
+    got = opened(prepared(tmp_path / "jpg", ENERGON | {"subflavors": {"a": 1}}, members=members), tmp_path)
+    assert [file.read() for file in got.media(0)] == [picture(colour=2)]
+    assert got.conversation(0).unread == (".png",)
+    with pytest.raises(BadSample, match=r"has no \.jpg; its members are png, txt"):
+        got.conversation(1)
+    several = ENERGON | {"field_map": {"image": "jpg,png", "caption": "cap,txt"}}
+    got = opened(prepared(tmp_path / "both", several, members=members), tmp_path)
+    assert [got.media(k)[0].read() for k in range(2)] == [picture(colour=2), picture()]
+    assert got.conversation(1).messages[1].parts == ("one",)
+
+
+def test_files_that_a_json_names_are_members_in_its_order_and_as_many(tmp_path: Path) -> None:
+    ask = {"question": "Which?", "answer": "both"}
+    members: dict = {}
+    for key, names in enumerate((["0.b.png", "0.a.png"], ["x.png"], ["2.a.png", "x.png"], ["data:image/png;base64,A"])):
+        members |= {f"{key}.a.png": picture(colour=1)} if key < 3 else {}
+        members |= {f"{key}.b.png": picture(colour=2)} if key in (0, 2) else {}
+        members[f"{key}.json"] = ask | {"images": names}
+    members["4.json"] = '{"question": "Which?", "question": "Who?", "answer": "x"}'
+    members["5.json"] = ask | {"answers": ["x"]}
+    members["6.json"] = {"question": "Which?", "answers": ["red", "dark red"]}
+    got = opened(shard(tmp_path / "d.tar", members), tmp_path)
+    assert [file.read() for file in got.media(0)] == [picture(colour=2), picture(colour=1)]
+    assert [file.read() for file in got.media(1)] == [picture(colour=1)]  # by another name that it had
+    for index, reason in {
+        2: r"names the image file 'x\.png'; its members are 2\.a\.png, 2\.b\.png",
+        3: r"names 1 image file\(s\), and has 0 such member\(s\)",
+        4: r"d\.tar::4\.json has the key 'question' twice",
+        5: "has both answer and answers",
+    }.items():
+        with pytest.raises(BadSample, match=reason):
+            got.conversation(index)
+    assert got.conversation(6).answers == ("red", "dark red")
+
+
+def test_keys_and_members_of_a_shard_that_nothing_reads_are_counted_and_no_image_is_one_of_them(tmp_path) -> None:
+    ask = {"question": "Which?", "answer": "both"}
+    members = {"0.png": picture(), "0.json": ask | {"foo": 1, "id": 2}, "0.npy": "x", "0.cls": "3"}
+    members |= {"1.png": picture(), "1.txt": "one", "1.json": {}, "2.AVIF": picture(), "2.txt": "two"}
+    members |= {"3.npy": "x", "3.txt": "three", "4.png": picture(), "4.txt": "four", "4.caption": "4"}
+    members |= {"5.png": picture(), "5.json": ask | {"tools": [{}]}, "6.svg": "<svg/>", "6.txt": "six"}
+    got = opened(shard(tmp_path / "d.tar", members), tmp_path)
+    facts = read_facts(got, PROBES, tmp_path / "cache")
+    assert facts.unread == {".cls": 1, ".json": 1, ".npy": 1, "foo": 1}
+    reasons = dict(zip(facts.bad.tolist(), facts.reason.tolist(), strict=True))
+    for index, reason in {
+        3: "has no image, clip or video beside its .txt; its members: npy, txt",
+        4: "has both .txt and .caption; keep the one that is meant",
+        5: "has tools, which is not read here",
+        6: "is a bad image file",
+    }.items():
+        assert reason in reasons.pop(index)
+    assert not reasons
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
@@ -168,7 +272,7 @@ def test_what_energons_files_name_is_a_file_of_their_folder_and_never_a_command_
         (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump(parts))
         with pytest.raises(UserError, match=r"split\.yaml"):
             opened(".", tmp_path, window=4)
-    (folder / ".nv-meta/split.yaml").write_text("a: " + "[" * 5000)
+    (folder / ".nv-meta/split.yaml").write_text("a: " + "[" * 500)
     with pytest.raises(UserError, match=r"split\.yaml is not YAML: "):
         opened(".", tmp_path, window=4)
     (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": ["a.tar"]}}))
@@ -323,7 +427,12 @@ def test_a_stream_that_changes_in_mid_run_ends_it_and_is_indexed_again_when_it_s
 
 
 def test_what_a_compressed_shard_unpacks_to_is_bounded_member_by_member(tmp_path: Path) -> None:
-    members = {"0.txt": "short", "1.txt": bytes(MAX_TEXT + 1), "2.json": b"[" + b"0," * MAX_VALUES + b"0]"}
+    members = {
+        "0.jpg": picture(),
+        "0.txt": "short",
+        "1.txt": bytes(MAX_TEXT + 1),
+        "2.json": b"[" + b"0," * MAX_VALUES + b"0]",
+    }
     path = shard(tmp_path / "d.tar", members)
     (tmp_path / "d.tar.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
     got = opened(tmp_path / "d.tar.gz", tmp_path, window=4)
