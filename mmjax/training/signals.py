@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,11 @@ class StopFlags:
         self._noticed.set()
         self._interrupt(number, frame)
 
+    def drop(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Report an exception that nothing can catch, but not that of a signal: `watch` ends the process after it."""
+        if not isinstance(unraisable.exc_value, StoppedBySignal):
+            self._report(unraisable)
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Handle signals in the body: TERM and USR1 request a clean stop, USR2 a profiler trace."""
@@ -94,6 +100,8 @@ class StopFlags:
         if callable(self._interrupt):
             handlers[signal.SIGINT] = self.interrupt
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        # A handler may run in a callback of the garbage collection, where what it raises goes no further.
+        self._report, sys.unraisablehook = sys.unraisablehook, self.drop
         receiver, sender = socket.socketpair()
         sender.setblocking(False)
         previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
@@ -107,6 +115,7 @@ class StopFlags:
             sender.close()
             thread.join()
             receiver.close()
+            sys.unraisablehook = self._report
             for number, handler in previous.items():
                 signal.signal(number, handler)
 

@@ -10,6 +10,8 @@ import pytest
 from commands import TINY
 from started import ROOT, begin, environment, finish, start, wait_until
 
+from mmjax.training.signals import StopFlags
+
 BUSY = """
 import hashlib, os, signal, sys, threading
 from mmjax.errors import run_command
@@ -48,6 +50,22 @@ def test_a_signal_while_native_code_runs_before_the_first_step_ends_the_process_
     assert ended.code == code
     assert ended.err.startswith(expected)
     assert len(ended.err.splitlines()) == 1
+
+
+def test_what_a_handler_raises_in_a_finalizer_or_a_collection_is_no_traceback(capsys, monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    flags = StopFlags()
+    with flags.installed():
+        Finalized()
+        assert flags.stop == "SIGTERM"
+    assert not reported
+    assert "".join(capsys.readouterr()) == f"{flags.describe_end('SIGTERM')}\n"
 
 
 @pytest.mark.exhaustive
