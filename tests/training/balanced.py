@@ -53,7 +53,7 @@ def config_of(case: str) -> Config:
     """Four samples a rank of eight, dropout in every tower."""
     grouping, balance, *mesh = case.split("/")
     rows = {"llm": 8, "vision": 8, "audio": 8}
-    batch = BatchConfig(Samples(32), rows, 1, GROUPINGS[grouping], BALANCES[balance], shapes=2)
+    batch = BatchConfig(Samples(32), rows, 1, GROUPINGS[grouping], BALANCES[balance], shapes=1)
     config = tiny_config(batch=batch, mesh=MESHES[mesh[0] if mesh else "data"])
     model = config.model
     encoders = {name: replace(encoder, layers=1, dropout=0.1) for name, encoder in model.encoders.items()}

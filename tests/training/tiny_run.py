@@ -40,7 +40,7 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import ALPHABET
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
 from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.state import TrainState, hyperparameters, make_optimizer
 from mmjax.runtime.step import Accumulated, Executor
@@ -135,7 +135,8 @@ def state_with(executor: Executor, trainable: Any) -> TrainState:
 
 def gradients(executor: Executor, state: TrainState, batches: Sequence[Microbatch]) -> Accumulated:
     """Gradients and report over the microbatches, on the host."""
-    accumulated, total, noise = executor.zeros(), weights(batches), None
+    accumulated, noise = executor.zeros(), None
+    total = jax.device_put(weights(batches), replicated(executor.mesh))  # as in a step, so that both are one program
     if executor.model.is_random:
         noise = np.array([0, 0], np.uint32)
     for batch in batches:
