@@ -180,7 +180,13 @@ class FolderIndex:
             index = load_json(file_at(os.path.join(folder, INDEX)).read())
             if index["format"] != _FORMAT:
                 raise UserError(f"{folder}: its format is {index['format']!r}; this version reads {_FORMAT!r}")
-            return cls(tuple(index["records"]), index["made_from"])
+            records, made_from = index["records"], index["made_from"]
+            counts = records if isinstance(records, list) else []
+            if not counts or not all(type(count) is int and count >= 0 for count in counts):
+                raise ValueError("records are no numbers")
+            if not isinstance(made_from, str):
+                raise ValueError("made_from is no text")
+            return cls(tuple(counts), made_from)
         except BadSample:
             inner = sorted(glob.glob(os.path.join(glob.escape(folder), "**", INDEX), recursive=True))
             remedy = (

@@ -295,7 +295,8 @@ def list_shards(path: str, where: str) -> list[str]:
     first, last = span.groups()
     if int(first) > int(last):
         raise UserError(f"{where}={path}: {span[0]} counts down; write {{{last}..{first}}}")
-    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    # One by one: what stands in data may name a range of any length, and ends at the first that is missing.
+    numbers = (f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1))
     return [s for n in numbers for s in list_shards(f"{path[: span.start()]}{n}{path[span.end() :]}", where)]
 
 

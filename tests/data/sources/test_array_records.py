@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def test_a_record_holds_a_conversation_and_its_media() -> None:
 def test_a_record_that_is_not_whole_is_bad(spoil) -> None:
     with pytest.raises(BadSample):
         decode_record(spoil(encode_record(to_header(TALK, [5, 0]), [b"image", b""])))
+
+
+@pytest.mark.parametrize("spoiled", [{"records": [3, {}]}, {"records": []}, {"records": [-3, 6]}, {"made_from": 3}, []])
+def test_an_index_that_says_what_cannot_be_is_refused(spoiled, tmp_path: Path) -> None:
+    FolderIndex((3,), "nothing").write(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    (tmp_path / INDEX).write_text(json.dumps(index | spoiled if isinstance(spoiled, dict) else spoiled))
+    with pytest.raises(UserError, match=rf"{INDEX} is not whole: .*; write the folder again"):
+        FolderIndex.read(str(tmp_path))
 
 
 @pytest.mark.parametrize(
