@@ -267,11 +267,12 @@ def _pixels(reader: _FileReader, kind: str) -> np.ndarray:
             raise BadMedia(f"corrupt {kind}: it has pixels of a colour beyond the {colours} of its palette")
         if kind == "PNG":
             chunks = list(_png_chunks(reader))  # checks checksums: Pillow accepts any damage that still inflates
-            _check_png_order([name for name, _ in chunks])
+            names = [name for name, _ in chunks]
+            _check_png_order(names)
             # Pillow silently leaves missing rows black. Inflating again is slow, so only if the last row is black
-            # (or, interlaced, any row may be missing).
+            # (or, interlaced, any row may be missing), or of an animation, of which it reads no picture to its end.
             last_row = image.crop((0, image.height - 1, image.width, image.height))
-            if image.info.get("interlace") or not np.asarray(last_row).any():
+            if image.info.get("interlace") or b"acTL" in names or not np.asarray(last_row).any():
                 _check_png_rows(chunks, image.size)
         pixels = _rgb(image)
         turn = TURNS.get(image.getexif().get(ORIENTATION, 1))
@@ -336,7 +337,7 @@ def _check_png_order(names: Sequence[bytes]) -> None:
 
 
 def _check_png_rows(chunks: Sequence[tuple[bytes, memoryview]], size: tuple[int, int]) -> None:
-    """Raise BadMedia for a PNG with less pixel data than its (width, height) needs."""
+    """Raise BadMedia for a PNG with less pixel data than its (width, height) needs, or whose data has no end."""
     header = chunks[0][1]  # IHDR: width (4 bytes), height (4), bit depth, color type, compression, filter, interlacing
     pixel_bits = header[8] * {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[header[9]]
     passes = ADAM7 if header[12] else ((0, 0, 1, 1),)
@@ -348,11 +349,13 @@ def _check_png_rows(chunks: Sequence[tuple[bytes, memoryview]], size: tuple[int,
     inflate = zlib.decompressobj()
     actual = 0
     for packed in (content for name, content in chunks if name == b"IDAT"):
-        while packed and actual < expected:
+        while packed and actual <= expected and not inflate.eof:
             actual += len(inflate.decompress(packed, INFLATED))
             packed = inflate.unconsumed_tail
     if actual < expected:
         raise BadMedia(f"truncated PNG: it has {actual} of {expected} bytes of pixels")
+    if actual == expected and not inflate.eof:  # the end, which has a checksum of the pixels, is there too
+        raise BadMedia("truncated PNG: its compressed pixels have no end")
 
 
 def _open_image(reader: _FileReader, kind: str) -> Image.Image:

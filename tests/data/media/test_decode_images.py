@@ -483,3 +483,23 @@ def test_a_png_whose_chunks_are_out_of_order_and_a_bmp_of_colours_that_it_lacks_
         data = struct.pack("<2sIHHI", b"BM", 18 + len(body), 0, 0, 14 + len(body)) + body + pixels
         with pytest.raises(BadMedia, match=message) if message else nullcontext():
             decode_image(data)
+
+
+@pytest.mark.parametrize("spoiled", ["pixels that do not go with their checksum", "half of the pixels", "no end"])
+def test_the_pixels_of_an_animated_png_are_whole_though_pillow_reads_none_to_its_end(spoiled) -> None:
+    noise = [Image.fromarray(np.random.default_rng(k).integers(1, 256, (24, 32, 3), np.uint8)) for k in range(2)]
+    file = io.BytesIO()
+    noise[0].save(file, "PNG", save_all=True, append_images=noise[1:])
+    whole = file.getvalue()
+    assert np.array_equal(decode_image(whole), np.asarray(noise[0]))
+    start = whole.index(b"IDAT")
+    end = start + 4 + int.from_bytes(whole[start - 4 : start])
+    packed = whole[start + 4 : end]
+    pixels = zlib.decompress(packed)
+    packed = {"half of the pixels": zlib.compress(pixels[: len(pixels) // 2]), "no end": packed[:-4]}.get(
+        spoiled, zlib.compress(pixels[:-1] + b"\0")[:-4] + packed[-4:]
+    )
+    chunk = b"IDAT" + packed
+    head = len(packed).to_bytes(4) + chunk + zlib.crc32(chunk).to_bytes(4)
+    with pytest.raises(BadMedia, match=r"truncated PNG|incorrect data check|broken data stream"):
+        decode_image(whole[: start - 4] + head + whole[end + 4 :])
