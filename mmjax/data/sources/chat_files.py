@@ -330,7 +330,9 @@ def _with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[An
     first = next((k for k, turn in enumerate(turns) if isinstance(turn, Mapping) and _is_users(turn)), None)
     if not marks or marked or first is None:
         return list(turns)
-    key = "content" if "content" in turns[first] else "value"
+    key = next((key for key in ("content", "value") if key in turns[first]), None)
+    if key is None:  # which is refused with its message
+        return list(turns)
     content = turns[first][key]
     if isinstance(content, str):
         content = "".join(f"<{medium}>" for medium in marks) + content

@@ -107,6 +107,7 @@ def test_pairs_of_files_are_those_of_their_records(tmp_path: Path) -> None:
         ({"prompt": "", "chosen": [turn("assistant", "A.")]}, "has no prompt"),
         ({"ref_chosen_logps": "low"}, "has ref_chosen_logps='low', which is no number"),
         ({"prompt": [turn("user", 0.5)]}, "message 1"),
+        ({"prompt": [{"role": "user"}]}, "message 1"),
     ],
 )
 def test_a_pair_that_cannot_be_compared_is_bad_for_one_reason(change, reason):
