@@ -58,8 +58,6 @@ def test_an_unknown_command_is_one_line_with_the_nearest(capsys):
         ("export run", "the following arguments are required: out"),
         ("bench", "the following arguments are required: NAME"),
         ("bench fil", "argument NAME: invalid choice: 'fil'"),
-        ("bench fill --step 3", "unrecognized arguments: --step 3"),
-        ("report run other", "unrecognized arguments: other"),
         ("index --to arrayrecord", "argument --to: expected 2 arguments"),
         ("doctor --jsn", "unrecognized arguments: --jsn"),
         ("studio run --port x", "argument --port: invalid int value: 'x'"),

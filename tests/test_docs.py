@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import socket
+import tomllib
 from functools import cache, partial, reduce
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,12 @@ def texts_of_the_code() -> str:
     trees = (ast.parse(path.read_text()) for path in (ROOT / "mmjax").rglob("*.py"))
     nodes = (node for tree in trees for node in ast.walk(tree))
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def test_every_extra_is_in_install_md() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert [extra for extra in extras if f"`{extra}`" not in page] == []
 
 
 def test_the_error_lines_of_mmjax_in_troubleshooting_md_are_in_its_code() -> None:

@@ -155,7 +155,7 @@ def test_a_run_trains_on_latents_is_replayed_and_draws(words, tmp_path, capsys):
     short = ["training.steps=3", "schedule.warmup=0", "batch.size.count=4", "data.max_bad_share=0.5"]
     ended = run(capsys, train.main, *words, *short, f"run={tmp_path}/run")
     assert ended.code == 0, ended.err
-    assert f"left out drawings[{DRAWINGS}], which cannot be used: item 0 (picture): truncated PNG" in ended.out
+    assert f"left out drawings[{DRAWINGS}], which cannot be used: item 0 (picture): " in ended.out
     for step in (1, 2, 3):
         ended = run(capsys, inspect.main, tmp_path / "run", "--step", step, f"--out={tmp_path}/step{step}")
         assert "as it was logged" in ended.out

@@ -283,7 +283,11 @@ class SampleMedia:
 
     def _decode(self, sample: int, medium: int) -> tuple[np.ndarray, ...]:
         kinds = [kind for kind, _ in self._sizes(sample) if kind != SOUND]
-        return self._processors.decoded(kinds[medium], self._file(sample, medium), kinds.count("image"))
+        file = self._file(sample, medium)
+        try:
+            return self._processors.decoded(kinds[medium], file, kinds.count("image"))
+        except BadMedia as error:
+            raise BadMedia(f"{file.name}: {error}") from None
 
 
 def _with_own_sound(sizes: MediaSizes) -> list[tuple[Medium, tuple[int, ...]]]:

@@ -47,7 +47,7 @@ from mmjax.data.media.decode import decode_clip
 from mmjax.data.plan.length_index import build_index, cached_index
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
-from mmjax.data.sample import BadSample, Item, Text
+from mmjax.data.sample import BadSample, Item, Text, with_place
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import check_records, look_again, open_sources, records_of
 from mmjax.errors import BadMedia, UserError
@@ -323,6 +323,19 @@ def test_a_photo_written_again_with_the_same_size_and_time_in_mid_run_ends_it_wi
     again = opened_source(checkpoint, replace(source, images=str(images)), tmp_path)
     assert again.fingerprint() == chat.fingerprint()
     assert all(np.array_equal(again.item(index, 0), photos[index]) for index in range(6))
+
+
+def test_a_photo_that_is_found_damaged_while_training_is_named_by_its_file_and_the_line_of_its_record(
+    checkpoint, tmp_path
+):
+    source, _ = stored_questions("json", tmp_path)
+    photo = tmp_path / "images" / "2.jpg"
+    photo.write_bytes(photo.read_bytes()[:-20])  # its header is whole
+    chat = opened_source(checkpoint, source, tmp_path)
+    with pytest.raises(BadMedia) as bad:
+        chat.item(2, 0)
+    reason = with_place(chat, 2, bad.value)
+    assert re.search(r"/data\.json(:\d+|\[2\]): .*/images/2\.jpg: corrupt JPEG: ", reason)
 
 
 def test_what_conversations_say_has_one_hash_wherever_their_files_lie(checkpoint, tmp_path):
