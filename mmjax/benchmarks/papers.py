@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -30,9 +34,16 @@ NETWORK = 12.5e9  # bytes per second of one GPU: 4 x 200 Gbit/s for 8 (OmniBal a
 OMNIBAL_MICROBATCHES = 56  # InternVL-Chat-1.5's batch of 1,024 over DP 4, with 4.6 samples in each
 REORDER_SIGMA = 0.6  # of the logarithm of an encoder's times
 
+SAME_LAYERS = 1.5  # by which factor two totals of the same layers may differ
+# Other values of SAME_LAYERS and ENCODER_RATE, to see what the share of right directions owes to these.
+SENSITIVITY = (
+    (SAME_LAYERS, ENCODER_RATE),
+    *((factor, ENCODER_RATE) for factor in (1.8, 2.0, np.inf)),
+    *((SAME_LAYERS, rate) for rate in (0.72, 0.75, 1.0)),
+)
+TABLE_6 = "OmniBal table 6"
 MIB = 2**20
 NEAR = 0.05  # up to this distance a reported ratio says that both sides are about equal
-SAME_LAYERS = 1.5  # by how much two totals of the same layers may differ
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class Row:
     neutral: float | None = 1.0  # where neither of two sides is better; None where there are no two
     ours: Mapping[str, float] = field(default_factory=dict)  # speed-up of our partition over others, by name
     contradiction: str = ""  # why the figure cannot follow from what the paper says elsewhere
+    same_layers: float = 1.0  # by which factor two totals of the same layers differ in the paper
     note: str = ""
 
     @property
@@ -59,6 +71,15 @@ class Row:
         if self.reported is None or self.neutral is None or abs(self.reported - self.neutral) <= NEAR:
             return None
         return (self.predicted > self.neutral) == (self.reported > self.neutral)
+
+    def conflict(self, same_layers: float = SAME_LAYERS) -> str:
+        """Say what contradicts the figure, if anything does. same_layers: the most by which their totals may differ."""
+        layers = f"the same layers take {self.same_layers:.2f} times as long"
+        return self.contradiction or (layers if self.same_layers > same_layers else "")
+
+    def counts(self, same_layers: float = SAME_LAYERS) -> bool:
+        """Return whether there is a figure, and nothing that contradicts it."""
+        return self.reported is not None and not self.conflict(same_layers)
 
 
 # ---------------------------------------------------------------------------------------------------------- Cornstarch
@@ -98,7 +119,7 @@ def _stages(row: FrozenRow) -> Chain:
 
 
 def _contradiction(aware: Chain, unaware: Chain, reported: float) -> str:
-    """Say why a reported speed-up cannot follow from the stage times, if it cannot.
+    """Say why a reported speed-up cannot follow from the longest stages, if it cannot.
 
     Under 1F1B a step takes at least what its longest stage takes for all microbatches, and at most that for all but
     one, and one microbatch through all stages.
@@ -109,15 +130,20 @@ def _contradiction(aware: Chain, unaware: Chain, reported: float) -> str:
     most = [(m - 1) * stages.max() + stages.sum() for stages in seconds]
     if not least[1] / most[0] <= reported <= most[1] / least[0]:
         return f"its stage times allow {least[1] / most[0]:.2f} to {most[1] / least[0]:.2f}"
-    totals = [1e3 * stages.sum() for stages in seconds]
-    if max(totals) > SAME_LAYERS * min(totals):
-        return f"the same layers take {totals[0]:.0f} and {totals[1]:.0f} ms in all"
     return ""
 
 
-def _frozen_contradiction(llm: str, model: str) -> str:
+def _same_layers(aware: Chain, unaware: Chain) -> float:
+    """Return by which factor the totals of the same layers differ."""
+    totals = sorted(float((chain.forward + chain.backward).sum()) for chain in (aware, unaware))
+    return totals[1] / totals[0]
+
+
+def _frozen_contradiction(llm: str, model: str) -> tuple[str, float]:
+    """Return what contradicts the speed-up of one row, and the factor between totals of its layers."""
     aware, unaware = tables.CORNSTARCH_FROZEN[llm, model]
-    return _contradiction(_stages(aware), _stages(unaware), aware.throughput / unaware.throughput)
+    chains = _stages(aware), _stages(unaware)
+    return _contradiction(*chains, aware.throughput / unaware.throughput), _same_layers(*chains)
 
 
 def frozen_rows() -> list[Row]:
@@ -136,6 +162,7 @@ def frozen_rows() -> list[Row]:
             algorithm_1 = BASELINES["cornstarch"](layers, len(cuts) + 1)
             ours[f"algorithm 1 {name}"] = iteration_seconds(layers, algorithm_1, side_by_side=True) / seconds
         aware, unaware = pair
+        contradiction, same_layers = _frozen_contradiction(llm, model)
         rows.append(
             Row(
                 source=f"Cornstarch table {FROZEN_TABLES[llm]}",
@@ -143,7 +170,8 @@ def frozen_rows() -> list[Row]:
                 reported=aware.throughput / unaware.throughput,
                 predicted=_step(_stages(unaware)) / _step(_stages(aware)),
                 ours=ours,
-                contradiction=_frozen_contradiction(llm, model),
+                contradiction=contradiction,
+                same_layers=same_layers,
             )
         )
     return rows
@@ -166,7 +194,8 @@ def modality_rows() -> list[Row]:
             llm_stages, vision_stages, audio_stages = parallel
             modules = _encoder(vision, vision_stages), _encoder(audio, audio_stages), _llm(audio, llm_stages)
             apart = _step(_chain(*modules), side_by_side=True) * sum(parallel)
-            tainted = [model for model in models if _frozen_contradiction(llm, model)]
+            found = {model: _frozen_contradiction(llm, model) for model in models}
+            tainted = [model for model, (contradiction, _) in found.items() if contradiction]
             rows.append(
                 Row(
                     source=f"Cornstarch table {MODALITY_TABLES[llm]}",
@@ -174,6 +203,7 @@ def modality_rows() -> list[Row]:
                     reported=parallel_throughput / colocated_throughput,
                     predicted=together / apart,
                     contradiction=f"the rows of {' and '.join(tainted)} do" if tainted else "",
+                    same_layers=max(factor for _, factor in found.values()),
                 )
             )
     return rows
@@ -200,6 +230,7 @@ def end_to_end_rows() -> list[Row]:
             reported=1.13,
             predicted=_step(unaware) / _step(aware),
             contradiction=_contradiction(aware, unaware, 1.13),
+            same_layers=_same_layers(aware, unaware),
         ),
     ]
 
@@ -289,10 +320,10 @@ def omnibal_model_rows() -> list[Row]:
     return rows
 
 
-def omnibal_partition_rows() -> list[Row]:
+def omnibal_partition_rows(encoder_rate: float = ENCODER_RATE) -> list[Row]:
     """Predict table 6: GPU days of three partitions over the paper's own, and what each sends beside the first."""
     model = tables.OMNIBAL_MODELS["InternViT-6B, InternLM2-20B"]
-    chain = _omnibal_chain(model)
+    chain = _omnibal_chain(model, encoder_rate)
     stages = len(model.layers)
     kinds = {kind: BASELINES[kind](chain, stages) for kind in ("parameters", "layers", "profile")}
     kinds["BMP"] = tuple(accumulate(model.layers))[:-1]
@@ -306,13 +337,13 @@ def omnibal_partition_rows() -> list[Row]:
             reported = days / tables.OMNIBAL_PARTITIONS["BMP"][1]
             predicted = seconds[kind] / seconds["BMP"]
             ours = {kind: seconds[kind] / fastest}
-            rows.append(Row("OmniBal table 6", f"{layers}: GPU days over BMP's", reported, predicted, ours=ours))
+            rows.append(Row(TABLE_6, f"{layers}: GPU days over BMP's", reported, predicted, ours=ours))
         if kind != "parameters":
             change = sent[kind] - sent["parameters"]
             # -21.0 MB is the connector's cut for one of the LLM's, without the encoder's in [22, 23, 24, 24].
             contradiction = f"cuts the encoder once: {change:.1f}" if kind == "BMP" else ""
             case = f"{layers}: MB sent, over parameters'"
-            rows.append(Row("OmniBal table 6", case, comm, change, neutral=0.0, contradiction=contradiction))
+            rows.append(Row(TABLE_6, case, comm, change, neutral=0.0, contradiction=contradiction))
     return rows
 
 
@@ -351,6 +382,59 @@ def reordering_rows(draws: int = 12) -> list[Row]:
             note="1.03 to 1.11, which the paper calls percents",
         )
     ]
+
+
+# ------------------------------------------------------------------------------------------------------ whole trainings
+
+
+@dataclass(frozen=True)
+class TextFigure:
+    """A figure of a whole training, which `mmjax.plan` predicts for a shipped config like the paper's.
+
+    over: kind of balance that the figure is a ratio to, of MFUs or of GPU days; empty: the MFU itself.
+    """
+
+    source: str
+    reported: tuple[float, float]  # a range
+    config: str
+    cluster: str
+    over: str = ""
+
+
+TEXT_FIGURES = (
+    TextFigure("OrchMLLM figure 8: MFU of 84B", (0.416, 0.416), "omni_84b", "h100x320x8"),
+    TextFigure("OrchMLLM figure 8: MFU over that without balance", (1.5, 2.0), "omni_84b", "h100x320x8", over="none"),
+    TextFigure("MMScale figure 15: MFU of 72B, there on 1,172 GPUs", (0.518, 0.547), "mllm_72b", "a800x120x8"),
+    TextFigure(
+        "OmniBal table 2: GPU days without balance", (38.9 / 25.3,) * 2, "internvl_26b", "a100x8x8", over="none"
+    ),
+)
+
+
+def planned_figures() -> list[dict[str, Any]]:
+    """Plan the configs of `TEXT_FIGURES`. The error: from the nearer end of the range."""
+
+    @cache
+    def plan(config: str, cluster: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "mmjax.plan", config, f"cluster={cluster}", "--json"]
+        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+    found = []
+    for figure in TEXT_FIGURES:
+        planned = plan(figure.config, figure.cluster)
+        own = planned["ways"][planned["balance"]]["mfu"]
+        predicted = own / planned["ways"][figure.over]["mfu"] if figure.over else own
+        low, high = figure.reported
+        found.append(
+            {
+                "source": figure.source,
+                "reported": low if low == high else f"{low:.4g} to {high:.4g}",
+                "predicted": predicted,
+                "error": abs(predicted / min(max(predicted, low), high) - 1),
+                "plan": f"{figure.config} cluster={figure.cluster}",
+            }
+        )
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------- all
@@ -397,19 +481,43 @@ def anchors() -> dict[str, tuple[float, float]]:
     }
 
 
+def _directions(rows: Sequence[Row], same_layers: float = SAME_LAYERS) -> list[bool]:
+    """Return of each row that counts and has a better side whether that is predicted."""
+    return [row.direction for row in rows if row.counts(same_layers) and row.direction is not None]
+
+
+def sensitivity(rows: Sequence[Row]) -> list[dict[str, float]]:
+    """Count the directions that are right with other values of the two constants that they depend on."""
+    others = [row for row in rows if row.source != TABLE_6]
+    found = []
+    for same_layers, encoder_rate in SENSITIVITY:
+        directions = _directions([*others, *omnibal_partition_rows(encoder_rate)], same_layers)
+        found.append(
+            {
+                "same_layers": same_layers if np.isfinite(same_layers) else None,  # any
+                "encoder_rate": encoder_rate,
+                "direction_right": sum(directions),
+                "direction_rows": len(directions),
+            }
+        )
+    return found
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no options: all rows follow from the papers."""
+    """Add the options of the command."""
+    parser.add_argument("--plans", action="store_true", help="plan whole trainings too, which takes minutes")
 
 
 def run(args: argparse.Namespace) -> Measurement:
     """Predict all rows."""
     rows = [row for make in ROW_MAKERS for row in make()]
-    counted = [row for row in rows if row.reported is not None and not row.contradiction]
-    directions = [row.direction for row in counted if row.direction is not None]
-    contradictory = [row for row in rows if row.contradiction and row.direction is not None]
+    counted = [row for row in rows if row.counts()]
+    directions = _directions(rows)
+    contradictory = [row for row in rows if not row.counts() and row.direction is not None]
     model = tables.OMNIBAL_MODELS["InternViT-6B, InternLM2-20B"]
     by_flops = _omnibal_chain(model, encoder_rate=1.0)
     figures = {
+        "all_rows": len(rows),
         "direction_share": sum(directions) / len(directions),
         "direction_rows": len(directions),
         "direction_share_of_contradictory": sum(row.direction for row in contradictory) / len(contradictory),
@@ -419,6 +527,9 @@ def run(args: argparse.Namespace) -> Measurement:
         "omnibal_22_23_24_24": omnibal_exact(),
         "omnibal_by_flops": _sizes(by_flops, partition(by_flops.forward, 4, by_flops.cut_bytes)),
         "ours_never_slower": all(speedup >= 1 - 1e-9 for row in rows for speedup in row.ours.values()),
+        "sensitivity": sensitivity(rows),
+        "text_figures": len(TEXT_FIGURES),
+        "planned": planned_figures() if args.plans else [],
         "rows": [_to_dict(row) for row in rows],
         "not_modelled": [{"source": source, "reason": reason} for source, reason in NOT_MODELLED.items()],
     }
@@ -438,6 +549,6 @@ def _to_dict(row: Row) -> dict[str, Any]:
         "error": row.error,
         "direction": row.direction,
         "ours": dict(row.ours),
-        "contradiction": row.contradiction,
+        "contradiction": row.conflict(),
         "note": row.note,
     }

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from commands import run
 
@@ -44,12 +45,35 @@ def test_frozen_modules_have_the_backward_passes_that_were_measured_within_what_
     assert 2 < frozen.reported < frozen.predicted < 3
 
 
+def test_a_row_counts_where_nothing_contradicts_it_by_the_constant_that_says_what_does():
+    assert papers.Row("", "", 1.2, 1.1).counts()
+    assert not papers.Row("", "", None).counts()
+    assert not papers.Row("", "", 1.2, 1.1, contradiction="its stage times allow 1.3 to 1.4").counts(np.inf)
+    differing = papers.Row("", "", 1.2, 1.1, same_layers=1.78)
+    assert not differing.counts()
+    assert differing.conflict() == "the same layers take 1.78 times as long"
+    assert differing.counts(1.8)
+
+
+@pytest.mark.exhaustive
+def test_figures_of_whole_trainings_are_planned_with_the_configs_like_the_papers():
+    found = papers.planned_figures()
+    assert len(found) == len(papers.TEXT_FIGURES)
+    for row in found:
+        assert 0 < row["error"] < 0.6
+        assert (row["predicted"] > 1) == ("without" in row["source"])
+
+
 @pytest.mark.exhaustive
 def test_the_papers_tables_are_predicted_and_our_partition_is_never_slower(capsys):
     ended = run(capsys, bench.main, "papers", "--json")
     assert ended.code == 0, ended.err
     found = json.loads(ended.out)
     assert found["direction_share"] >= 0.9
+    assert found["all_rows"] == len(found["rows"])
+    counts = [(row["direction_right"], row["direction_rows"]) for row in found["sensitivity"]]
+    assert counts == [(20, 22), *[(22, 25)] * 3, *[(19, 22)] * 3]
+    assert (found["text_figures"], found["planned"]) == (len(papers.TEXT_FIGURES), [])
     assert found["median_error"] <= 0.2
     assert found["anchors_exact"]
     assert found["omnibal_22_23_24_24"]
