@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import math
 import re
 import struct
@@ -43,6 +44,8 @@ Probe = Callable[[BinaryIO], tuple[int, int]]  # reads the size of an image or c
 Image.MAX_IMAGE_PIXELS = None
 # Warnings about files that user code opens are silenced: each worker process would print them once.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+# What Pillow logs of a file is what it raises, too.
+logging.getLogger("PIL").setLevel(logging.CRITICAL)
 # Advice, and faults that change no pixel: a repeated tag (the first counts), a malformed MPO (its first image counts).
 HARMLESS = "Palette images with|Couldn't allocate palette|XMP data cannot|Metadata Warning, tag|.* malformed MPO file"
 
@@ -64,9 +67,11 @@ MAX_SCANS = 500  # of a JPEG, each of which passes over all of its pixels
 _BRANDS = {"AVIF": AVIF_BRANDS, "HEIC": HEIF_BRANDS}
 INFLATED = 1 << 22  # bytes of a PNG that are inflated at a time
 BAND = 1024  # rows that are converted at a time
+UNKNOWN_FRAME = 1 << 16  # bytes of a FLAC's last frame at most, where its header does not say
 CLIP_STARTS = {b"fLaC": "FLAC", b"OggS": "OGG"}
 # struct formats of (width, height) in a header, for files that Pillow refuses because one of them is 0.
 EXTENTS = {"PNG": ">16xII", "GIF": "<6xHH", "BMP": "<18xii"}
+CRITICAL = (b"IHDR", b"PLTE", b"IDAT", b"IEND")  # chunks of a PNG
 # PNG interlacing: first x, first y, step of x and of y of each of its seven passes.
 ADAM7 = (0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2)
 ORIENTATION = 0x0112  # EXIF and TIFF tag; 5 to 8 swap height and width
@@ -328,7 +333,12 @@ def _png_chunks(reader: _FileReader) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _check_png_order(names: Sequence[bytes]) -> None:
-    """Raise BadMedia unless a PNG begins with its one header, and its pixels are in chunks that follow each other."""
+    """Raise BadMedia unless a PNG begins with its one header, and its pixels are in chunks that follow each other.
+
+    A chunk whose name begins with a capital letter is needed to read the others: one that is not known is bad.
+    """
+    if unknown := [name for name in names if not name[0] & 0x20 and name not in CRITICAL]:
+        raise BadMedia(f"corrupt PNG: it has a chunk {unknown[0].decode('latin-1')!r}, which no reader knows")
     if names[0] != b"IHDR" or names.count(b"IHDR") > 1:
         raise BadMedia("corrupt PNG: it does not begin with its only IHDR chunk")
     first = names.index(b"IDAT") if b"IDAT" in names else 0
@@ -522,6 +532,8 @@ def _blocks(reader: _FileReader, kind: str) -> Iterator[np.ndarray]:
         blocks = _checked_flac(read, head) if kind == "FLAC" else _read_all(read)
         for block in blocks:
             yield block.T.mean(axis=0) if clip.channels > 1 else block[:, 0]
+    if kind == "FLAC":
+        _check_flac_end(reader, head)
 
 
 def _read_all(read: Callable[[str], np.ndarray]) -> Iterator[np.ndarray]:
@@ -544,6 +556,39 @@ def _checked_flac(read: Callable[[str], np.ndarray], head: bytes) -> Iterator[np
         yield block.astype(np.float32) * np.float32(2.0**-31)
     if any(expected) and md5.digest() != expected:
         raise BadMedia("corrupt FLAC: its samples are not those of its checksum")
+
+
+def _check_flac_end(reader: _FileReader, head: bytes) -> None:
+    """Raise BadMedia for a FLAC with bytes behind its last frame, which libFLAC takes for a lost frame.
+
+    head: as above; 3 of its bytes are the size of the longest frame, 0 where the writer did not know it. A frame begins
+    with 14 set bits and a 0, and ends with a checksum by which that of the whole is 0; with zeros behind, too.
+    """
+    longest = int.from_bytes(head[15:18]) or UNKNOWN_FRAME
+    size = reader.seek(0, io.SEEK_END)
+    tail = reader.start(min(longest, size), size - min(longest, size))
+    starts = [match.start() for match in re.finditer(rb"\xff[\xf8\xf9]", tail)]
+    # From the last on: almost always the frame that ends the file.
+    if tail.endswith(bytes(16)) or not any(_crc16(tail[start:]) == 0 for start in reversed(starts)):
+        raise BadMedia("corrupt FLAC: other bytes follow its last frame")
+
+
+def _crc16(data: bytes) -> int:
+    """Compute FLAC's checksum of a frame, of the polynomial 0x8005."""
+    table = _crc16_table()
+    crc = 0
+    for byte in data:
+        crc = (crc << 8 & 0xFFFF) ^ table[crc >> 8 ^ byte]
+    return crc
+
+
+@cache
+def _crc16_table() -> list[int]:
+    """Return the remainders of all bytes, as of 16 more bits behind them."""
+    table = list(range(0, 1 << 16, 1 << 8))
+    for _ in range(8):
+        table = [(crc << 1 ^ (0x8005 if crc & 0x8000 else 0)) & 0xFFFF for crc in table]
+    return table
 
 
 def _check_ogg_pages(data: bytes) -> None:

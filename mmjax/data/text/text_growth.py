@@ -20,6 +20,7 @@ MAX_GROWTH = 256  # characters for one; Unicode's own forms of one have up to 18
 MAX_ADDED = 4096  # characters to a text of any length
 MAX_STEPS = 256
 MAX_WORD = 1000  # characters of a word that WordPiece splits, whose time grows with their square; it has 100
+PARTS = ("normalizer", "pre_tokenizer", "decoder")
 FACTORS = {"BertNormalizer": 3, "ByteLevel": 4, "ByteFallback": 1}  # steps that make other characters of one
 # Python's parser knows the shortest match of most patterns, but no properties of characters.
 PROPERTY = re.compile(r"\\[pP]\{[^{}]*\}|\[:\^?\w+:\]")
@@ -42,7 +43,7 @@ def check_growth(content: Json) -> None:
     word = model.get("max_input_chars_per_word") if isinstance(model, Mapping) else None
     if isinstance(word, int) and word > MAX_WORD:
         raise GrowingText(f"model.max_input_chars_per_word={word}; at most {MAX_WORD} are accepted")
-    for part in ("normalizer", "pre_tokenizer", "decoder"):
+    for part in PARTS:
         for pattern in _patterns(content.get(part)):
             if _searches_for_ages(pattern):
                 raise GrowingText(f"{part} repeats what repeats itself: {pattern[:80]!r}")
@@ -56,6 +57,12 @@ def check_growth(content: Json) -> None:
         _follow(steps, 0, dict.fromkeys(replaced, 0.0))
         for character in sorted({"", *replaced}):  # "": any other one
             _follow(steps, 1, dict.fromkeys(replaced, 0.0) | ({character: 1.0} if character else {}))
+    for part in PARTS:
+        for inner in _parts(content.get(part)):
+            if inner.get("type") == "Replace" and inner.get("pattern") == {"String": ""}:
+                raise GrowingText(f"{part} replaces the empty text")
+            if inner.get("type") == "FixedLength" and inner.get("length") == 0:
+                raise GrowingText(f"{part} cuts texts into parts of no characters")
 
 
 def _steps(step: Any, place: str) -> Iterator[tuple[str, Json]]:
@@ -114,10 +121,15 @@ def _shortest_match(step: Json) -> int:
 
 def _patterns(part: Any) -> Iterator[str]:
     """Yield the regular expressions of a part."""
-    if isinstance(part, Mapping) and isinstance(part.get("Regex"), str):
-        yield part["Regex"]
+    return (inner["Regex"] for inner in _parts(part) if isinstance(inner.get("Regex"), str))
+
+
+def _parts(part: Any) -> Iterator[Json]:
+    """Yield all objects in a part of the file, itself first."""
+    if isinstance(part, Mapping):
+        yield part
     for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
-        yield from _patterns(inner)
+        yield from _parts(inner)
 
 
 def _parsed(expression: str) -> Any:

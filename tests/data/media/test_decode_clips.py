@@ -211,6 +211,17 @@ def test_a_flac_whose_samples_are_not_those_of_its_checksum_is_bad(bits):
         decode_clip(bytes(data), 16_000)
 
 
+@pytest.mark.parametrize("frames", [100, 5000, 200_000])
+def test_a_flac_with_bytes_behind_its_last_frame_is_bad_and_one_without_is_whole(frames):
+    data = encoded(wave(frames), 16_000, "flac")
+    unknown = data[:15] + bytes(3) + data[18:]  # of how many bytes the longest frame is
+    for whole in (data, unknown):
+        assert len(decode_clip(whole, 16_000)) == frames
+        for behind in (b"\1", bytes(16), b"TAG" + bytes(125), whole[-50:]):
+            with pytest.raises(BadMedia, match="corrupt FLAC: other bytes follow its last frame"):
+                decode_clip(whole + behind, 16_000)
+
+
 def test_an_ogg_with_a_damaged_or_a_missing_page_is_bad():
     data = encoded(wave(200_000), 16_000, "vorbis")
     pages = [b"OggS" + page for page in data.split(b"OggS")[1:]]

@@ -476,6 +476,8 @@ def test_a_png_whose_chunks_are_out_of_order_and_a_bmp_of_colours_that_it_lacks_
         decode_image(start + text + header + b"".join(halves) + end)
     with pytest.raises(BadMedia, match="other chunks are between those of its pixels"):
         decode_image(start + header + b"".join(halves) + text + png_chunk(b"IDAT", b"x") + end)
+    with pytest.raises(BadMedia, match="it has a chunk 'QRST', which no reader knows"):
+        decode_image(start + header + png_chunk(b"QRST", b"") + b"".join(halves) + end)
     palette = b"".join(bytes((k, 0, 0, 0)) for k in range(3))
     sizes = struct.pack("<IiiHHIIiiII", 40, 4, 1, 1, 8, 0, 4, 0, 0, 3, 0)
     body = sizes + palette

@@ -172,3 +172,11 @@ def test_a_pattern_that_would_search_for_ages_makes_a_bad_sample_and_no_other(tm
                 model={"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "max_input_chars_per_word": 5000},
             )
         )
+
+
+def test_steps_that_the_library_panics_at_are_named(tmp_path: Path) -> None:
+    replace = {"type": "Replace", "pattern": {"String": ""}, "content": "q"}
+    with pytest.raises(UserError, match=r"tokenizer\.json: normalizer replaces the empty text"):
+        load_tokenizer(write(tmp_path, normalizer={"type": "Sequence", "normalizers": [replace]}))
+    with pytest.raises(UserError, match=r"tokenizer\.json: pre_tokenizer cuts texts into parts of no characters"):
+        load_tokenizer(write(tmp_path, pre_tokenizer={"type": "FixedLength", "length": 0}))
