@@ -159,9 +159,10 @@ def test_planning_reads_tiles_and_sources_and_balances_what_is_not_packed(capsys
 
 
 def test_attention_reports_both_backends_against_dense(capsys):
-    dense, blockwise = rows(capsys, "attention", "--tokens=512", "--repeats=1")
+    dense, blockwise, smaller = rows(capsys, "attention", "--tokens=512", "--repeats=1", "--blocks", "128", "64")
     assert dense["speedup"] == dense["memory_saving"] == 1
     assert blockwise["memory_saving"] > 1
+    assert [row["block"] for row in (dense, blockwise, smaller)] == [None, 128, 64]
 
 
 def test_headers_are_read_of_local_and_of_late_images_and_of_videos(capsys):

@@ -4,48 +4,61 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.models.attention import MaskSpec, attention
+from mmjax.kernels.tiles import MAX_BLOCK
+from mmjax.models.attention import attention, encoder_mask
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--samples", type=int, default=4, help="equal samples packed in the row")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="tokens of each sample, in their place")
+    parser.add_argument("--items", action="store_true", help="as an encoder's: every token attends the whole sample")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--width", type=int, default=64, help="of a head")
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", default=[MAX_BLOCK], help="tokens of a block; several are compared"
+    )
     parser.add_argument("--repeats", type=int, default=3)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure milliseconds and temporary memory of both backends, interleaved, best of the repeats; ratios to dense."""
-    inputs = [jax.random.normal(jax.random.key(i), (1, args.tokens, args.heads, args.width)) for i in range(3)]
-    pos = jnp.arange(args.tokens, dtype=jnp.int32)[None]
-    ones = jnp.ones_like(pos)
-    mask = MaskSpec(sample=pos * args.samples // args.tokens, pos=pos, span=0 * pos, kind=ones, sees=ones)
+    lengths = args.lengths or np.bincount(np.arange(args.tokens) * args.samples // args.tokens)
+    tokens = int(np.sum(lengths))
+    inputs = [jax.random.normal(jax.random.key(i), (1, tokens, args.heads, args.width)) for i in range(3)]
+    mask = encoder_mask(jnp.asarray(np.repeat(np.arange(len(lengths)), lengths)[None], jnp.int32))
+    if not args.items:
+        mask = mask._replace(span=jnp.zeros_like(mask.span))
     programs = {}
-    for backend in ("dense", "blockwise"):
-        loss = lambda q, k, v, mask, backend=backend: jnp.square(attention(q, k, v, mask, backend)).sum()  # noqa: E731
-        programs[backend] = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs, mask).compile()
+    for backend, block in [("dense", None), *(("blockwise", block) for block in args.blocks)]:
+        options = {} if block is None else {"max_block": block}
+        function = partial(attention, backend=backend, **options)
+        loss = lambda q, k, v, mask, function=function: jnp.square(function(q, k, v, mask)).sum()  # noqa: E731
+        programs[backend, block] = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs, mask).compile()
     best = dict.fromkeys(programs, np.inf)
     for _ in range(args.repeats):
-        for backend, program in programs.items():
+        for key, program in programs.items():
             began = time.perf_counter()
             jax.block_until_ready(program(*inputs, mask))
-            best[backend] = min(best[backend], time.perf_counter() - began)
-    memory = {b: p.memory_analysis().temp_size_in_bytes for b, p in programs.items()}
+            best[key] = min(best[key], time.perf_counter() - began)
+    memory = {key: program.memory_analysis().temp_size_in_bytes for key, program in programs.items()}
+    dense = "dense", None
     return [
         {
-            "backend": b,
-            "milliseconds": 1e3 * best[b],
-            "temporary_mb": memory[b] / 2**20,
-            "speedup": best["dense"] / best[b],
-            "memory_saving": memory["dense"] / memory[b],
+            "backend": backend,
+            "block": block,
+            "milliseconds": 1e3 * best[backend, block],
+            "temporary_mb": memory[backend, block] / 2**20,
+            "speedup": best[dense] / best[backend, block],
+            "memory_saving": memory[dense] / memory[backend, block],
         }
-        for b in programs
+        for backend, block in programs
     ]

@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernel, by head width: plain numbers, which planning reads too."""
+"""Tile sizes of attention by blocks, by head width: plain numbers, which planning reads too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class KernelTiles(NamedTuple):
     d_key: Tiles
 
 
-MAX_BLOCK = 128  # tokens
+# Tokens of a block, also of attention in XLA operations. On a CPU core rows of several samples take .4 to .65 of the
+# time with 256, and a long sample .85 to 1.1 of it (docs/measurements/first_run.md).
+MAX_BLOCK = 128
 # In float32, whose products Triton unrolls into single additions, larger blocks take the compiler minutes.
 MAX_FLOAT32_BLOCK = 32
 # By head width up to and including. The fastest on an H200 of those tried (docs/measurements/gpu.md) up to 128.

@@ -129,12 +129,12 @@ def attention(
         tiles = _tiles(q.shape[3], q.shape[1], q.dtype, max_block, form == "gather")
         scores = Scores(scale, scoring.cap, tiles, interpret=not _on_gpu())
     if form == "gather":
-        kernel = _flash_kernel(scores) if flash else _blockwise_kernel(scoring)
+        kernel = _flash_kernel(scores) if flash else _blockwise_kernel(max_block, scoring)
         return _per_device(partial(attend_in_pieces, kernel=kernel), q, k, v, plan)
     if flash:
         function, tokens = partial(flash_attention, scores=scores), plan
     elif chosen_backend(backend) == "blockwise":
-        function, tokens = partial(_blockwise_rows, scoring=scoring), mask
+        function, tokens = partial(_blockwise_rows, block=max_block, scoring=scoring), mask
     else:
         function, tokens = partial(_dense_rows, scoring=scoring), mask
         if form is None:
@@ -185,9 +185,9 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     )(q, k, v, tokens)
 
 
-def _blockwise_rows(q: Array, k: Array, v: Array, mask: MaskSpec, scoring: Scoring) -> Array:
+def _blockwise_rows(q: Array, k: Array, v: Array, mask: MaskSpec, block: int, scoring: Scoring) -> Array:
     """Apply `blockwise_attention` to one row after the other, each of which visits its own blocks alone."""
-    return _by_row(lambda q, k, v, mask: blockwise_attention(q, k, v, mask, mask, scoring=scoring), q, k, v, mask)
+    return _by_row(lambda q, k, v, mask: blockwise_attention(q, k, v, mask, mask, block, scoring), q, k, v, mask)
 
 
 def _dense_rows(q: Array, k: Array, v: Array, mask: MaskSpec, scoring: Scoring) -> Array:
@@ -202,17 +202,17 @@ def _by_row(function: Callable[..., Any], *arrays: Any) -> Any:
     return jax.tree.map(lambda x: x[:, 0], jax.lax.map(lambda row: function(*row), rows))
 
 
-def _blockwise_kernel(scoring: Scoring) -> Kernel:
+def _blockwise_kernel(block: int, scoring: Scoring) -> Kernel:
     """Make the kernel of pieces from XLA operations."""
 
     def forward(q: Array, k: Array, v: Array, local: MaskSpec, piece: MaskSpec) -> tuple[Array, Array]:
-        return _by_row(partial(blockwise_forward, scoring=scoring), q, k, v, local, piece)
+        return _by_row(partial(blockwise_forward, block=block, scoring=scoring), q, k, v, local, piece)
 
     def gradients(
         q: Array, k: Array, v: Array, local: MaskSpec, piece: MaskSpec, *of_output: Array
     ) -> tuple[Array, Array, Array]:
         of_row = lambda q, k, v, local, piece, *of_output: blockwise_gradients(  # noqa: E731
-            q, k, v, local, piece, scoring, *of_output
+            q, k, v, local, piece, block, scoring, *of_output
         )
         return _by_row(of_row, q, k, v, local, piece, *of_output)
 

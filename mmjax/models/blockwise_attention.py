@@ -11,9 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs
-
-# Tokens of queries and of keys in a block: fastest of 128..1024 on CPU at T = 4096.
-BLOCK = 256
+from mmjax.kernels.tiles import MAX_BLOCK
 
 
 class Scoring(NamedTuple):
@@ -69,7 +67,7 @@ def blockwise_attention(
     v: Float[Array, "b s m h"],
     q_mask: MaskSpec,
     k_mask: MaskSpec,
-    block: int = BLOCK,
+    block: int = MAX_BLOCK,
     scoring: Scoring = DEFAULT_SCORING,
 ) -> Float[Array, "b t n h"]:
     """Compute the same values as `dense_attention` block by block, visiting only pairs of blocks with allowed pairs.
@@ -87,10 +85,11 @@ def blockwise_forward(
     v: Float[Array, "b s m h"],
     q_mask: MaskSpec,
     k_mask: MaskSpec,
+    block: int = MAX_BLOCK,
     scoring: Scoring = DEFAULT_SCORING,
 ) -> tuple[Float[Array, "b t n h"], Float[Array, "b n t"]]:
     """Compute the float32 output of `blockwise_attention`, and the log-sum-exp of scores (-inf: attends nothing)."""
-    out, lse = _forward(*_to_blocks(q, k, v, q_mask, k_mask, BLOCK), scoring)
+    out, lse = _forward(*_to_blocks(q, k, v, q_mask, k_mask, block), scoring)
     lse = _from_query_blocks(lse[..., None], q.shape[1])[..., 0]
     return _from_query_blocks(out, q.shape[1]), lse.swapaxes(1, 2)
 
@@ -101,6 +100,7 @@ def blockwise_gradients(
     v: Float[Array, "b s m h"],
     q_mask: MaskSpec,
     k_mask: MaskSpec,
+    block: int,
     scoring: Scoring,
     d_out: Float[Array, "b t n h"],
     lse: Float[Array, "b n t"],
@@ -111,10 +111,10 @@ def blockwise_gradients(
     lse: of the scores over all keys that the queries attend. delta: sum over channels of output * its gradient.
     """
     heads = k.shape[2]
-    q_size = min(BLOCK, q.shape[1])
+    q_size = min(block, q.shape[1])
     d_out = _query_blocks(d_out, q_size, heads)
     lse, delta = (_query_blocks(x.swapaxes(1, 2)[..., None], q_size, heads)[..., 0] for x in (lse, delta))
-    blocks = _to_blocks(q, k, v, q_mask, k_mask, BLOCK)
+    blocks = _to_blocks(q, k, v, q_mask, k_mask, block)
     d_q, d_k, d_v = _gradients(*blocks, scoring, d_out, lse, delta)
     return _from_query_blocks(d_q, q.shape[1]), _from_key_blocks(d_k, k.shape[1]), _from_key_blocks(d_v, k.shape[1])
 

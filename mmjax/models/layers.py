@@ -434,7 +434,7 @@ class LayerConfig:
     post_norms: bool = False  # of the outputs of attention and MLP
     layer_scale: bool = False  # learned per-channel scales of the same outputs
     scoring: Scoring = DEFAULT_SCORING
-    max_block: int = MAX_BLOCK  # tokens of a block of the kernel
+    max_block: int = MAX_BLOCK  # tokens of a block of attention
     rope_neighbours: bool = False  # RoPE turns channels 2i and 2i + 1 together
 
 

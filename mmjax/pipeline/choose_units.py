@@ -41,9 +41,10 @@ from mmjax.planning.stage_time import StageRun, pass_seconds
 from mmjax.planning.step_time import BACKWARD_KERNELS, FORWARD_KERNELS, PASSES, ClusterRun, Speed
 from mmjax.planning.tower_options import TENSOR, Problem, TowerCosts
 from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
-from mmjax.planning.work import BLOCK, Work, layer_sizes, resolve_attention, row_work, visited_pairs
+from mmjax.planning.work import Work, layer_sizes, resolve_attention, row_work, visited_pairs
 
 ROOMS = (1.0, 0.95, 0.9, 0.8)  # shares of the memory that are tried, since costs of layers leave details out
+WHOLE = 256  # a multiple of all that lengths of rows are rounded to
 MICROBATCHES = tuple(2**k for k in range(1, 9))
 LONG = 0.95  # quantile of lengths that a row whose layers are traced and timed holds
 DRAWN = 20_000  # samples at most, by which a step's work is counted
@@ -142,7 +143,7 @@ def _step_work(model: ModelConfig, tower: str, lengths: np.ndarray, share: float
 
 def _whole_blocks(length: float) -> int:
     """Round a row's length up to what strides, merged patches and blocks of attention divide."""
-    return -(-int(length) // BLOCK) * BLOCK
+    return -(-int(length) // WHOLE) * WHOLE
 
 
 def _pairs(model: ModelConfig, tower: str, lengths: np.ndarray) -> float:

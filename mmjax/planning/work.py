@@ -33,7 +33,6 @@ from mmjax.planning.hardware import Rates
 CONV_TAPS = 3  # kernel size of both convolutions of the audio encoder
 CHUNK = 64  # tokens of a chunk of a gated delta net (`models.gated_delta_net`)
 MLP_BIASES = {"gate", "up", "down"}
-BLOCK = 256  # queries and keys of a block of blockwise attention
 
 
 class Work(NamedTuple):
@@ -449,10 +448,10 @@ def row_work(
 
 def _blocks(config: Tower, length: int) -> tuple[int, int]:
     """Return the queries and the keys of a block; a row that is shorter than a block is one of its own length."""
-    if config.attention == "blockwise":
-        return min(BLOCK, length), min(BLOCK, length)
     windows = isinstance(config, VisionConfig) and config.windowed
     max_block = window_block(config.window) if windows else MAX_BLOCK
+    if config.attention == "blockwise":
+        return min(max_block, length), min(max_block, length)
     tiles = tiles_for(min(head_width(config), max(TILES)), length, max_block).forward
     return tiles.q, tiles.k
 

@@ -32,7 +32,7 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.data.media.patches import to_patches
-from mmjax.models import blockwise_attention
+from mmjax.kernels.tiles import MAX_BLOCK
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.planning import work
 from mmjax.planning.flops import executed, frozen_modules, model_flops, relative_cost, step_needed
@@ -342,18 +342,17 @@ def test_executed_adds_what_needed_leaves_out() -> None:
 
 
 def test_blockwise_attention_executes_the_blocks_it_may_visit() -> None:
-    assert work.BLOCK == blockwise_attention.BLOCK
     dense = ModelConfig(make_model().llm, {})
     blockwise = ModelConfig(replace(dense.llm, attention="blockwise"), {})
     pairs = {m.llm.attention: work.row_work(m, {"llm": (3, 1000)})["llm"].pairs for m in (dense, blockwise)}
-    assert pairs == {"dense": 3 * 1000**2, "blockwise": 3 * 256**2 * (4 + 3 + 2 + 1)}
+    assert pairs == {"dense": 3 * 1000**2, "blockwise": 3 * MAX_BLOCK**2 * sum(range(1, 9))}
     near = replace(blockwise, llm=replace(blockwise.llm, window=100, windowed=(1,)))  # one of two layers
-    assert work.row_work(near, {"llm": (1, 1000)})["llm"].pairs == 256**2 * (10 + 4 + 3) / 2
-    # Squares of 20 x 20 patches, one after the other: of four blocks the first meets those of two, the others of more.
+    assert work.row_work(near, {"llm": (1, 1000)})["llm"].pairs == MAX_BLOCK**2 * (36 + 1 + 7 * 2) / 2
+    # Squares of 20 x 20 patches, one after the other: of eight blocks the fourth and the seventh meet those of two.
     tower = replace(make_model(encoder_layers=2).encoders["vision"], attention="blockwise", window=20, windowed=(0,))
     squares = ModelConfig(blockwise.llm, {"vision": tower})
     row = {"llm": (1, 8), "vision": (1, 1000)}
-    assert work.row_work(squares, row)["vision"].pairs == 256**2 * (16 + 2 + 4 + 3 + 3) / 2
+    assert work.row_work(squares, row)["vision"].pairs == MAX_BLOCK**2 * (64 + 3 * 4 + 7 + 2 * 4 + 5 + 2) / 2
 
 
 def test_what_a_window_forbids_is_not_needed() -> None:
