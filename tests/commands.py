@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started import ROOT, Ended
+from started import ROOT, Ended, without_activities
 
 from mmjax import train
 from mmjax.errors import run_command
@@ -37,7 +37,8 @@ def run(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], None
     """Run a command's `main` in this process."""
     capsys.readouterr()
     code = run_command(lambda: main([str(word) for word in words]))
-    return Ended(code, *capsys.readouterr())
+    out, err = capsys.readouterr()
+    return Ended(code, out, without_activities(err))
 
 
 LATE = 0.3  # seconds by which each second batch of `media_run` comes late

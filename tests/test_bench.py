@@ -194,7 +194,8 @@ def test_planning_says_which_option_is_wrong(capsys, tmp_path, words, message):
 
 def test_a_table_is_printed_without_json(capsys):
     ended = run(capsys, bench.main, "attention", "--tokens=256", "--repeats=1")
-    assert ended.out.splitlines()[0].split() == ["backend", "milliseconds", "temporary_mb", "speedup", "memory_saving"]
+    header = ["backend", "block", "milliseconds", "temporary_mb", "speedup", "memory_saving"]
+    assert ended.out.splitlines()[0].split() == header
 
 
 @pytest.mark.exhaustive
