@@ -174,7 +174,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "wandb": ("mmjax.training.metrics",),
     "huggingface_hub": ("mmjax.hub",),
     "av": ("mmjax.data.media.video",),
-    "pillow_heif": ("mmjax.data.media.decode",),
+    "pillow_heif": ("mmjax.data.media.decode_images",),
 }
 
 

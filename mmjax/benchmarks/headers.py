@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.config import LlavaSource
-from mmjax.data.media.decode import decode_image
+from mmjax.data.media.decode_images import decode_image
 from mmjax.data.media.video import import_pyav, open_container
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations

@@ -14,8 +14,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mmjax.config import MediaLimits
-from mmjax.data.media import decode
-from mmjax.data.media.decode import BLOCK, ClipHeader, check_clip_header, check_media_size, image_kind, resample
+from mmjax.data.media import decode_clips
+from mmjax.data.media.decode import check_media_size
+from mmjax.data.media.decode_clips import BLOCK, ClipHeader, check_clip_header, resample
+from mmjax.data.media.decode_images import image_kind
 from mmjax.data.media.video import ZIP_START, import_pyav, open_container, track_seconds
 from mmjax.errors import BadMedia
 
@@ -24,9 +26,9 @@ MISSING_SECONDS = 0.1  # that an M4A may lack at its end, whose header counts wh
 
 
 def read_clip_header(file: BinaryIO) -> ClipHeader:
-    """Read length and sample rate of a clip of any format, as `decode.read_clip_header`. Raises BadMedia."""
+    """Read length and sample rate of a clip of any format, as `decode_clips.read_clip_header`. Raises BadMedia."""
     if not _is_m4a(file):
-        return decode.read_clip_header(file)
+        return decode_clips.read_clip_header(file)
     import_pyav("M4A clips")
     if (header := read_sound_header(file)) == SILENT:
         raise BadMedia("an M4A without a sound track")
@@ -34,10 +36,10 @@ def read_clip_header(file: BinaryIO) -> ClipHeader:
 
 
 def decode_clip(data: bytes, sample_rate: int, limits: MediaLimits = MediaLimits()) -> np.ndarray:
-    """Decode a clip's file of any format to mono samples at that rate, as `decode.decode_clip`. Raises BadMedia."""
+    """Decode a clip's file of any format to mono samples at that rate, as `decode_clips.decode_clip` does."""
     file = io.BytesIO(data)
     if not _is_m4a(file):
-        return decode.decode_clip(data, sample_rate, limits)
+        return decode_clips.decode_clip(data, sample_rate, limits)
     check_media_size("audio", read_clip_header(file), limits)
     return decode_sound(io.BytesIO(data), sample_rate, limits, MISSING_SECONDS)
 

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mmjax.config import Glm4Video, MediaLimits, Qwen2Video, Qwen3Video, SmartResize, VisionConfig
-from mmjax.data.media.decode import VideoHeader, check_media_size, decode_image, image_kind, read_image_size
+from mmjax.data.media.decode import VideoHeader, check_media_size
+from mmjax.data.media.decode_images import decode_image, image_kind, read_image_size
 from mmjax.data.media.image_transforms import LazyImage, Size, smart_size, smart_size_of_frames
 from mmjax.data.media.matroska import MATROSKA_START, parse_duration, read_matroska_header
 from mmjax.errors import BadMedia, UserError

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mmjax.config import MediaLimits
 from mmjax.config.media import Filter
-from mmjax.data.media.decode import decode_image
+from mmjax.data.media.decode_images import decode_image
 from mmjax.data.media.image_transforms import LazyImage, Size, encode_image, smaller_size
 from mmjax.data.sample import BadSample
 from mmjax.data.sources.chat_files import ChatFiles

@@ -13,14 +13,9 @@ import numpy as np
 from mmjax.config import AudioConfig, Generator, MediaLimits, NoVideo, PixelLatents, Qwen2Video, VisionConfig
 from mmjax.data.media.anyres_layout import BeforeLlm, before_llm, shrinks_frames, shrunk_frames
 from mmjax.data.media.audio_features import split_clip
-from mmjax.data.media.decode import (
-    ClipHeader,
-    Probe,
-    VideoHeader,
-    decode_image,
-    read_image_size,
-    resampled_length,
-)
+from mmjax.data.media.decode import Probe, VideoHeader
+from mmjax.data.media.decode_clips import ClipHeader, resampled_length
+from mmjax.data.media.decode_images import decode_image, read_image_size
 from mmjax.data.media.image_texts import image_texts, writes_texts
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import ItemModules, item_size, token_grid

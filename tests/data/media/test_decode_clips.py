@@ -13,7 +13,7 @@ import soxr
 from transformers.audio_utils import load_audio
 
 from mmjax.config import MediaLimits
-from mmjax.data.media.decode import BLOCK, ClipHeader, decode_clip, read_clip_header, resampled_length
+from mmjax.data.media.decode_clips import BLOCK, ClipHeader, decode_clip, read_clip_header, resampled_length
 from mmjax.errors import BadMedia
 
 FORMATS = {

@@ -21,8 +21,9 @@ from PIL import Image, ImageOps
 from transformers.image_utils import load_image
 
 from mmjax.config import MediaLimits
-from mmjax.data.media import decode
-from mmjax.data.media.decode import ADAM7, check_media_size, decode_image, read_image_size
+from mmjax.data.media import decode_images
+from mmjax.data.media.decode import check_media_size
+from mmjax.data.media.decode_images import ADAM7, decode_image, read_image_size
 from mmjax.errors import BadMedia, UserError
 
 HEIGHT, WIDTH = 61, 90
@@ -316,10 +317,10 @@ def test_photos_of_phones_are_read_upright(format, orientation, tmp_path):
 
 def test_without_pillow_heif_a_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    decode._register_heif.cache_clear()
+    decode_images._register_heif.cache_clear()
     with pytest.raises(UserError, match=r'the data has HEIC photos, .*: pip install "mmjax\[heif\]"'):
         read_image_size(io.BytesIO(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)))
-    decode._register_heif.cache_clear()
+    decode_images._register_heif.cache_clear()
 
 
 def tiffs() -> dict[str, bytes]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from mmjax.data.media.decode import decode_clip
+from mmjax.data.media.decode_clips import decode_clip
 from mmjax.data.media.mp3 import read_mp3_header
 from mmjax.data.storage.files import AudioSegment, InlineBytes
 from mmjax.errors import BadMedia

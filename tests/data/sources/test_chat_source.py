@@ -43,7 +43,7 @@ from mmjax.config.loading import apply_overrides, from_json, to_json
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import StepLoader, reader_of
 from mmjax.data.loading.text_rows import Arrays
-from mmjax.data.media.decode import decode_clip
+from mmjax.data.media.decode_clips import decode_clip
 from mmjax.data.plan.length_index import build_index, cached_index
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner

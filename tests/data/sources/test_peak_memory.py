@@ -27,7 +27,8 @@ READ = """
 import sys
 from pathlib import Path
 from mmjax.config import ParquetSource, WebDatasetSource
-from mmjax.data.media.decode import decode_clip, decode_image
+from mmjax.data.media.decode_clips import decode_clip
+from mmjax.data.media.decode_images import decode_image
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.sources.processors import PROBES
