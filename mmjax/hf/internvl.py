@@ -51,7 +51,7 @@ def read_chat(folder: HfFolder, fields: Fields) -> ModelConfig:
     fields.refuse("ps_version", "v2")
     tower = fields.inner("vision_config")
     side = tower.get("image_size", int)
-    if fields.get("force_image_size", int, side) != side:
+    if (forced := fields.get("force_image_size", int, side)) != side:
         raise UserError(
             f"{fields.where}: force_image_size={forced} differs from vision_config.image_size, so positions would have "
             "to be interpolated, which is not supported"

@@ -282,6 +282,14 @@ def open_layout(folder):
     (folder / "config.json").write_text(json.dumps(opened))
 
 
+def test_a_size_that_opengvlabs_config_forces_on_another_tower_is_refused(tmp_path):
+    config = {"model_type": "internvl_chat", "ps_version": "v2", "force_image_size": 336}
+    config |= {"llm_config": {"model_type": "qwen2"}, "vision_config": {"image_size": 448}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"force_image_size=336 differs from vision_config\.image_size"):
+        from_hf(tmp_path)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_opengvlabs_own_layout_is_the_same_model(tied, tmp_path):
     own = {} if tied else {"use_qk_norm": True, "attention_bias": True, "norm_type": "rms_norm"}
