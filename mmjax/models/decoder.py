@@ -22,6 +22,7 @@ from mmjax.models.experts import Experts
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, LayerNorm, PositionTable, RMSNorm, TransformerLayer
+from mmjax.models.matmul import as_matrix
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.sharding import constrain, in_row_order
 
@@ -47,7 +48,7 @@ def logits_of(
 
     A table `[p, v, d]` has a copy for every part of the rows. dtype: of the products' operands, by default that of `x`.
     """
-    parts = x if table.ndim == 2 else x.reshape(len(table), -1, *x.shape[1:])
+    parts = as_matrix(x) if table.ndim == 2 else x.reshape(len(table), -1, *x.shape[1:])
     logits = _logits(parts, table, dtype or x.dtype).reshape(*x.shape[:-1], -1)
     logits = constrain(logits, "rows", "length", "vocab")
     return jnp.tanh(logits / cap) * cap if cap else logits
@@ -57,7 +58,8 @@ def logits_of(
 def _logits(x: Array, table: Array, dtype: jnp.dtype) -> Array:
     """Multiply operands in `dtype`, summing in float32, in backward too."""
     p = "p" * (table.ndim - 2)
-    subscripts = f"{p}rtd,{p}vd->{p}rtv"
+    t = "rt"[: x.ndim - len(p) - 1]
+    subscripts = f"{p}{t}d,{p}vd->{p}{t}v"
     return jnp.einsum(subscripts, x.astype(dtype), table.astype(dtype), preferred_element_type=jnp.float32)
 
 
@@ -73,13 +75,14 @@ def _logits_backward(dtype: jnp.dtype, residuals: Any, d_logits: Array) -> tuple
     d_logits = d_logits.astype(dtype)
     d_x = d_table = None
     p = "p" * (no_table.ndim - 2)
+    t = "rt"[: d_logits.ndim - len(p) - 1]
     if table is not None:
-        subscripts = f"{p}rtv,{p}vd->{p}rtd"
+        subscripts = f"{p}{t}v,{p}vd->{p}{t}d"
         d_x = jnp.einsum(subscripts, d_logits, table.astype(dtype), preferred_element_type=jnp.float32)
         d_x = d_x.astype(no_x.dtype)
     if x is not None:
         # Rounded by the product itself, like the gradients of all weights, so that ranks reduce it in `dtype`.
-        d_table = jnp.einsum(f"{p}rtv,{p}rtd->{p}vd", d_logits, x.astype(dtype)).astype(no_table.dtype)
+        d_table = jnp.einsum(f"{p}{t}v,{p}{t}d->{p}vd", d_logits, x.astype(dtype)).astype(no_table.dtype)
     return d_x, d_table
 
 

@@ -24,6 +24,7 @@ from mmjax.models.attention import Backend, Plan, attention, plan_attention
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring, dense_attention
 from mmjax.models.embedding import look_up
 from mmjax.models.expert_routing import Routing
+from mmjax.models.matmul import as_matrix, matmul
 from mmjax.models.quantization import Quantized, QuantizedMatrix, dequantize
 from mmjax.models.rope import Rotation, rotate
 from mmjax.parallel.collective_matmul import tensor_parallel_products
@@ -234,7 +235,7 @@ def _product(x: Float[Array, "*b i"], weight: Float[Array, "*parts i o"]) -> Flo
     """
     weight = weight.astype(x.dtype)
     if weight.ndim == 2:
-        return x @ weight
+        return matmul(x, weight)
     parts = x.reshape(len(weight), -1, *x.shape[1:])
     return jnp.einsum("p...i,pio->p...o", parts, weight).reshape(*x.shape[:-1], -1)
 
@@ -342,10 +343,10 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         @keep_inputs
         def norm(x: Array, scale: Array) -> Array:
-            y = x.astype(jnp.float32)
+            y = as_matrix(x).astype(jnp.float32)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
             # Gemma stores the scale less 1 (offset 1), others the scale itself (offset 0).
-            return (y * (self.offset + scale.astype(jnp.float32))).astype(x.dtype)
+            return (y * (self.offset + scale.astype(jnp.float32))).astype(x.dtype).reshape(x.shape)
 
         return norm(x, self.scale[...])
 
@@ -361,10 +362,10 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
         @keep_inputs
         def norm(x: Array, scale: Array, bias: Array) -> Array:
-            y = x.astype(jnp.float32)
+            y = as_matrix(x).astype(jnp.float32)
             y = y - jnp.mean(y, axis=-1, keepdims=True)
             y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-            return (y * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+            return (y * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype).reshape(x.shape)
 
         return norm(x, self.scale[...], self.bias[...])
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from mmjax.config import LoraConfig, ModelConfig
 from mmjax.config.model import adapters_by_layer, lora_scale
 from mmjax.models.layers import Linear
+from mmjax.models.matmul import matmul
 from mmjax.models.multimodal import MultimodalModel
 
 
@@ -32,8 +33,8 @@ class LowRank(nnx.Module):
         self.scale = scale
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        inner = checkpoint_name(x @ self.a[...].astype(x.dtype), "adapter")
-        return inner @ self.b[...].astype(x.dtype) * self.scale
+        inner = checkpoint_name(matmul(x, self.a[...].astype(x.dtype)), "adapter")
+        return matmul(inner, self.b[...].astype(x.dtype)) * self.scale
 
 
 def attach_adapters(model: MultimodalModel, config: ModelConfig, key: Array) -> None:

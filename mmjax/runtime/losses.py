@@ -17,6 +17,7 @@ from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import ExpertsConfig, ModelConfig
 from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing, balance_loss, z_loss
+from mmjax.models.matmul import on_one_cpu
 from mmjax.parallel.sharding import CONTEXT, active, cut_in_shards
 
 MAX_WORST = 32  # samples of a step whose losses are reported
@@ -87,10 +88,33 @@ def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunk
 
 
 def _target_logits(logits: jax.Array, token: jax.Array, target: jax.Array) -> jax.Array:
-    """Return the logit of each position's target, 0 where it is none of these tokens."""
+    """Return the logit of each position's target, 0 where it is none of these tokens, which follow each other."""
+    if on_one_cpu():
+        return _gathered_logits(logits, token, target)
     # By a product, which is fused with the logits' other uses. Gathering would need them all in memory, and the zeros
     # of a selection are an array as large.
     return (logits * (token == target[..., None])).sum(-1)
+
+
+@jax.custom_vjp
+def _gathered_logits(logits: jax.Array, token: jax.Array, target: jax.Array) -> jax.Array:
+    """Gather `_target_logits`; their gradient is a selection, which is fused with that of the log-sum-exp."""
+    index = target - token[0]
+    among = (index >= 0) & (index < len(token))
+    values = jnp.take_along_axis(logits, jnp.where(among, index, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(among, values, 0)
+
+
+def _gathered_logits_backward(
+    residuals: tuple[jax.Array, jax.Array], d_values: jax.Array
+) -> tuple[jax.Array, None, None]:
+    token, target = residuals
+    return jnp.where(token == target[..., None], d_values[..., None], 0), None, None
+
+
+_gathered_logits.defvjp(
+    lambda logits, token, target: (_gathered_logits(logits, token, target), (token, target)), _gathered_logits_backward
+)
 
 
 def _weighted(log_sum: jax.Array, target_logits: jax.Array, text: TextBatch) -> jax.Array:
