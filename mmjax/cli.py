@@ -17,7 +17,7 @@ from typing import NoReturn
 from mmjax import __version__
 from mmjax.config.codec import did_you_mean, first_line
 from mmjax.errors import UserError, exit_process, run_command
-from mmjax.startup import end_loading, start_clock
+from mmjax.startup import end_loading, start_clock, use_huge_pages
 
 # In the order of --help, which describes each with the first line of its module's docstring.
 COMMANDS = (
@@ -69,4 +69,5 @@ def main(argv: Sequence[str] | None = None) -> int | None:
 
 def run() -> NoReturn:
     """Run as the program."""
+    use_huge_pages()
     exit_process(run_command(main))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports below, which take seconds
-    from mmjax.startup import start_clock
+    from mmjax.startup import start_clock, use_huge_pages
 
+    use_huge_pages()
     start_clock("train")
 
 import argparse

@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,22 @@ def test_an_interrupt_while_libraries_are_loaded_is_one_line_and_code_130() -> N
     code = "from mmjax.startup import start_clock; start_clock('train'); import signal; signal.raise_signal(2)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_interrupts)
     assert (ended.returncode, ended.stderr.splitlines()[1:]) == (130, ["interrupted"])
+
+
+@pytest.mark.skipif(
+    not startup.HUGE_PAGES.exists() or "[madvise]" not in startup.HUGE_PAGES.read_text(),
+    reason="Linux grants no huge pages on request",
+)
+def test_a_program_begins_again_with_huge_pages_in_the_same_process_with_its_arguments_and_other_settings() -> None:
+    code = (
+        "import os, sys; print(os.getpid(), flush=True); from mmjax.startup import use_huge_pages; use_huge_pages(); "
+    )
+    code += "print(os.environ['GLIBC_TUNABLES'], sys.argv[1:])"
+    variables = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}
+    ended = subprocess.run([sys.executable, "-c", code, "a b"], env=variables, capture_output=True, text=True)
+    first, again, last = ended.stdout.splitlines()
+    assert first == again
+    assert last == "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1 ['a b']"
 
 
 def test_an_activity_that_takes_long_is_named_with_what_is_done(
