@@ -249,17 +249,14 @@ def _gradients(
         def visit(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_q, d_k, d_v = carry
             i = order_j[step]
-            q_mask = jax.tree.map(lambda x: x[i], q_masks)
-            # Keys first: of the four products with scores, only that for queries transposes them.
-            scores = scoring.scores(product("bmsh,bmgqh->bmsgq", k_j, q[i]), q.shape[-1])
-            visible = jnp.swapaxes(allowed(q_mask, k_mask), 1, 2)[:, None, :, None]
-            weights = jnp.exp(jnp.where(visible, scores - lse[i][:, :, None], -jnp.inf))
-            d_v = d_v + product("bmsgq,bmgqh->bmsh", weights.astype(v.dtype), d_out[i])
-            d_weights = product("bmsh,bmgqh->bmsgq", v_j, d_out[i])
+            scores = _scores(q[i], k_j, scoring)
+            weights = jnp.exp(_masked(scores, jax.tree.map(lambda x: x[i], q_masks), k_mask) - lse[i][..., None])
+            d_v = d_v + product("bmgqs,bmgqh->bmsh", weights.astype(v.dtype), d_out[i])
+            d_weights = product("bmgqh,bmsh->bmgqs", d_out[i], v_j)
             derivative = scoring.derivative(scores, q.shape[-1])
-            d_products = (weights * (d_weights - delta[i][:, :, None]) * derivative).astype(q.dtype)
-            d_k = d_k + product("bmsgq,bmgqh->bmsh", d_products, q[i])
-            return d_q.at[i].add(product("bmsgq,bmsh->bmgqh", d_products, k_j)), d_k, d_v
+            d_products = (weights * (d_weights - delta[i][..., None]) * derivative).astype(q.dtype)
+            d_k = d_k + product("bmgqs,bmgqh->bmsh", d_products, q[i])
+            return d_q.at[i].add(product("bmgqs,bmsh->bmgqh", d_products, k_j)), d_k, d_v
 
         zero = jnp.zeros(k_j.shape, jnp.float32)
         d_q, d_k, d_v = jax.lax.fori_loop(0, count_j, visit, (d_q, zero, zero))
