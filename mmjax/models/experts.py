@@ -20,6 +20,7 @@ from mmjax.config import Activation, ExpertsConfig
 from mmjax.kernels.grouped_matmul import grouped_matmul, takes
 from mmjax.models.expert_routing import Routes, Routing, route
 from mmjax.models.layers import ACTIVATIONS, MLP, Linear, keep_inputs
+from mmjax.models.matmul import looped_matmul
 from mmjax.parallel.expert_exchange import INTO, OUT, ExpertLayout, Sends, sum_parts, sum_rows
 from mmjax.parallel.sharding import TENSOR, Axes, platform
 
@@ -220,6 +221,11 @@ def apply_shared_experts(
 def grouped_product(
     x: Float[Array, "m i"], weight: Float[Array, "e i o"], sizes: Int[Array, " e"]
 ) -> Float[Array, "m o"]:
-    """Multiply groups of rows of these sizes by a matrix each, by a kernel on GPUs, for which XLA has none."""
+    """Multiply groups of rows of these sizes by a matrix each: by a kernel on GPUs, in a loop on CPUs.
+
+    XLA for either would multiply all rows with every matrix.
+    """
+    if platform() == "cpu":
+        return looped_matmul(x, weight, sizes)
     kernel = platform() in ("gpu", "cuda") and takes(*weight.shape[1:])
     return (grouped_matmul if kernel else jax.lax.ragged_dot)(x, weight, sizes)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from mmjax.parallel.sharding import active, platform
+
+# Rows of a block of `looped_matmul`.
+MIN_BLOCK = 8
+MAX_BLOCK = 128
 
 
 def on_one_cpu() -> bool:
@@ -26,3 +35,69 @@ def as_matrix(x: Float[Array, "*b c"]) -> Array:
 def matmul(x: Float[Array, "*b i"], weight: Float[Array, "i o"]) -> Float[Array, "*b o"]:
     """Multiply activations by a matrix."""
     return (as_matrix(x) @ weight).reshape(*x.shape[:-1], weight.shape[-1])
+
+
+@jax.custom_vjp
+def looped_matmul(
+    x: Float[Array, "m i"], weights: Float[Array, "e i o"], sizes: Int[Array, " e"]
+) -> Float[Array, "m o"]:
+    """Multiply contiguous groups of rows with the group's matrix, one block of rows after the other.
+
+    For CPUs, where XLA's `ragged_dot` multiplies all rows with every matrix. Rows behind the last group give zeros.
+    """
+    return _multiply_groups(x, weights, sizes)
+
+
+def _multiply_groups(x: Array, weights: Array, sizes: Array, transposed: bool = False) -> Array:
+    size, take = _blocks(len(x), len(sizes))
+
+    def multiply(out: Array, group: Array, start: Array, end: Array) -> Array:
+        product = take(x, start, end) @ (weights[group].T if transposed else weights[group])
+        # A block's rows behind its group are zeros, in whose place the next block then writes its own.
+        return lax.dynamic_update_slice_in_dim(out, product, start, 0)
+
+    out = jnp.zeros((len(x) + size, weights.shape[1 if transposed else 2]), x.dtype)
+    return _for_blocks(sizes, size, multiply, out)[: len(x)]
+
+
+def _looped_forward(x: Array, weights: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _multiply_groups(x, weights, sizes), (x, weights, sizes)
+
+
+def _looped_backward(residuals: tuple[Array, Array, Array], d_out: Array) -> tuple[Array, Array, None]:
+    x, weights, sizes = residuals
+    size, take = _blocks(len(x), len(sizes))
+
+    def add(gradients: Array, group: Array, start: Array, end: Array) -> Array:
+        rows, d_rows = take(x, start, end), take(d_out, start, end)
+        return gradients.at[group].add(jnp.dot(rows.T, d_rows, preferred_element_type=jnp.float32))
+
+    gradients = _for_blocks(sizes, size, add, jnp.zeros(weights.shape, jnp.float32))
+    return _multiply_groups(d_out, weights, sizes, transposed=True), gradients.astype(weights.dtype), None
+
+
+looped_matmul.defvjp(_looped_forward, _looped_backward)
+
+
+def _blocks(rows: int, groups: int) -> tuple[int, Callable[[Array, Array, Array], Array]]:
+    """Return the rows of a block, about as many as groups have, and what takes those from `start` to `end` of `x`."""
+    size = min(max(1 << (rows // groups).bit_length(), MIN_BLOCK), MAX_BLOCK)
+
+    def take(x: Array, start: Array, end: Array) -> Array:
+        block = lax.dynamic_slice_in_dim(jnp.pad(x, ((0, size), (0, 0))), start, size)
+        return jnp.where((start + jnp.arange(size) < end)[:, None], block, 0)
+
+    return size, take
+
+
+def _for_blocks(sizes: Array, size: int, body: Callable[[Array, Array, Array, Array], Array], value: Array) -> Array:
+    """Call `value = body(value, group, start, end)` for every block of up to `size` rows of a group, in order."""
+    ends = jnp.cumsum(sizes)
+
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        start, value = carry
+        group = (ends <= start).sum()
+        end = jnp.minimum(start + size, ends[group])
+        return end, body(value, group, start, end)
+
+    return lax.while_loop(lambda carry: carry[0] < ends[-1], step, (jnp.zeros_like(ends[0]), value))[1]
