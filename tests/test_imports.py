@@ -289,7 +289,7 @@ def test_every_package_has_its_rules() -> None:
 def test_everything_imported_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    optional = (line for extra in ("wandb", "hub", "video", "heif", "pool") for line in extras[extra])
+    optional = (line for extra in ("wandb", "hub", "video", "heif", "pool", "peer") for line in extras[extra])
     lines = [*project["dependencies"], *optional]
     declared = {re.split(r"[\[<>=!~ ;]", line)[0].lower() for line in lines}
     modules = modules_of(ROOT / "mmjax")

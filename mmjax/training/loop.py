@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -91,12 +91,13 @@ def train(
     permitted: AllowedChanges = NO_CHANGES,
     flags: StopFlags | None = None,
     watchdog: Watchdog | None = None,
+    make: Callable[..., Trainer] | None = None,
 ) -> Trainer:
     """Train a config to its last step, or until a stop is requested, and return the closed trainer.
 
     source: the config's file, which is copied into the run folder. devices: by default all of the config's kind.
     profile: time layers before `remat=auto` is decided. permitted: what may differ from the run that is resumed.
-    flags: requests by signals. watchdog: ends this process when it hangs.
+    flags: requests by signals. watchdog: ends this process when it hangs. make: makes another kind of trainer.
     """
     refuse_in_worker()
     if project := config.training.wandb:
@@ -109,7 +110,7 @@ def train(
         # Until data workers run, which a pool may refuse, a failure leaves the folder as it was before.
         with coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed:
             make_trainer = partial(
-                Trainer, config, folder, devices, watchdog, flags, permitted=permitted, profile=profile
+                make or Trainer, config, folder, devices, watchdog, flags, permitted=permitted, profile=profile
             )
             trainer, state = restore_or_init(make_trainer, folder, resumed)
             with ExitStack() as stack:

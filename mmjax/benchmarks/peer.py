@@ -1,0 +1,224 @@
+"""Race mmjax against transformers' Trainer and PEFT: the same samples and weights, in turns on one CPU core."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmjax.benchmarks.peer_data import write_records
+from mmjax.benchmarks.peer_process import LINES, Side, Task, environment
+from mmjax.console import print_note
+from mmjax.errors import UserError
+
+BATCH = 8  # samples
+WARM_STEPS = 2
+TOLERANCE = 1e-5  # of first losses in float32, over the loss; bfloat16 rounds differently
+TOLERANCE_BFLOAT16 = 1e-2
+LIBRARIES = ("torch", "transformers", "peft", "accelerate")
+INSTALL = 'pip install "mmjax[peer]"'
+STRATEGIES = {"padded": "random", "grouped": "group_by_length"}  # Trainer's train_sampling_strategy
+
+
+@dataclass(frozen=True)
+class Case:
+    """One race. against: the ways in which the Trainer draws samples, each a training of its own."""
+
+    data: str = "uneven"
+    size: str = "small"
+    tune: str = "full"
+    dtype: str = "float32"
+    against: tuple[str, ...] = ("padded", "grouped")
+
+    def __str__(self) -> str:
+        return f"{self.data} {self.size} {self.tune} {self.dtype}"
+
+
+STANDARD = (
+    Case(),
+    Case(data="near-equal", against=("padded",)),
+    Case(tune="lora", against=("padded",)),
+    Case(data="text", against=("padded",)),
+)
+TINY = Case(data="tiny", size="tiny", against=("padded",))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    every = "all combinations of what is named; without any: the usual ones"
+    parser.add_argument("--data", nargs="+", choices=("uneven", "near-equal", "text"), help=f"sets of samples; {every}")
+    parser.add_argument("--sizes", nargs="+", choices=("small", "mid"), help="7.8 or 20.9 million parameters")
+    parser.add_argument("--tune", nargs="+", choices=("full", "lora"))
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"))
+    parser.add_argument("--against", nargs="+", choices=tuple(STRATEGIES), help="how the Trainer draws samples")
+    parser.add_argument("--segments", type=int, default=5, help="times that each side has its turn")
+    parser.add_argument("--steps", type=int, default=6, help="of a turn")
+    parser.add_argument("--records", type=int, default=240, help="samples of a set")
+    parser.add_argument("--start", action="store_true", help="also time a second, warm start of both sides")
+    parser.add_argument("--core", type=int, default=min(os.sched_getaffinity(0)), help="that everything is pinned to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="one small race, to see that it runs")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run all races; return a row for each and each way in which the Trainer draws samples."""
+    _check(args)
+    cases = _cases(args)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _prepare(folder, cases, args)
+        return [row for number, case in enumerate(cases) for row in _race(folder, number, case, args)]
+
+
+def _check(args: argparse.Namespace) -> None:
+    if missing := [library for library in LIBRARIES if importlib.util.find_spec(library) is None]:
+        raise UserError(f"bench peer needs {' and '.join(missing)}; install with: {INSTALL}")
+    for option in ("segments", "steps"):
+        if getattr(args, option) < 1:
+            raise UserError(f"--{option} {getattr(args, option)}: give at least 1")
+    if args.records < BATCH:
+        raise UserError(f"--records {args.records}: give at least {BATCH}, a step's")
+    if args.seed < 0:
+        raise UserError(f"--seed {args.seed}: give at least 0")
+    if args.core not in os.sched_getaffinity(0):
+        raise UserError(f"--core {args.core}: choose one of {', '.join(map(str, sorted(os.sched_getaffinity(0))))}")
+
+
+def _cases(args: argparse.Namespace) -> Sequence[Case]:
+    named = (args.data, args.sizes, args.tune, args.dtypes)
+    if args.tiny:
+        tunes, dtypes = args.tune or ["full"], args.dtypes or ["float32"]
+        against = tuple(args.against or TINY.against)
+        return [Case(TINY.data, TINY.size, tune, dtype, against) for tune in tunes for dtype in dtypes]
+    if not any(named) and not args.against:
+        return STANDARD
+    usual = Case()
+    defaults = ([usual.data], [usual.size], [usual.tune], [usual.dtype])
+    against = tuple(args.against or usual.against)
+    lists = (given or default for given, default in zip(named, defaults, strict=True))
+    return [Case(*chosen, against=against) for chosen in itertools.product(*lists)]
+
+
+def _prepare(folder: Path, cases: Sequence[Case], args: argparse.Namespace) -> None:
+    """Write records, checkpoints and the Trainer's samples."""
+    sets = sorted({case.data for case in cases})
+    sizes = sorted({case.size for case in cases})
+    for name in sets:
+        write_records(folder / "data" / name, name, args.records, args.seed)
+    task = json.dumps([str(folder), sizes, sets, args.seed])
+    command = [sys.executable, "-m", "mmjax.benchmarks.peer_trainer", "prepare", task]
+    ended = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
+    if ended.returncode:
+        print(*ended.stderr.splitlines()[-LINES:], sep="\n", file=sys.stderr, flush=True)
+        raise SystemExit(1)
+
+
+def _race(folder: Path, number: int, case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start all sides of a case, compare their first losses, and let them train in turns."""
+    place = folder / f"race{number}"
+
+    def start(name: str, turn: str = "") -> Side:
+        print_note(f"{case}: {turn or 'first'} start of {name}")
+        module = "mmjax.benchmarks.peer_mmjax" if name == "mmjax" else "mmjax.benchmarks.peer_trainer"
+        task = Task(
+            folder=str(place / f"{name}{turn}"),
+            checkpoint=str(folder / case.size),
+            data=str(folder / "data" / case.data),
+            tune=case.tune,
+            precision=case.dtype,
+            batch=BATCH,
+            seed=args.seed,
+            strategy=STRATEGIES.get(name, ""),
+        )
+        return Side(module, task, args.core)
+
+    names = ("mmjax", *case.against)
+    with ExitStack() as stack:
+        sides = {name: stack.enter_context(start(name)) for name in names}
+        first = sides["mmjax"].request(steps=1)
+        seconds = {"mmjax": sides["mmjax"].start_seconds + first["wall"]}
+        errors = {}
+        for name in case.against:
+            errors[name] = _compare(case, first, sides[name].request(loss_of=first["numbers"]))
+            seconds[name] = sides[name].start_seconds + sides[name].request(steps=1)["wall"]
+        for side in sides.values():
+            side.request(steps=WARM_STEPS)
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for turn in range(args.segments):
+            for name, side in sides.items():
+                turns[name].append(side.request(steps=args.steps))
+            shown = ", ".join(f"{name} {_rate(turns[name][-1]):.0f}" for name in names)
+            print_note(f"{case}: turn {turn + 1} of {args.segments}, tokens a CPU second: {shown}")
+        memory = {name: side.peak_memory() for name, side in sides.items()}
+    warm = {}
+    if args.start:
+        for name in names:
+            with start(name, "warm") as side:
+                warm[name] = side.start_seconds + side.request(steps=1)["wall"]
+    return [_row(case, name, turns, memory, seconds, warm, errors[name]) for name in case.against]
+
+
+def _compare(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """Return the relative difference of the losses of the same samples. Raises UserError where it is too large."""
+    if ours["tokens"] != theirs["tokens"]:
+        raise UserError(f"{case}: the same samples have {ours['tokens']} tokens in mmjax and {theirs['tokens']} there")
+    error = abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"])
+    if not error <= (TOLERANCE if case.dtype == "float32" else TOLERANCE_BFLOAT16):
+        raise UserError(
+            f"{case}: the first losses differ by {error:.2g} of {theirs['loss']:.6f}, mmjax has {ours['loss']:.6f}"
+        )
+    return error
+
+
+def _rate(turn: dict[str, Any]) -> float:
+    """Return the tokens a CPU second of a turn."""
+    return turn["tokens"] / turn["cpu"]
+
+
+def _row(
+    case: Case,
+    name: str,
+    turns: dict[str, list[dict[str, Any]]],
+    memory: dict[str, int],
+    seconds: dict[str, float],
+    warm: dict[str, float],
+    error: float,
+) -> dict[str, Any]:
+    ratios = [_rate(a) / _rate(b) for a, b in zip(turns["mmjax"], turns[name], strict=True)]
+    row: dict[str, Any] = {
+        "data": case.data,
+        "size": case.size,
+        "tune": case.tune,
+        "dtype": case.dtype,
+        "Trainer": name,
+        "min": min(ratios),
+        "ratio": statistics.median(ratios),
+        "max": max(ratios),
+    }
+    labels = {"mmjax": "mmjax", "Trainer": name}
+    total = {
+        label: {
+            key: sum(turn[key] for turn in turns[side]) for key in ("samples", "tokens", "positions", "wall", "cpu")
+        }
+        for label, side in labels.items()
+    }
+    row["tokens/CPU s"] = {label: t["tokens"] / t["cpu"] for label, t in total.items()}
+    row["samples/s"] = {label: t["samples"] / t["wall"] for label, t in total.items()}
+    row["padding"] = {label: 1 - t["tokens"] / t["positions"] for label, t in total.items()}
+    row["GB"] = {label: memory[side] / 1e9 for label, side in labels.items()}
+    row["start s"] = {label: seconds[side] for label, side in labels.items()}
+    if warm:
+        row["warm start s"] = {label: warm[side] for label, side in labels.items()}
+    row["loss error"] = error
+    return row

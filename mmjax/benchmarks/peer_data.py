@@ -1,0 +1,187 @@
+"""The records, images, tokenizer and sizes of `peer`, all made from a seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+RECORDS = "records.jsonl"
+IMAGES = "images"
+
+# ------------------------------------------------------------------------------------------------------------- sizes
+
+
+@dataclass(frozen=True)
+class Size:
+    """Layers and widths of a Qwen2.5-VL. Heads of the LLM are 64 wide, or what `head` says; patches have 14 pixels."""
+
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    vision_layers: int
+    vision_width: int
+    vision_mlp: int
+    vision_heads: int
+    window: int = 112  # pixels: 8 x 8 patches
+
+
+SIZES = {
+    "small": Size(4, 256, 704, 4, 2, 4, 192, 512, 3),  # 7.8 million parameters
+    "mid": Size(8, 384, 1056, 6, 2, 4, 256, 688, 4),  # 20.9 million
+    "tiny": Size(2, 64, 96, 2, 1, 2, 32, 48, 2),
+}
+PATCH = 14  # pixels
+MERGED = 2 * PATCH  # pixels of a token's side
+
+# ----------------------------------------------------------------------------------------------------------- records
+
+
+@dataclass(frozen=True)
+class Record:
+    """The numbers of a record: the sides of its images, height and width in pixels, and the words of its text."""
+
+    images: tuple[tuple[int, int], ...]
+    question: int
+    answer: int
+
+
+Draw = Callable[[np.random.Generator], Record]
+
+
+def _uneven(rng: np.random.Generator) -> Record:
+    """Draw 0 to 3 images of 56 to 448 pixels a side, and a lognormal text."""
+    sides = rng.integers(56, 448, (rng.integers(4), 2), endpoint=True)
+    return _record(sides, _lognormal(rng, 60, 1.0, 1000))
+
+
+def _near_equal(rng: np.random.Generator) -> Record:
+    """Draw one image of 224 to 280 pixels a side, and 55 to 75 words."""
+    return _record(rng.integers(224, 280, (1, 2), endpoint=True), int(rng.integers(55, 75, endpoint=True)))
+
+
+def _text(rng: np.random.Generator) -> Record:
+    """Draw a lognormal text."""
+    return _record(np.zeros((0, 2), np.int64), _lognormal(rng, 120, 0.8, 1000))
+
+
+def _tiny(rng: np.random.Generator) -> Record:
+    """Draw 0 to 2 images of 28 to 84 pixels a side, and a few words."""
+    return _record(rng.integers(28, 84, (rng.integers(3), 2), endpoint=True), int(rng.integers(6, 24)))
+
+
+def _lognormal(rng: np.random.Generator, median: float, sigma: float, longest: int) -> int:
+    return int(np.clip(rng.lognormal(np.log(median), sigma), 6, longest))
+
+
+def _record(sides: np.ndarray, words: int) -> Record:
+    question = words // 3
+    return Record(tuple((int(height), int(width)) for height, width in sides), question, words - question)
+
+
+DATA: dict[str, Draw] = {"uneven": _uneven, "near-equal": _near_equal, "text": _text, "tiny": _tiny}
+
+
+def write_records(folder: Path, name: str, count: int, seed: int) -> None:
+    """Write a set's records as ShareGPT has them, and their images as JPEG files."""
+    rng = np.random.default_rng((seed, *name.encode()))
+    (folder / IMAGES).mkdir(parents=True)
+    lines = []
+    for number in range(count):
+        drawn = DATA[name](rng)
+        images = []
+        for k, (height, width) in enumerate(drawn.images):
+            images.append(f"{number:04}_{k}.jpg")
+            _draw_image(rng, height, width).save(folder / IMAGES / images[-1], quality=90)
+        markers = "<image>\n" * len(images)
+        turns = [("human", markers + _draw_words(rng, drawn.question)), ("gpt", _draw_words(rng, drawn.answer))]
+        conversation = [{"from": role, "value": text} for role, text in turns]
+        lines.append(json.dumps({"conversations": conversation, "images": images}))
+    (folder / RECORDS).write_text("\n".join(lines) + "\n")
+
+
+def _draw_image(rng: np.random.Generator, height: int, width: int) -> Image.Image:
+    """Draw noise of coarse squares, which compresses like a photo."""
+    coarse = rng.integers(0, 256, (-(-height // 14), -(-width // 14), 3), np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+# --------------------------------------------------------------------------------------------------------- tokenizer
+
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+VOCAB = 8192  # rows of the embedding, some more than there are tokens
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnpqrstvwxz" for vowel in "aeiou"]
+_ENDINGS = _SYLLABLES[:70]
+_SPACE, _LINE_BREAK = "Ġ", "Ċ"  # as byte-level BPE writes them
+
+
+def tokenizer_json() -> dict[str, Any]:
+    """Return a byte-level BPE that has a token for every word of two syllables with a space before it."""
+    merges = [(syllable[0], syllable[1]) for syllable in _SYLLABLES]
+    merges += [(_SPACE, syllable) for syllable in _SYLLABLES]
+    merges += [(_SPACE + first, second) for first in _SYLLABLES for second in _ENDINGS]
+    characters = [*map(chr, range(33, 127)), _SPACE, _LINE_BREAK]
+    tokens = [*characters, *("".join(merge) for merge in merges)]
+    added = [
+        {
+            "id": len(tokens) + k,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for k, token in enumerate(SPECIAL)
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {token: k for k, token in enumerate(tokens)},
+            "merges": [list(merge) for merge in merges],
+        },
+    }
+
+
+def _draw_words(rng: np.random.Generator, count: int) -> str:
+    """Draw words, a token each but the first, which has no space before it."""
+    firsts = rng.integers(len(_SYLLABLES), size=count)
+    endings = rng.integers(len(_ENDINGS), size=count)
+    return " ".join(_SYLLABLES[first] + _ENDINGS[ending] for first, ending in zip(firsts, endings, strict=True))

@@ -1,0 +1,224 @@
+"""Run two trainings in turns: each in a process on one core, which takes steps when it is told to and sleeps else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import mmjax
+from mmjax.errors import UserError
+
+LINES = 40  # of a failed process's log
+END_SECONDS = 30.0  # that a process may take to end
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one side trains."""
+
+    folder: str  # for what it writes
+    checkpoint: str
+    data: str  # folder of the records
+    tune: str  # full or lora
+    precision: str  # float32 or bfloat16
+    batch: int  # samples
+    seed: int
+    strategy: str = "random"  # of transformers' Trainer: how it draws samples
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    b2: float = 0.999
+    rank: int = 8  # of LoRA
+    alpha: float = 16.0
+    steps: int = 1000  # that the training has in all; fewer are run
+
+
+# ------------------------------------------------------------------------------------------------ inside the process
+
+
+class Gate:
+    """Stands before every step of a training: takes requests from standard input, replies on standard output.
+
+    A request is a line of JSON. {"steps": n} lets n steps pass and is replied to when they are done; any other one is
+    given to `answer`. What the training prints goes to standard error.
+    """
+
+    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None) -> None:
+        self._replies = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        self._answer = answer
+        self._remaining = 0
+        self._counts = {"samples": 0, "tokens": 0, "positions": 0}
+
+    def before_step(self, describe: Callable[[], dict[str, Any]]) -> None:
+        """Let a step pass. describe: waits for the steps before it, and returns what to reply about the last one."""
+        while self._remaining == 0:
+            self._reply(self._counts | describe())
+            self._counts = dict.fromkeys(self._counts, 0)
+            request = self._receive()
+            while "steps" not in request:
+                self._reply(self._answer(request))
+                request = self._receive()
+            self._remaining = request["steps"]
+        self._remaining -= 1
+
+    def count(self, samples: int, tokens: int, positions: int) -> None:
+        """Count a step's samples, its tokens in the LLM's rows, and the positions of these rows."""
+        for name, value in (("samples", samples), ("tokens", tokens), ("positions", positions)):
+            self._counts[name] += int(value)
+
+    def _receive(self) -> dict[str, Any]:
+        line = sys.stdin.readline()
+        if not line:
+            raise SystemExit(0)  # the race is over
+        return json.loads(line)
+
+    def _reply(self, reply: Mapping[str, Any]) -> None:
+        print(json.dumps(reply), file=self._replies, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------- around the processes
+
+
+@contextmanager
+def pinned(core: int) -> Iterator[None]:
+    """Pin this thread, and so the processes that it starts meanwhile, to one core."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the variables of a side: one thread for torch and NumPy, one CPU device for JAX."""
+    path = [str(Path(mmjax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "NUMBA_CACHE_DIR": str(folder / "numba"),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+
+
+class Side:
+    """One training in a process group of its own, which is stopped whenever it has no request to work on."""
+
+    def __init__(self, module: str, task: Task, core: int) -> None:
+        """Start `python -m MODULE TASK` and wait until it is before its first step."""
+        folder = Path(task.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "task.json").write_text(json.dumps(asdict(task)))
+        self.name = module
+        self._log = folder / "log.txt"
+        began = time.perf_counter()
+        with pinned(core), self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(folder / "task.json")],
+                env=environment(folder.parent),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            self._read()
+            self.start_seconds = time.perf_counter() - began
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.end()
+
+    def request(self, **request: Any) -> dict[str, Any]:
+        """Wake the side, have it do something, and put it to sleep; return its reply with `wall` and `cpu` seconds.
+
+        CPU seconds are those of all its processes: mmjax loads in two workers.
+        """
+        os.killpg(self._process.pid, signal.SIGCONT)
+        cpu = self._cpu_seconds()
+        began = time.perf_counter()
+        self._write(json.dumps(request) + "\n")
+        reply = self._read()
+        reply |= {"wall": time.perf_counter() - began, "cpu": self._cpu_seconds() - cpu}
+        return reply
+
+    def peak_memory(self) -> int:
+        """Return the peak resident bytes of the training process; data workers are others."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+    def end(self) -> None:
+        """End the training: between two steps it ends by itself when its input does."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGCONT)
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _write(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # that it has ended is said when its reply is read
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def _read(self) -> dict[str, Any]:
+        """Read a reply and stop all processes. Where it has ended instead, print its last lines and end the command."""
+        line = self._process.stdout.readline()
+        if line:
+            os.killpg(self._process.pid, signal.SIGSTOP)
+            return json.loads(line)
+        code = self._process.wait()
+        lines = self._log.read_text(errors="replace").splitlines()
+        if code == 2 and (mistakes := [line for line in lines if line.startswith("error: ")]):
+            raise UserError(mistakes[0].removeprefix("error: "))
+        print(*lines[-LINES:], f"{self.name} ended with code {code}", sep="\n", file=sys.stderr, flush=True)
+        raise SystemExit(1)
+
+    def _members(self) -> list[int]:
+        """List the processes of its group."""
+        members = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                # Behind the name in parentheses: state, parent, group.
+                if int(path.read_text().rpartition(")")[2].split()[2]) == self._process.pid:
+                    members.append(int(path.parent.name))
+        return members
+
+    def _cpu_seconds(self) -> float:
+        """Add up the CPU seconds of its processes, to the nanosecond."""
+        total = 0.0
+        for pid in self._members():
+            with suppress(OSError):
+                total += time.clock_gettime(_cpu_clock(pid))
+        return total
+
+
+def _cpu_clock(pid: int) -> int:
+    """Return the clock of a process's CPU time, as clock_getcpuclockid does on Linux."""
+    return (~pid << 3) | 2
