@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,28 @@ class Case:
         return f"{self.data} {self.size} {self.tune} {self.dtype}"
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What a side did in a turn, or in several. cpu, wall: seconds."""
+
+    samples: int
+    tokens: int  # of the LLM, without padding
+    positions: int  # of the LLM's rows
+    cpu: float
+    wall: float
+    loss: float = 0.0  # of the last step
+    numbers: list[int] | None = None  # of its samples
+
+    @property
+    def rate(self) -> float:
+        """Return tokens a CPU second."""
+        return self.tokens / self.cpu
+
+    def __add__(self, other: Turn) -> Turn:
+        names = ("samples", "tokens", "positions", "cpu", "wall")
+        return Turn(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
 STANDARD = (
     Case(),
     Case(data="near-equal", against=("padded",)),
@@ -65,8 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--segments", type=int, default=5, help="times that each side has its turn")
     parser.add_argument("--steps", type=int, default=6, help="of a turn")
     parser.add_argument("--records", type=int, default=240, help="samples of a set")
-    parser.add_argument("--start", action="store_true", help="also time a second, warm start of both sides")
-    parser.add_argument("--core", type=int, default=min(os.sched_getaffinity(0)), help="that everything is pinned to")
+    parser.add_argument(
+        "--start", action="store_true", help="also time how long both sides take to their first step, cold and warm"
+    )
+    parser.add_argument("--core", type=int, help="that both sides are pinned to; default: the first of this process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="one small race, to see that it runs")
 
@@ -75,10 +100,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all races; return a row for each and each way in which the Trainer draws samples."""
     _check(args)
     cases = _cases(args)
+    core = min(os.sched_getaffinity(0)) if args.core is None else args.core
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _prepare(folder, cases, args)
-        return [row for number, case in enumerate(cases) for row in _race(folder, number, case, args)]
+        return [row for number, case in enumerate(cases) for row in _race(folder, number, case, core, args)]
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -91,7 +117,9 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--records {args.records}: give at least {BATCH}, a step's")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: give at least 0")
-    if args.core not in os.sched_getaffinity(0):
+    if not hasattr(os, "sched_setaffinity"):
+        raise UserError("bench peer pins processes to a core and reads their clocks as Linux has them; run it there")
+    if args.core not in (None, *os.sched_getaffinity(0)):
         raise UserError(f"--core {args.core}: choose one of {', '.join(map(str, sorted(os.sched_getaffinity(0))))}")
 
 
@@ -118,21 +146,22 @@ def _prepare(folder: Path, cases: Sequence[Case], args: argparse.Namespace) -> N
         write_records(folder / "data" / name, name, args.records, args.seed)
     task = json.dumps([str(folder), sizes, sets, args.seed])
     command = [sys.executable, "-m", "mmjax.benchmarks.peer_trainer", "prepare", task]
-    ended = subprocess.run(command, env=environment(folder), capture_output=True, text=True)
+    ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if ended.returncode:
         print(*ended.stderr.splitlines()[-LINES:], sep="\n", file=sys.stderr, flush=True)
         raise SystemExit(1)
 
 
-def _race(folder: Path, number: int, case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
+def _race(folder: Path, number: int, case: Case, core: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Start all sides of a case, compare their first losses, and let them train in turns."""
     place = folder / f"race{number}"
+    # With --start nothing is compiled at a case's first start, else Numba's programs are those of other commands.
+    variables = {"NUMBA_CACHE_DIR": str(place / "numba")} if args.start else {}
 
-    def start(name: str, turn: str = "") -> Side:
-        print_note(f"{case}: {turn or 'first'} start of {name}")
-        module = "mmjax.benchmarks.peer_mmjax" if name == "mmjax" else "mmjax.benchmarks.peer_trainer"
+    def start(name: str, again: str = "") -> Side:
+        print_note(f"{case}: {'second' if again else 'first'} start of {name}")
         task = Task(
-            folder=str(place / f"{name}{turn}"),
+            folder=str(place / f"{name}{again}"),
             checkpoint=str(folder / case.size),
             data=str(folder / "data" / case.data),
             tune=case.tune,
@@ -141,32 +170,36 @@ def _race(folder: Path, number: int, case: Case, args: argparse.Namespace) -> li
             seed=args.seed,
             strategy=STRATEGIES.get(name, ""),
         )
-        return Side(module, task, args.core)
+        side = "mmjax" if name == "mmjax" else "trainer"
+        return Side(f"mmjax.benchmarks.peer_{side}", task, core, variables)
 
     names = ("mmjax", *case.against)
+    starts: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
         sides = {name: stack.enter_context(start(name)) for name in names}
         first = sides["mmjax"].request(steps=1)
-        seconds = {"mmjax": sides["mmjax"].start_seconds + first["wall"]}
+        starts["cold start s"] = {"mmjax": sides["mmjax"].start_seconds + first["wall"]}
         errors = {}
         for name in case.against:
             errors[name] = _compare(case, first, sides[name].request(loss_of=first["numbers"]))
-            seconds[name] = sides[name].start_seconds + sides[name].request(steps=1)["wall"]
+            starts["cold start s"][name] = sides[name].start_seconds + sides[name].request(steps=1)["wall"]
         for side in sides.values():
             side.request(steps=WARM_STEPS)
-        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        turns: dict[str, list[Turn]] = {name: [] for name in names}
         for turn in range(args.segments):
             for name, side in sides.items():
-                turns[name].append(side.request(steps=args.steps))
-            shown = ", ".join(f"{name} {_rate(turns[name][-1]):.0f}" for name in names)
+                turns[name].append(Turn(**side.request(steps=args.steps)))
+            shown = ", ".join(f"{name} {turns[name][-1].rate:.0f}" for name in names)
             print_note(f"{case}: turn {turn + 1} of {args.segments}, tokens a CPU second: {shown}")
-        memory = {name: side.peak_memory() for name, side in sides.items()}
-    warm = {}
-    if args.start:
+        memory = {name: side.peak_memory() / 1e9 for name, side in sides.items()}
+    if not args.start:
+        starts = {}
+    else:
+        starts["warm start s"] = {}
         for name in names:
-            with start(name, "warm") as side:
-                warm[name] = side.start_seconds + side.request(steps=1)["wall"]
-    return [_row(case, name, turns, memory, seconds, warm, errors[name]) for name in case.against]
+            with start(name, "again") as side:
+                starts["warm start s"][name] = side.start_seconds + side.request(steps=1)["wall"]
+    return [_row(case, name, turns, {"GB": memory} | starts) | {"loss error": errors[name]} for name in case.against]
 
 
 def _compare(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
@@ -181,44 +214,23 @@ def _compare(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return error
 
 
-def _rate(turn: dict[str, Any]) -> float:
-    """Return the tokens a CPU second of a turn."""
-    return turn["tokens"] / turn["cpu"]
-
-
-def _row(
-    case: Case,
-    name: str,
-    turns: dict[str, list[dict[str, Any]]],
-    memory: dict[str, int],
-    seconds: dict[str, float],
-    warm: dict[str, float],
-    error: float,
-) -> dict[str, Any]:
-    ratios = [_rate(a) / _rate(b) for a, b in zip(turns["mmjax"], turns[name], strict=True)]
-    row: dict[str, Any] = {
+def _row(case: Case, name: str, turns: dict[str, list[Turn]], others: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Compare mmjax with a Trainer. others: figures of both by side."""
+    ratios = [ours.rate / theirs.rate for ours, theirs in zip(turns["mmjax"], turns[name], strict=True)]
+    ours, theirs = (reduce(Turn.__add__, turns[side]) for side in ("mmjax", name))
+    both = {"mmjax": ours, "Trainer": theirs}
+    return {
         "data": case.data,
         "size": case.size,
         "tune": case.tune,
         "dtype": case.dtype,
         "Trainer": name,
+        "ratio": ours.rate / theirs.rate,
         "min": min(ratios),
-        "ratio": statistics.median(ratios),
+        "median": statistics.median(ratios),
         "max": max(ratios),
+        "tokens/CPU s": {side: turn.rate for side, turn in both.items()},
+        "samples/s": {side: turn.samples / turn.wall for side, turn in both.items()},
+        "padding": {side: 1 - turn.tokens / turn.positions for side, turn in both.items()},
+        **{figure: {"mmjax": values["mmjax"], "Trainer": values[name]} for figure, values in others.items()},
     }
-    labels = {"mmjax": "mmjax", "Trainer": name}
-    total = {
-        label: {
-            key: sum(turn[key] for turn in turns[side]) for key in ("samples", "tokens", "positions", "wall", "cpu")
-        }
-        for label, side in labels.items()
-    }
-    row["tokens/CPU s"] = {label: t["tokens"] / t["cpu"] for label, t in total.items()}
-    row["samples/s"] = {label: t["samples"] / t["wall"] for label, t in total.items()}
-    row["padding"] = {label: 1 - t["tokens"] / t["positions"] for label, t in total.items()}
-    row["GB"] = {label: memory[side] / 1e9 for label, side in labels.items()}
-    row["start s"] = {label: seconds[side] for label, side in labels.items()}
-    if warm:
-        row["warm start s"] = {label: warm[side] for label, side in labels.items()}
-    row["loss error"] = error
-    return row

@@ -100,7 +100,7 @@ def pinned(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the variables of a side: one thread for torch and NumPy, one CPU device for JAX."""
     path = [str(Path(mmjax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -111,7 +111,6 @@ def environment(folder: Path) -> dict[str, str]:
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "NUMBA_CACHE_DIR": str(folder / "numba"),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }
 
@@ -119,8 +118,8 @@ def environment(folder: Path) -> dict[str, str]:
 class Side:
     """One training in a process group of its own, which is stopped whenever it has no request to work on."""
 
-    def __init__(self, module: str, task: Task, core: int) -> None:
-        """Start `python -m MODULE TASK` and wait until it is before its first step."""
+    def __init__(self, module: str, task: Task, core: int, variables: Mapping[str, str]) -> None:
+        """Start `python -m MODULE TASK` and wait until it is before its first step. variables: besides the usual."""
         folder = Path(task.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "task.json").write_text(json.dumps(asdict(task)))
@@ -130,7 +129,7 @@ class Side:
         with pinned(core), self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(folder / "task.json")],
-                env=environment(folder.parent),
+                env=environment() | variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -153,12 +153,12 @@ class Samples(torch.utils.data.Dataset):
         sample = self.samples[number]
         found = {"input_ids": sample["ids"], "labels": sample["labels"]}
         if len(sample["grids"]):
-            found |= {"pixels": np.load(self.folder / f"{number}.npy"), "grids": sample["grids"]}
+            found |= {"pixels": self.folder / f"{number}.npy", "grids": sample["grids"]}
         return found
 
 
 def collate(samples: list[dict[str, Any]], pad: int, image: int) -> dict[str, torch.Tensor]:
-    """Pad samples to the longest of them."""
+    """Pad samples to the longest of them, and read their pixels."""
     longest = max(len(sample["input_ids"]) for sample in samples)
 
     def padded(key: str, value: int) -> torch.Tensor:
@@ -173,7 +173,7 @@ def collate(samples: list[dict[str, Any]], pad: int, image: int) -> dict[str, to
         "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
         "mm_token_type_ids": (ids == image).int(),
     }
-    if pixels := [sample["pixels"] for sample in samples if "pixels" in sample]:
+    if pixels := [np.load(sample["pixels"]) for sample in samples if "pixels" in sample]:
         batch["pixel_values"] = torch.from_numpy(np.concatenate(pixels))
         batch["image_grid_thw"] = torch.from_numpy(np.concatenate([s["grids"] for s in samples if "grids" in s]))
     return batch
