@@ -31,6 +31,11 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
             "python -m mmjax.bench papers",
         ],
     },
+    "tests/benchmarks/test_bench_peer.py": {
+        "test_a_tiny_race_runs_in_turns_and_begins_with_the_same_loss": [
+            "python -m mmjax.bench peer",
+        ],
+    },
     "tests/data/loading/test_ray_pool.py": {
         "test_20_random_kills_in_300_steps_change_no_byte": [
             "python -m mmjax.train my_config.py data.pool",

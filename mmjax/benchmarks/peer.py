@@ -91,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start", action="store_true", help="also time how long both sides take to their first step, cold and warm"
     )
-    parser.add_argument("--core", type=int, help="that both sides are pinned to; default: the first of this process")
+    parser.add_argument(
+        "--core", nargs="+", type=int, help="that both sides are pinned to, or several; default: the first"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="one small race, to see that it runs")
 
@@ -100,11 +102,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run all races; return a row for each and each way in which the Trainer draws samples."""
     _check(args)
     cases = _cases(args)
-    core = min(os.sched_getaffinity(0)) if args.core is None else args.core
+    cores = set(args.core or [min(os.sched_getaffinity(0))])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _prepare(folder, cases, args)
-        return [row for number, case in enumerate(cases) for row in _race(folder, number, case, core, args)]
+        return [row for number, case in enumerate(cases) for row in _race(folder, number, case, cores, args)]
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -114,13 +116,14 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, option) < 1:
             raise UserError(f"--{option} {getattr(args, option)}: give at least 1")
     if args.records < BATCH:
-        raise UserError(f"--records {args.records}: give at least {BATCH}, a step's")
+        raise UserError(f"--records {args.records}: give at least {BATCH}, the samples of a step")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: give at least 0")
     if not hasattr(os, "sched_setaffinity"):
         raise UserError("bench peer pins processes to a core and reads their clocks as Linux has them; run it there")
-    if args.core not in (None, *os.sched_getaffinity(0)):
-        raise UserError(f"--core {args.core}: choose one of {', '.join(map(str, sorted(os.sched_getaffinity(0))))}")
+    usable = os.sched_getaffinity(0)
+    if other := sorted(set(args.core or ()) - usable):
+        raise UserError(f"--core {other[0]}: choose of {', '.join(map(str, sorted(usable)))}")
 
 
 def _cases(args: argparse.Namespace) -> Sequence[Case]:
@@ -146,13 +149,13 @@ def _prepare(folder: Path, cases: Sequence[Case], args: argparse.Namespace) -> N
         write_records(folder / "data" / name, name, args.records, args.seed)
     task = json.dumps([str(folder), sizes, sets, args.seed])
     command = [sys.executable, "-m", "mmjax.benchmarks.peer_trainer", "prepare", task]
-    ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    ended = subprocess.run(command, env=environment(1), capture_output=True, text=True)
     if ended.returncode:
         print(*ended.stderr.splitlines()[-LINES:], sep="\n", file=sys.stderr, flush=True)
         raise SystemExit(1)
 
 
-def _race(folder: Path, number: int, case: Case, core: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+def _race(folder: Path, number: int, case: Case, cores: set[int], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Start all sides of a case, compare their first losses, and let them train in turns."""
     place = folder / f"race{number}"
     # With --start nothing is compiled at a case's first start, else Numba's programs are those of other commands.
@@ -171,7 +174,7 @@ def _race(folder: Path, number: int, case: Case, core: int, args: argparse.Names
             strategy=STRATEGIES.get(name, ""),
         )
         side = "mmjax" if name == "mmjax" else "trainer"
-        return Side(f"mmjax.benchmarks.peer_{side}", task, core, variables)
+        return Side(f"mmjax.benchmarks.peer_{side}", task, cores, variables)
 
     names = ("mmjax", *case.against)
     starts: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Run two trainings in turns: each in a process on one core, which takes steps when it is told to and sleeps else."""
+"""Run trainings in turns: each in a process on the same core, which takes steps on request and else is stopped."""
 
 from __future__ import annotations
 
@@ -90,25 +90,25 @@ class Gate:
 
 
 @contextmanager
-def pinned(core: int) -> Iterator[None]:
-    """Pin this thread, and so the processes that it starts meanwhile, to one core."""
+def pinned(cores: set[int]) -> Iterator[None]:
+    """Pin this thread, and so the processes that it starts meanwhile, to these cores."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
         os.sched_setaffinity(0, before)
 
 
-def environment() -> dict[str, str]:
-    """Return the variables of a side: one thread for torch and NumPy, one CPU device for JAX."""
+def environment(cores: int) -> dict[str, str]:
+    """Return the variables of a side: a thread of torch's and NumPy's for every core, one CPU device for JAX."""
     path = [str(Path(mmjax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(cores),
+        "OPENBLAS_NUM_THREADS": str(cores),
+        "MKL_NUM_THREADS": str(cores),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
@@ -118,7 +118,7 @@ def environment() -> dict[str, str]:
 class Side:
     """One training in a process group of its own, which is stopped whenever it has no request to work on."""
 
-    def __init__(self, module: str, task: Task, core: int, variables: Mapping[str, str]) -> None:
+    def __init__(self, module: str, task: Task, cores: set[int], variables: Mapping[str, str]) -> None:
         """Start `python -m MODULE TASK` and wait until it is before its first step. variables: besides the usual."""
         folder = Path(task.folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,10 +126,10 @@ class Side:
         self.name = module
         self._log = folder / "log.txt"
         began = time.perf_counter()
-        with pinned(core), self._log.open("w") as log:
+        with pinned(cores), self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(folder / "task.json")],
-                env=environment() | variables,
+                env=environment(len(cores)) | variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -7,6 +7,7 @@ pixels prepared, so that its loading costs nothing.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -227,7 +228,7 @@ def load_model(task: Task) -> torch.nn.Module:
 
 def train(task: Task) -> None:
     """Train as a user of the Trainer does."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = load_model(task)
     config = model.config
     pad = transformers.AutoTokenizer.from_pretrained(task.checkpoint).pad_token_id
