@@ -48,12 +48,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a side did in a turn, or in several. cpu, wall: seconds."""
+    """What a side did in a turn, or in several. cpu, wall: seconds. workers: those of `cpu` that workers took."""
 
     samples: int
     tokens: int  # of the LLM, without padding
     positions: int  # of the LLM's rows
     cpu: float
+    workers: float
     wall: float
     loss: float = 0.0  # of the last step
     numbers: list[int] | None = None  # of its samples
@@ -64,7 +65,7 @@ class Turn:
         return self.tokens / self.cpu
 
     def __add__(self, other: Turn) -> Turn:
-        names = ("samples", "tokens", "positions", "cpu", "wall")
+        names = ("samples", "tokens", "positions", "cpu", "workers", "wall")
         return Turn(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
@@ -235,5 +236,6 @@ def _row(case: Case, name: str, turns: dict[str, list[Turn]], others: dict[str, 
         "tokens/CPU s": {side: turn.rate for side, turn in both.items()},
         "samples/s": {side: turn.samples / turn.wall for side, turn in both.items()},
         "padding": {side: 1 - turn.tokens / turn.positions for side, turn in both.items()},
+        "loading": {side: turn.workers / turn.cpu for side, turn in both.items()},
         **{figure: {"mmjax": values["mmjax"], "Trainer": values[name]} for figure, values in others.items()},
     }

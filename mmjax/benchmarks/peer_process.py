@@ -150,17 +150,19 @@ class Side:
         self.end()
 
     def request(self, **request: Any) -> dict[str, Any]:
-        """Wake the side, have it do something, and put it to sleep; return its reply with `wall` and `cpu` seconds.
+        """Wake the side, have it do something, and stop it; return its reply with `wall`, `cpu` and `workers` seconds.
 
-        CPU seconds are those of all its processes: mmjax loads in two workers.
+        cpu: CPU seconds of all its processes. workers: of these, those of processes that it has started.
         """
         os.killpg(self._process.pid, signal.SIGCONT)
-        cpu = self._cpu_seconds()
+        before = self._cpu_seconds()
         began = time.perf_counter()
         self._write(json.dumps(request) + "\n")
         reply = self._read()
-        reply |= {"wall": time.perf_counter() - began, "cpu": self._cpu_seconds() - cpu}
-        return reply
+        wall = time.perf_counter() - began
+        spent = {pid: seconds - before.get(pid, 0.0) for pid, seconds in self._cpu_seconds().items()}
+        cpu = sum(spent.values())
+        return reply | {"wall": wall, "cpu": cpu, "workers": cpu - spent[self._process.pid]}
 
     def peak_memory(self) -> int:
         """Return the peak resident bytes of the training process; data workers are others."""
@@ -199,23 +201,16 @@ class Side:
         print(*lines[-LINES:], f"{self.name} ended with code {code}", sep="\n", file=sys.stderr, flush=True)
         raise SystemExit(1)
 
-    def _members(self) -> list[int]:
-        """List the processes of its group."""
-        members = []
+    def _cpu_seconds(self) -> dict[int, float]:
+        """Return the CPU seconds of its processes by their numbers, to the nanosecond."""
+        seconds = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
+            with suppress(OSError):  # it has just ended
                 # Behind the name in parentheses: state, parent, group.
                 if int(path.read_text().rpartition(")")[2].split()[2]) == self._process.pid:
-                    members.append(int(path.parent.name))
-        return members
-
-    def _cpu_seconds(self) -> float:
-        """Add up the CPU seconds of its processes, to the nanosecond."""
-        total = 0.0
-        for pid in self._members():
-            with suppress(OSError):
-                total += time.clock_gettime(_cpu_clock(pid))
-        return total
+                    pid = int(path.parent.name)
+                    seconds[pid] = time.clock_gettime(_cpu_clock(pid))
+        return seconds
 
 
 def _cpu_clock(pid: int) -> int:
