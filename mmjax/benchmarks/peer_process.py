@@ -127,7 +127,7 @@ class Side:
         self._log = folder / "log.txt"
         began = time.perf_counter()
         with pinned(cores), self._log.open("w") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(folder / "task.json")],
                 env=environment(len(cores)) | variables,
                 stdin=subprocess.PIPE,
@@ -136,6 +136,12 @@ class Side:
                 text=True,
                 start_new_session=True,
             )
+        # A stopped process would outlive this one for ever where this one is killed: the shell reads to the end of its
+        # input, which comes then too, and kills the group.
+        kill = f"cat > /dev/null; kill -s KILL -- -{self.process.pid}"
+        self._killer = subprocess.Popen(
+            ["sh", "-c", kill], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         try:
             self._read()
             self.start_seconds = time.perf_counter() - began
@@ -154,7 +160,7 @@ class Side:
 
         cpu: CPU seconds of all its processes. workers: of these, those of processes that it has started.
         """
-        os.killpg(self._process.pid, signal.SIGCONT)
+        os.killpg(self.process.pid, signal.SIGCONT)
         before = self._cpu_seconds()
         began = time.perf_counter()
         self._write(json.dumps(request) + "\n")
@@ -162,39 +168,38 @@ class Side:
         wall = time.perf_counter() - began
         spent = {pid: seconds - before.get(pid, 0.0) for pid, seconds in self._cpu_seconds().items()}
         cpu = sum(spent.values())
-        return reply | {"wall": wall, "cpu": cpu, "workers": cpu - spent[self._process.pid]}
+        return reply | {"wall": wall, "cpu": cpu, "workers": cpu - spent[self.process.pid]}
 
     def peak_memory(self) -> int:
         """Return the peak resident bytes of the training process; data workers are others."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
         return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
     def end(self) -> None:
         """End the training: between two steps it ends by itself when its input does."""
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGCONT)
+            os.killpg(self.process.pid, signal.SIGCONT)
         with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._process.stdout.close()
+            self.process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_SECONDS)
+        self._killer.stdin.close()
+        self._killer.wait()
+        self.process.wait()
+        self.process.stdout.close()
 
     def _write(self, line: str) -> None:
         with suppress(BrokenPipeError):  # that it has ended is said when its reply is read
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
 
     def _read(self) -> dict[str, Any]:
         """Read a reply and stop all processes. Where it has ended instead, print its last lines and end the command."""
-        line = self._process.stdout.readline()
+        line = self.process.stdout.readline()
         if line:
-            os.killpg(self._process.pid, signal.SIGSTOP)
+            os.killpg(self.process.pid, signal.SIGSTOP)
             return json.loads(line)
-        code = self._process.wait()
+        code = self.process.wait()
         lines = self._log.read_text(errors="replace").splitlines()
         if code == 2 and (mistakes := [line for line in lines if line.startswith("error: ")]):
             raise UserError(mistakes[0].removeprefix("error: "))
@@ -207,7 +212,7 @@ class Side:
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # it has just ended
                 # Behind the name in parentheses: state, parent, group.
-                if int(path.read_text().rpartition(")")[2].split()[2]) == self._process.pid:
+                if int(path.read_text().rpartition(")")[2].split()[2]) == self.process.pid:
                     pid = int(path.parent.name)
                     seconds[pid] = time.clock_gettime(_cpu_clock(pid))
         return seconds

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import run
+from started import ROOT, wait_until
 
 from mmjax import bench
 from mmjax.benchmarks import peer
@@ -69,6 +74,38 @@ def test_an_option_that_is_wrong_is_one_line(capsys, word, message):
     assert ended.code == 2
     assert ended.err.startswith(f"error: {message}")
     assert ended.err.count("\n") == 1
+
+
+COUNTING = """
+from mmjax.benchmarks.peer_process import Gate
+gate = Gate(lambda request: {"answered": request})
+while True:
+    gate.before_step(lambda: {})
+    gate.count(samples=2, tokens=30, positions=40)
+"""
+ABANDONED = """
+import os, sys, time
+from pathlib import Path
+from mmjax.benchmarks.peer_process import Side, Task
+task = Task(sys.argv[1], "", "", tune="full", precision="float32", batch=2, seed=0)
+side = Side("counting", task, os.sched_getaffinity(0), {"PYTHONPATH": os.environ["PYTHONPATH"]})
+print(side.request(steps=3), side.request(other=1), sep="\\n", flush=True)
+while Path(f"/proc/{side.process.pid}/stat").read_text().split()[2] != "T":
+    time.sleep(0.01)
+print(side.process.pid, flush=True)
+os._exit(1)
+"""
+
+
+def test_a_side_takes_the_steps_requested_is_stopped_between_them_and_ends_with_a_command_that_is_killed(tmp_path):
+    (tmp_path / "counting.py").write_text(COUNTING)
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    command = [sys.executable, "-c", ABANDONED, str(tmp_path / "side")]
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    steps, answer, pid = ended.stdout.splitlines()
+    assert "'samples': 6, 'tokens': 90, 'positions': 120" in steps
+    assert "'answered': {'other': 1}" in answer
+    wait_until(lambda: not Path(f"/proc/{pid}/exe").exists())
 
 
 @pytest.mark.exhaustive
