@@ -48,14 +48,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a side did in a turn, or in several. cpu, wall: seconds. workers: those of `cpu` that workers took."""
+    """Hold the figures of a side in a turn, or in several."""
 
     samples: int
     tokens: int  # of the LLM, without padding
     positions: int  # of the LLM's rows
-    cpu: float
-    workers: float
-    wall: float
+    cpu: float  # seconds of all its processes
+    workers: float  # of these, those of processes that it has started
+    wall: float  # seconds by the clock
     loss: float = 0.0  # of the last step
     numbers: list[int] | None = None  # of its samples
 

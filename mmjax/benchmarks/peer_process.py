@@ -24,7 +24,7 @@ END_SECONDS = 30.0  # that a process may take to end
 
 @dataclass(frozen=True)
 class Task:
-    """What one side trains."""
+    """Describe what one side trains."""
 
     folder: str  # for what it writes
     checkpoint: str

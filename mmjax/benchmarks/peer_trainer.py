@@ -100,8 +100,10 @@ def save_checkpoint(folder: Path, size: Size, seed: int) -> None:
 
 
 def prepare_samples(checkpoint: Path, data: Path) -> None:
-    """Write every record's tokens, labels and pixels, as transformers makes them; a line break behind a marker is left
-    out, as mmjax leaves it out."""
+    """Write every record's tokens, labels and pixels, as transformers makes them.
+
+    A line break behind `<image>` is left out, as mmjax leaves it out.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
     begin = tokenizer("<|im_start|>assistant\n")["input_ids"]
