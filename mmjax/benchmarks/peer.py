@@ -95,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--core", nargs="+", type=int, help="that both sides are pinned to, or several; default: the first"
     )
+    parser.add_argument("--huge-pages", action="store_true", help="give the Trainer the huge pages that mmjax takes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="one small race, to see that it runs")
 
@@ -161,6 +162,8 @@ def _race(folder: Path, number: int, case: Case, cores: set[int], args: argparse
     place = folder / f"race{number}"
     # With --start nothing is compiled at a case's first start, else Numba's programs are those of other commands.
     variables = {"NUMBA_CACHE_DIR": str(place / "numba")} if args.start else {}
+    if args.huge_pages:
+        variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
 
     def start(name: str, again: str = "") -> Side:
         print_note(f"{case}: {'second' if again else 'first'} start of {name}")

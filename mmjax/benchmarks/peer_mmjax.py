@@ -5,6 +5,11 @@ It is the training that `python -m mmjax.train` runs, with a gate before every s
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # as `mmjax.train` begins
+    from mmjax.startup import use_huge_pages
+
+    use_huge_pages()
+
 import json
 import sys
 from collections.abc import Iterator

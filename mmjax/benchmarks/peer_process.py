@@ -103,7 +103,9 @@ def pinned(cores: set[int]) -> Iterator[None]:
 def environment(cores: int) -> dict[str, str]:
     """Return the variables of a side: a thread of torch's and NumPy's for every core, one CPU device for JAX."""
     path = [str(Path(mmjax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
+    # Those with huge pages are mmjax's own, which takes them by itself.
+    inherited = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    return inherited | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "1",
         "OMP_NUM_THREADS": str(cores),
