@@ -22,7 +22,7 @@ from mmjax.models.experts import Experts
 from mmjax.models.gated_delta_net import GatedDeltaNet
 from mmjax.models.layer_stacks import LayerStack, LayerStacks
 from mmjax.models.layers import Context, LayerConfig, LayerNorm, PositionTable, RMSNorm, TransformerLayer
-from mmjax.models.matmul import as_matrix
+from mmjax.models.matmul import as_matrix, sum_outer_products
 from mmjax.models.rope import text_rotation
 from mmjax.parallel.sharding import constrain, in_row_order
 
@@ -82,7 +82,11 @@ def _logits_backward(dtype: jnp.dtype, residuals: Any, d_logits: Array) -> tuple
         d_x = d_x.astype(no_x.dtype)
     if x is not None:
         # Rounded by the product itself, like the gradients of all weights, so that ranks reduce it in `dtype`.
-        d_table = jnp.einsum(f"{p}{t}v,{p}{t}d->{p}vd", d_logits, x.astype(dtype)).astype(no_table.dtype)
+        if d_logits.ndim == 2:
+            d_table = sum_outer_products(d_logits, x.astype(dtype))
+        else:
+            d_table = jnp.einsum(f"{p}{t}v,{p}{t}d->{p}vd", d_logits, x.astype(dtype))
+        d_table = d_table.astype(no_table.dtype)
     return d_x, d_table
 
 
