@@ -37,6 +37,7 @@ from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choo
 from mmjax.planning.step_time import ClusterRun, LayerTimes, Speed, overlap_pays
 from mmjax.planning.work import resolve_attention
 from mmjax.runtime.devices import device_description, ram_per_device
+from mmjax.runtime.program_cache import stored_result
 from mmjax.runtime.state import parameter_shardings
 
 
@@ -194,9 +195,12 @@ class ActivationTracer:
         key = tower, rows, length
         if key not in self._traced:
             gradients = needed_gradients(tower, model, frozen_modules(model))
-            self._traced[key] = saved_bytes_per_layer(
-                model, tower, (rows, length), self.config.training.precision, gradients
+            precision = self.config.training.precision
+            traced = stored_result(
+                f"{model} {key} {precision} {sorted(gradients)}",
+                lambda: saved_bytes_per_layer(model, tower, (rows, length), precision, gradients),
             )
+            self._traced[key] = {policy: SavedBytes._make(saved) for policy, saved in traced.items()}
         return self._traced[key]
 
 

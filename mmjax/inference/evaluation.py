@@ -47,6 +47,7 @@ from mmjax.parallel.sharding import ShardingRules, activations_on, replicated
 from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.losses import image_sums
 from mmjax.runtime.objectives import TextObjective, measures_of
+from mmjax.runtime.program_cache import CachedProgram
 from mmjax.startup import activity
 
 PICTURES = 200  # made of each source by default
@@ -279,7 +280,9 @@ class Evaluator:
             by_token = {"loss": per_token, **measures, "weight": batch.text.weight}
             return {name: x.sum(1) for name, x in by_token.items()}, image_sums(outputs.errors, batch.items)
 
-        self._losses = jax.jit(losses, out_shardings=replicated(mesh))
+        closed_over = (model.description, rules, config.loss, objective.chunks)
+        context = None if model.description is None else repr(closed_over)
+        self._losses = CachedProgram(context, mesh, losses, out_shardings=replicated(mesh))
         self._measures = measures_of(config.loss)
 
     @property
@@ -294,7 +297,7 @@ class Evaluator:
                 pass
         if self._measured:
             for _, batch in self._samples.batches([0], {}):
-                jax.block_until_ready(self._losses(params, put_rows(batch, self._mesh, self._rules)))
+                jax.block_until_ready(self._losses.run(params, put_rows(batch, self._mesh, self._rules)))
 
     def metrics(self, split: str) -> tuple[str, ...]:
         """Name the scores that evaluating a split gives, but for the number of samples; none without samples."""
@@ -404,7 +407,7 @@ class Evaluator:
         spoiled = dict[int, str]()
         with activity(f"computing the {split or 'mean'} loss", len(numbers)) as under_way:
             for number, batch in self._samples.batches(numbers, spoiled):
-                values, of_images = jax.device_get(self._losses(params, put_rows(batch, self._mesh, self._rules)))
+                values, of_images = jax.device_get(self._losses.run(params, put_rows(batch, self._mesh, self._rules)))
                 for row in np.flatnonzero(number >= 0):
                     yield *self._measured[number[row]], {name: float(x[row]) for name, x in values.items()}
                 for name, of_generator in of_images.items() if images is not None else ():

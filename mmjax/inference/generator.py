@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from mmjax.models.model import Model
 from mmjax.models.multimodal import Cache
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain, replicated, row_ranks
 from mmjax.runtime.device_batch import put_rows
+from mmjax.runtime.program_cache import CachedProgram
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,10 @@ class Generator:
         context = row_ranks(mesh, rules.length)
         self.topology = Topology(row_ranks(mesh, rules.rows), encoders_per_rank=encoders_per_rank, context=context)
         shown = (None, replicated(mesh))
-        self._begin = jax.jit(self._on_mesh(self._begun), out_shardings=shown)
-        self._go_on = jax.jit(self._on_mesh(self._written), out_shardings=shown, donate_argnums=1)
+        closed_over = (model.description, rules, self._ends, self._sampling, max_tokens)
+        jit = partial(CachedProgram, None if model.description is None else repr(closed_over), mesh)
+        self._begin = jit(self._on_mesh(self._begun), out_shardings=shown)
+        self._go_on = jit(self._on_mesh(self._written), out_shardings=shown, donate_argnums=1)
 
     def answers(self, params: Params, prompts: Source, numbers: Sequence[int] | None = None) -> list[Answer]:
         """The answers to these prompts of a source, or to all, in their order.
@@ -201,15 +204,16 @@ class Generator:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """`written` and `ended` of a batch, after every so many tokens and at the end."""
         put = jax.make_array_from_callback(row.shape, replicated(self._mesh), row.__getitem__)
-        state, shown = self._begin(params, put_rows(batch, self._mesh, self._rules), put)
+        state, shown = self._begin.run(params, put_rows(batch, self._mesh, self._rules), put)
         for until in [*range(every, self._max_tokens, every), self._max_tokens]:
-            state, shown = self._go_on(params, state, np.int32(until))
+            state, shown = self._go_on.run(params, state, np.int32(until))
             tokens, ended = jax.device_get(shown)
             yield tokens, ended
             if ended.all():
                 return
 
     def _on_mesh(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
         def on_mesh(*arguments: Any) -> Any:
             with activations_on(self._mesh, self._rules):
                 return function(*arguments)

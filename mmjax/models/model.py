@@ -36,6 +36,26 @@ class Outputs(NamedTuple):
     errors: dict[str, Float[Array, "r l"]]  # of every patch of every generator
 
 
+_traced: dict[str, tuple[Any, Any]] = {}  # graphs and states of models without functions, by all that they depend on
+MAX_TRACED = 64
+
+
+def _trace(
+    config: ModelConfig, runs: Mapping[str, tuple[LayerStack, ...]], dtype: Any, functions: Functions
+) -> tuple[Any, Any]:
+    """Return the graph of a model and the shapes of its parameters; nothing is allocated."""
+    key = f"{config} {runs} {dtype}"
+    if not functions and key in _traced:
+        return _traced[key]
+    init = partial(_init_params, config, runs, dtype, functions)
+    traced = nnx.split(nnx.eval_shape(init, jax.random.key(0)))
+    if not functions:
+        while len(_traced) >= MAX_TRACED:
+            _traced.pop(next(iter(_traced)))
+        _traced[key] = traced
+    return traced
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """A multimodal model as pure functions. Everything here may be called under `jax.jit` or a bare trace."""
@@ -83,15 +103,18 @@ class Model:
             runs[name] = plan_stacks(c.layers, remat, (*(cuts or {}).get(name, ()), *borders), kinds)
         dtype = jnp.dtype(dtype)
         functions = functions or {}
-        # Shapes only: nothing is allocated.
-        init = partial(_init_params, config, runs, dtype, functions)
-        graph, state = nnx.split(nnx.eval_shape(init, jax.random.key(0)))
+        graph, state = _trace(config, runs, dtype, functions)
         axes: Params = {}
         for path, variable in nnx.to_flat_state(state):
             # Descend along the path, creating the dicts that are missing.
             inner = reduce(lambda tree, key: tree.setdefault(key, {}), path[:-1], axes)
             inner[path[-1]] = variable.get_metadata("axes")
         return cls(config, dtype, runs, abstract=nnx.to_pure_dict(state), axes=axes, graph=graph, functions=functions)
+
+    @property
+    def description(self) -> str | None:
+        """Return as text all that its functions depend on; None where that includes functions of the user's."""
+        return None if self.functions else f"{self.config} {self.dtype} {self.runs}"
 
     @property
     def frozen(self) -> set[str]:

@@ -62,6 +62,11 @@ def _listen() -> None:
     jax.monitoring.register_event_listener(lambda event, **_: _events.update((event,)))
 
 
+def count_cached_program() -> None:
+    """Count a program that was read from disk without asking JAX for it."""
+    _events.update((_COMPILE, _HIT))
+
+
 def enable_compilation_cache(folder: Path) -> None:
     """Cache every compiled program under `folder`; a second start of the same run compiles nothing."""
     if jax.config.jax_compilation_cache_dir != str(folder):

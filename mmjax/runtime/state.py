@@ -31,13 +31,14 @@ Hyperparameters = dict[str, Any]
 class Optimizer:
     """An optax direction, and by parameter: the group whose rates it has, and whether it is a matrix that decays.
 
-    offloads: its moments are in host memory between updates (`shardings_with_moments`).
+    offloads: its moments are in host memory between updates (`shardings_with_moments`). config: what it was made from.
     """
 
     direction: optax.GradientTransformation
     group_of: Callable[[Path], str]
     matrices: frozenset[Path]
     offloads: bool = False
+    config: OptimizerConfig | None = None
 
     def init(self, params: Params) -> optax.OptState:
         """Return the state before the first update."""
@@ -96,10 +97,10 @@ def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float
         if config.b1:
             mean = optax.ema(config.b1, debias=False)
             direction = optax.chain(direction, store_moments(mean, config.moments, matrices))
-        return Optimizer(direction, parameter_group, matrices, config.offload)
+        return Optimizer(direction, parameter_group, matrices, config.offload, config)
     adam = store_moments(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps), config.moments, matrices)
     if isinstance(config, AdamW):
-        return Optimizer(adam, parameter_group, matrices, config.offload)
+        return Optimizer(adam, parameter_group, matrices, config.offload, config)
 
     def label(path: Path) -> str:
         # Muon is for matrices between two inner widths. Embedding tables and the first projections of pixels and
@@ -111,7 +112,8 @@ def make_optimizer(config: OptimizerConfig, axes: Params, dtype: Any = jnp.float
 
     muon = store_moments(scale_by_muon(config.momentum, by_path, dtype), config.moments, matrices)
     direction = optax.partition({"matrix": muon, "other": adam}, labels)
-    return Optimizer(direction, lambda path: f"{parameter_group(path)}/{label(path)}", matrices, config.offload)
+    group = lambda path: f"{parameter_group(path)}/{label(path)}"  # noqa: E731
+    return Optimizer(direction, group, matrices, config.offload, config)
 
 
 MIN_FACTORED = 32  # a matrix whose shorter side has fewer elements keeps all of its squares

@@ -7,7 +7,7 @@ microbatch, its gradients go straight to the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params, split_scanned
 from mmjax.models.model import Model, merge, modules_of, partition
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, rows_sharding, tokens_sharding
+from mmjax.runtime.compiler_options import initial_compiler_options
 from mmjax.runtime.device_batch import (
     ProcessReport,
     isolate_rows,
@@ -45,6 +46,7 @@ from mmjax.runtime.losses import (
     worst_samples,
 )
 from mmjax.runtime.objectives import TextObjective, measures_of
+from mmjax.runtime.program_cache import CachedProgram
 from mmjax.runtime.state import (
     Hyperparameters,
     Optimizer,
@@ -247,14 +249,18 @@ class Executor:
         )
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
+        closed_over = (model.description, optimizer.config, rules, sources, exchange, loss, loss_chunks, accumulates)
+        self._jit = partial(CachedProgram, None if None in closed_over[:2] else repr(closed_over), mesh)
+        device = [*mesh.local_devices, mesh.devices.flat[0]][0]  # of absent ones none is local
+        self._jit_once = partial(self._jit, compiler_options=initial_compiler_options(device) or None)
         self.random_parameters = cache(self._random_parameters)
-        self.init_optimizer = jax.jit(
+        self.init_optimizer = self._jit_once(
             lambda trainable: (jnp.zeros((), jnp.int32), optimizer.init(trainable)),
             out_shardings=(self.shardings.step, self.shardings.optimizer),
         )
         self.accumulates = accumulates
-        jit = partial(jax.jit, compiler_options=compiler_options or None)
-        self.zeros = jax.jit(self.zero_sums, out_shardings=self.sums_shardings) if accumulates else lambda: None
+        jit = partial(self._jit, compiler_options=compiler_options or None)
+        self.zeros = self._jit(self.zero_sums, out_shardings=self.sums_shardings) if accumulates else lambda: None
         self.accumulate = jit(self._accumulate, out_shardings=self.sums_shardings, donate_argnums=2)
         # Of rows whose gradients are looked for after a step that was not finite.
         self._replicate = jax.jit(lambda x: x, out_shardings=on_all)
@@ -278,13 +284,13 @@ class Executor:
         # Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
         pretrained = pretrained or {}
         modules = frozenset(modules_of(pretrained))
-        drawn = self.random_parameters(modules)(key)
+        drawn = self.random_parameters(modules).run(key)
         read = partition(pretrained, self.frozen & modules)
         trainable, frozen = (merge(random, stored) for random, stored in zip(drawn, read, strict=True))
-        step, moments = self.init_optimizer(trainable)
+        step, moments = self.init_optimizer.run(trainable)
         return TrainState(step, trainable, frozen, moments)
 
-    def _random_parameters(self, without: frozenset[str] = frozenset()) -> Callable[[jax.Array], tuple[Params, Params]]:
+    def _random_parameters(self, without: frozenset[str] = frozenset()) -> CachedProgram:
         """Return the program that makes random parameters, trainable and frozen, in their shards.
 
         without: modules of which only the adapters are made.
@@ -296,7 +302,7 @@ class Executor:
         def draw(key: jax.Array) -> tuple[Params, Params]:
             return select(split(self.model, self.frozen, self.model.init(key)))
 
-        return jax.jit(draw, out_shardings=select((self.shardings.trainable, self.shardings.frozen)))
+        return self._jit_once(draw, out_shardings=select((self.shardings.trainable, self.shardings.frozen)))
 
     def zero_sums(self, products: jnp.dtype = jnp.float32) -> Accumulated:
         """Make zeros to add a microbatch to. products: dtype of the gradients of scanned stacks' matrices."""
@@ -443,7 +449,7 @@ class Executor:
 
     def random_adapters(self, key: jax.Array) -> Params:
         """Make the parameters of all adapters."""
-        return merge(*self.random_parameters(frozenset(modules_of(self.model.abstract)))(key))
+        return merge(*self.random_parameters(frozenset(modules_of(self.model.abstract))).run(key))
 
     def parts(self, state: TrainState) -> tuple[TrainState, ...]:
         """Return the state by mesh, on the devices, with names of its own in every part: here there is one."""
@@ -507,14 +513,13 @@ class Executor:
             put = self.put(batch)
             # Twice, since the first total is a number and each later one an array: two programs of `weigh`.
             weight, (put, _), unreadable = self.weigh_batches([put, put], reports)
-            program = self.accumulate.lower(state.trainable, state.frozen, accumulated, put, weight, noise)
-            check_ram(program.compile(), self.mesh.local_devices[0])
+            program = self.accumulate.compile(state.trainable, state.frozen, accumulated, put, weight, noise)
+            check_ram(program, self.mesh.local_devices[0])
+        sums = jax.eval_shape(self.zero_sums if self.accumulates else partial(self.zero_sums, self.model.dtype))
         sums = jax.tree.map(
-            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
-            program.out_info,
-            self.sums_shardings,
+            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), sums, self.sums_shardings
         )
-        self.update.lower(state, sums, hyper, weight, reports, unreadable).compile()
+        self.update.compile(state, sums, hyper, weight, reports, unreadable)
         self.parts(state)  # moments in host memory are loaded by programs of their own
 
 

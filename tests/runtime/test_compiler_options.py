@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from compilation import optimized
 
 from mmjax.autotune.compile_memory import StepPrograms
 from mmjax.config.loading import load
@@ -16,9 +17,11 @@ from mmjax.planning.memory import DeviceBatch
 from mmjax.runtime.compiler_options import (
     GPU,
     GPU_CONTEXT,
+    ONCE_CPU,
     QUICK_CPU,
     compiler_options,
     describe_compiler_options,
+    initial_compiler_options,
     quick_compiler_options,
 )
 
@@ -60,6 +63,17 @@ def test_a_cpu_compiles_quickly_beside_the_configs_options_and_as_ever_where_xla
     assert quick_compiler_options(chosen, cpu) == {**QUICK_CPU, **chosen}
     monkeypatch.setattr("mmjax.runtime.compiler_options.QUICK_CPU", {**QUICK_CPU, "xla_no_such_option": True})
     assert quick_compiler_options(chosen, cpu) == chosen
+
+
+def test_programs_that_make_parameters_compile_with_fewer_optimizations_and_to_the_same_bits():
+    cpu = jax.devices()[0]
+    assert initial_compiler_options(cpu) == {}  # tests have fewer still
+    with optimized():
+        options = initial_compiler_options(cpu)
+        draw = jax.jit(lambda key: jax.random.truncated_normal(key, -2.0, 2.0, (33, 7)) / 3).lower(jax.random.key(0))
+        usual, quick = (draw.compile(compiler_options=chosen)(jax.random.key(0)) for chosen in (None, options))
+    assert options == ONCE_CPU
+    assert (usual == quick).all()
 
 
 def test_both_programs_of_a_step_are_compiled_with_the_options():
