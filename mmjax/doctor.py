@@ -100,6 +100,13 @@ def check_packages() -> Iterator[Finding]:
         yield Finding("packages", "ok", f"mmjax {__version__}, Python {platform.python_version()}, all it requires")
 
 
+def check_bytecode() -> Iterator[Finding]:
+    """Check that Python keeps the modules that it has compiled."""
+    if variable := os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        text = f"PYTHONDONTWRITEBYTECODE={variable}: every process, data workers too, compiles all modules for some 6 s"
+        yield Finding("python", "note", text, "unset PYTHONDONTWRITEBYTECODE")
+
+
 def check_driver(gpus: Gpus) -> Iterator[Finding]:
     """Check that the driver is there, answers, and is new enough for CUDA 13."""
     install = f"sudo apt-get install -y nvidia-driver-{CUDA13_DRIVER}-open && sudo reboot"
@@ -286,6 +293,7 @@ def examine(folder: Path) -> list[Finding]:
     gpus = find_gpus()
     return [
         *check_packages(),
+        *check_bytecode(),
         *check_driver(gpus),
         *check_jax(gpus),
         *check_network(gpus),

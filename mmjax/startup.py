@@ -63,6 +63,12 @@ def start_clock(name: str) -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
     os.environ.update(launcher_variables(os.environ))
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None and main.__spec__.name.startswith("mmjax."):
+        # A process that is spawned imports its parent's main module first, unless that has neither name nor file: this
+        # command and all that it imports, of which data workers need half.
+        main.__spec__ = None
+        del main.__file__
     _stack.append(Activity("loading libraries"))
     if os.environ.get("MMJAX_PROCESS", "0") == "0" and not _PRINTING.intersection(sys.argv):
         print(f"mmjax {__version__}  {name}: loading libraries", file=sys.stderr, flush=True)

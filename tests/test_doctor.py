@@ -124,3 +124,12 @@ def test_the_driver_is_judged_by_the_bus_and_by_what_nvidia_smi_says(gpus, state
     (finding,) = doctor.check_driver(gpus)
     assert finding.state == state
     assert text in finding.text
+
+
+def test_a_python_that_keeps_no_compiled_modules_is_noted(monkeypatch):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    assert list(doctor.check_bytecode()) == []
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (finding,) = doctor.check_bytecode()
+    assert (finding.state, finding.remedy) == ("note", "unset PYTHONDONTWRITEBYTECODE")
+    assert "compiles all modules" in finding.text

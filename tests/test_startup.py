@@ -26,6 +26,18 @@ def test_a_command_says_that_it_starts_before_it_imports_what_takes_long() -> No
     assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True).stdout == "[]\n"
 
 
+def test_processes_that_a_command_spawns_do_not_import_it():
+    code = (
+        "import importlib.util, sys; from multiprocessing.spawn import get_preparation_data\n"
+        "main = sys.modules['__main__']; main.__spec__ = importlib.util.find_spec('mmjax.train'); main.__file__ = 'f'\n"
+        "from mmjax.startup import start_clock\n"
+        "def named(): return [key for key in get_preparation_data('worker') if 'main' in key]\n"
+        "before = named(); start_clock('train'); print(before, named())"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == "['init_main_from_name'] []\n", ended.stderr
+
+
 def test_an_interrupt_while_libraries_are_loaded_is_one_line_and_code_130() -> None:
     code = "from mmjax.startup import start_clock; start_clock('train'); import signal; signal.raise_signal(2)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_interrupts)

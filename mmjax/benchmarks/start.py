@@ -1,4 +1,4 @@
-"""Time a training's start up to the end of its first step, with nothing compiled before and with everything."""
+"""Time a training's start up to the end of its first step: nothing compiled before, everything, and resumed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time every activity, cold and warm, largest first; then their sums.
+    """Time every activity of each start, largest first; then their sums.
 
     Cold: Numba's and XLA's programs are compiled. Warm: a second run of the same config in the same folder of runs.
+    Resumed: that run goes on from its checkpoint.
     """
     with tempfile.TemporaryDirectory() as name:
-        cold, warm = (_start(Path(name), run, args.config, args.changes) for run in ("cold", "warm"))
-    rows = [{"activity": k, "cold s": cold.get(k, 0.0), "warm s": warm.get(k, 0.0)} for k in cold | warm]
-    return [*rows, {"activity": "in all", "cold s": sum(cold.values()), "warm s": sum(warm.values())}]
+        start = partial(_start, Path(name), args)
+        starts = {"cold s": start("cold"), "warm s": start("warm"), "resumed s": start("warm", "--resume", steps=2)}
+    activities = dict.fromkeys(activity for seconds in starts.values() for activity in seconds)
+    rows = [
+        {"activity": name, **{kind: seconds.get(name, 0.0) for kind, seconds in starts.items()}} for name in activities
+    ]
+    return [*rows, {"activity": "in all", **{kind: sum(seconds.values()) for kind, seconds in starts.items()}}]
 
 
-def _start(folder: Path, run: str, config: str, changes: list[str]) -> dict[str, float]:
-    short = "training.steps=1", "schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0"
-    command = [sys.executable, "-m", "mmjax.train", config, f"run={folder / run}", *short, *changes]
+def _start(folder: Path, args: argparse.Namespace, run: str, *options: str, steps: int = 1) -> dict[str, float]:
+    short = "schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0", f"training.steps={steps}"
+    command = [sys.executable, "-m", "mmjax.train", args.config, *options, f"run={folder / run}", *short, *args.changes]
     variables = os.environ | {"NUMBA_CACHE_DIR": str(folder / "numba")}
     ended = subprocess.run(command, env=variables, capture_output=True, text=True)
     if ended.returncode:
         raise UserError(f"the run did not start: {ended.stderr.strip().splitlines()[-1]}")
-    first_step = next(read_json_lines(folder / run / "metrics.jsonl"))
-    return {key.removeprefix(LOGGED): seconds for key, seconds in first_step.items() if key.startswith(LOGGED)}
+    *_, last_step = (record for record in read_json_lines(folder / run / "metrics.jsonl") if "loss" in record)
+    return {key.removeprefix(LOGGED): seconds for key, seconds in last_step.items() if key.startswith(LOGGED)}

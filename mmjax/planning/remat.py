@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from mmjax.config import DecoderConfig, ModelConfig, OptimizerConfig, Remat
 from mmjax.config.generators import Tower
@@ -93,11 +92,19 @@ def _solve(
     # One row for each tower, 1 at its choices: its layers' numbers must add up to the tower's.
     in_tower = np.array([[tower == name for tower, _ in choices] for name in layers], float)
     counts = np.array(list(layers.values()), float)
+    layers_of_choice = in_tower.T @ counts
+    # Where memory is ample each tower has its fastest policy throughout.
+    fastest = np.where(in_tower > 0, costs[:, -1], np.inf).min(1) @ in_tower == costs[:, -1]
+    alone = layers_of_choice * fastest
+    if (in_tower @ fastest == 1).all() and (alone @ costs[:, :-1] <= limits).all():
+        return choices, alone
+    from scipy.optimize import Bounds, LinearConstraint, milp  # a quarter of a second
+
     # Every layer gets one policy, and the bytes of every shape stay below its limits.
     solution = milp(
         costs[:, -1] / unit[-1],
         integrality=np.full(len(choices), int(integral)),
-        bounds=Bounds(0, in_tower.T @ counts),
+        bounds=Bounds(0, layers_of_choice),
         constraints=[
             LinearConstraint(in_tower, counts, counts),
             LinearConstraint((costs[:, :-1] / unit[:-1]).T, -np.inf, limits / unit[:-1]),

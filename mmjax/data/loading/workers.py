@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,13 +18,19 @@ from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 from absl import flags
-from grain.multiprocessing import SharedMemoryArray
 
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.errors import UserError
+
+# Grain imports Orbax where it finds it, which takes .3 s in each process, for a class that is not used here.
+_orbax = sys.modules.setdefault("orbax.checkpoint", None)
+import grain  # noqa: E402
+from grain.multiprocessing import SharedMemoryArray  # noqa: E402
+
+if _orbax is None:
+    del sys.modules["orbax.checkpoint"]
 
 
 class Block(NamedTuple):

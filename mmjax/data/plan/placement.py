@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from mmjax.balance.lpt import split, to_rows
 from mmjax.balance.parts import LLM, Parts
@@ -266,6 +265,10 @@ class Placer:
         """Renumber grouping's rows of encoders so that most of what they hold is with its sample."""
         row = inputs.row
         ranks = self.topology.ranks
+        if ranks == 1:  # where all rows are
+            return row
+        from scipy.optimize import linear_sum_assignment  # a quarter of a second
+
         nearest = row.copy()
         home_rank = self._ranks(inputs, row)[inputs.llm][inputs.parts.sample()]
         for k, rows_per_rank in enumerate(self.rows[1:], start=1):
