@@ -1,16 +1,23 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import TINY
 
 from mmjax.config import MeshConfig
-from mmjax.parallel.sharding import make_mesh
+from mmjax.config.loading import load
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime import program_cache
 from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
 from mmjax.runtime.program_cache import CachedProgram, stored_result
+from mmjax.runtime.state import make_optimizer
+from mmjax.runtime.step import Executor
 
 X = np.arange(6, dtype=np.float32)
 
@@ -113,3 +120,20 @@ def test_a_program_that_calls_python_which_cannot_be_written_runs_at_every_start
         np.testing.assert_array_equal(program.run(X), X + 1)
         jax.effects_barrier()
     assert len(calls) == 2
+
+
+def test_another_executor_of_the_same_config_reads_its_programs_and_one_of_another_does_not():
+    config = load(TINY)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+
+    def drawn(**changes: Any) -> tuple[int, int]:
+        model = Model.build(config.model, jnp.float32)
+        optimizer = make_optimizer(replace(config.optimizer, **changes), model.axes, model.dtype)
+        executor = Executor(model, optimizer, mesh, ShardingRules(), sources=1)
+        counter = CompileCounter()
+        executor.init_optimizer.compile(executor.abstract_parts[0].trainable)
+        return counter.compiled, counter.from_cache
+
+    assert drawn() == (1, 0)
+    assert drawn() == (0, 1)
+    assert drawn(moments="bfloat16") == (1, 0)
