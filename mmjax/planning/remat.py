@@ -95,9 +95,9 @@ def _solve(
     layers_of_choice = in_tower.T @ counts
     # Where memory is ample each tower has its fastest policy throughout.
     fastest = np.where(in_tower > 0, costs[:, -1], np.inf).min(1) @ in_tower == costs[:, -1]
-    alone = layers_of_choice * fastest
-    if (in_tower @ fastest == 1).all() and (alone @ costs[:, :-1] <= limits).all():
-        return choices, alone
+    unlimited = layers_of_choice * fastest
+    if (in_tower @ fastest == 1).all() and (unlimited @ costs[:, :-1] <= limits).all():
+        return choices, unlimited
     from scipy.optimize import Bounds, LinearConstraint, milp  # a quarter of a second
 
     # Every layer gets one policy, and the bytes of every shape stay below its limits.
