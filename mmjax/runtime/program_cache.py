@@ -1,4 +1,4 @@
-"""Read compiled programs from disk by what they are made from, without tracing and lowering them first.
+"""Read compiled programs of CPUs from disk by what they are made from, without tracing and lowering them first.
 
 JAX's own cache is keyed by a program's lowered text, which takes longer to make than the program takes to read: tracing
 and lowering are Python. The key here is the source of mmjax, the libraries' versions, JAX's settings, the machine, what
@@ -69,8 +69,10 @@ class CachedProgram:
 
     def _read_or_compile(self, args: Any) -> jax.stages.Compiled:
         cache = jax.config.jax_compilation_cache_dir
-        # Several processes compile together, and each would have to find what the others find.
-        if not cache or jax.process_count() > 1 or self._context is None:
+        # Several processes compile together, and each would have to find what the others find. Other devices' programs
+        # take minutes to compile, beside which tracing is little.
+        alone = jax.process_count() == 1 and self._devices[0].platform == "cpu"
+        if not cache or not alone or self._context is None:
             return self._jitted.lower(*args).compile()
         # Of a number there is no type, and of one of NumPy's no sharding.
         described = [(getattr(x, "weak_type", ""), str(getattr(x, "sharding", ""))) for x in jax.tree.leaves(args)]
