@@ -21,7 +21,7 @@ from typing import Any
 from mmjax.benchmarks.peer_data import write_records
 from mmjax.benchmarks.peer_process import LINES, Side, Task, environment
 from mmjax.console import print_note
-from mmjax.errors import UserError
+from mmjax.errors import UserError, check_output
 
 BATCH = 8  # samples
 WARM_STEPS = 2
@@ -69,6 +69,15 @@ class Turn:
         return Turn(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
+@dataclass(frozen=True)
+class Race:
+    """Hold the rows of a case, and by side the tokens trained on and the loss after its first step and every turn."""
+
+    case: Case
+    rows: list[dict[str, Any]]
+    losses: dict[str, list[tuple[int, float]]]
+
+
 STANDARD = (
     Case(),
     Case(data="near-equal", against=("padded",)),
@@ -96,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--core", nargs="+", type=int, help="that both sides are pinned to, or several; default: the first"
     )
     parser.add_argument("--huge-pages", action="store_true", help="give the Trainer the huge pages that mmjax takes")
+    parser.add_argument("--picture", type=Path, metavar="F.png|svg", help="draw tokens a second, and the first losses")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="one small race, to see that it runs")
 
@@ -108,7 +118,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _prepare(folder, cases, args)
-        return [row for number, case in enumerate(cases) for row in _race(folder, number, case, cores, args)]
+        races = [_race(folder, number, case, cores, args) for number, case in enumerate(cases)]
+    if args.picture is not None:
+        _draw(args.picture, races)
+    return [row for race in races for row in race.rows]
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -123,6 +136,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--seed {args.seed}: give at least 0")
     if not hasattr(os, "sched_setaffinity"):
         raise UserError("bench peer pins processes to a core and reads their clocks as Linux has them; run it there")
+    if args.picture is not None:
+        check_output("--picture", args.picture, (".png", ".svg"))
     usable = os.sched_getaffinity(0)
     if other := sorted(set(args.core or ()) - usable):
         raise UserError(f"--core {other[0]}: choose of {', '.join(map(str, sorted(usable)))}")
@@ -157,7 +172,7 @@ def _prepare(folder: Path, cases: Sequence[Case], args: argparse.Namespace) -> N
         raise SystemExit(1)
 
 
-def _race(folder: Path, number: int, case: Case, cores: set[int], args: argparse.Namespace) -> list[dict[str, Any]]:
+def _race(folder: Path, number: int, case: Case, cores: set[int], args: argparse.Namespace) -> Race:
     """Start all sides of a case, compare their first losses, and let them train in turns."""
     place = folder / f"race{number}"
     # With --start nothing is compiled at a case's first start, else Numba's programs are those of other commands.
@@ -187,11 +202,13 @@ def _race(folder: Path, number: int, case: Case, cores: set[int], args: argparse
         first = sides["mmjax"].request(steps=1)
         starts["cold start s"] = {"mmjax": sides["mmjax"].start_seconds + first["wall"]}
         errors = {}
+        untimed = {"mmjax": [Turn(**first)]}
         for name in case.against:
             errors[name] = _compare(case, first, sides[name].request(loss_of=first["numbers"]))
-            starts["cold start s"][name] = sides[name].start_seconds + sides[name].request(steps=1)["wall"]
-        for side in sides.values():
-            side.request(steps=WARM_STEPS)
+            untimed[name] = [Turn(**sides[name].request(steps=1))]
+            starts["cold start s"][name] = sides[name].start_seconds + untimed[name][0].wall
+        for name, side in sides.items():
+            untimed[name].append(Turn(**side.request(steps=WARM_STEPS)))
         turns: dict[str, list[Turn]] = {name: [] for name in names}
         for turn in range(args.segments):
             for name, side in sides.items():
@@ -206,7 +223,30 @@ def _race(folder: Path, number: int, case: Case, cores: set[int], args: argparse
         for name in names:
             with start(name, "again") as side:
                 starts["warm start s"][name] = side.start_seconds + side.request(steps=1)["wall"]
-    return [_row(case, name, turns, {"GB": memory} | starts) | {"loss error": errors[name]} for name in case.against]
+    rows = [_row(case, name, turns, {"GB": memory} | starts) | {"loss error": errors[name]} for name in case.against]
+    return Race(case, rows, {name: _losses([*untimed[name], *turns[name]]) for name in names})
+
+
+def _losses(turns: Sequence[Turn]) -> list[tuple[int, float]]:
+    """Return the tokens trained on and the last step's loss after every turn."""
+    tokens = itertools.accumulate(turn.tokens for turn in turns)
+    return [(count, turn.loss) for count, turn in zip(tokens, turns, strict=True)]
+
+
+def _draw(path: Path, races: Sequence[Race]) -> None:
+    from mmjax.reporting.plots import plot_race  # Matplotlib takes a second
+
+    rates = {}
+    for race in races:
+        for row in race.rows:
+            name = f"{row['data']}, LoRA" if row["tune"] == "lora" else row["data"]
+            name += "" if row["dtype"] == "float32" else f", {row['dtype']}"
+            name += "" if row["size"] == "small" else f", {row['size']}"
+            by_length = " (by length)" if row["Trainer"] == "grouped" else ""
+            rates[f"{name}{by_length}"] = tuple(row["tokens/CPU s"].values())
+    first = races[0]
+    names = {"mmjax": "mmjax", "padded": "Trainer", "grouped": "Trainer, grouped by length"}
+    plot_race(path, rates, {names[name]: losses for name, losses in first.losses.items()}, str(first.case))
 
 
 def _compare(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:

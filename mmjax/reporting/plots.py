@@ -6,7 +6,7 @@ byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -64,6 +64,43 @@ def plot_work(path: Path, works: Mapping[str, Work], headings: Mapping[str, str]
     figure = new_figure(height, "Work of every rank in every step", subtitle)
     draw_works(figure, 66, works, headings)
     save_figure(figure, path, "Work of every rank in every step, by phase and way of balancing")
+
+
+@matplotlib.rc_context(STYLE)
+def plot_race(
+    path: Path,
+    rates: Mapping[str, tuple[float, float]],
+    losses: Mapping[str, Sequence[tuple[int, float]]],
+    case: str,
+) -> None:
+    """Plot how fast mmjax and transformers' Trainer train, and how they learn (`bench peer`).
+
+    rates: tokens a CPU second of both, by case. losses: of `case` by side, as (tokens trained on, loss).
+    """
+    top = 92
+    height = top + 46 * len(rates) + 50
+    subtitle = "the same samples and weights, in turns"
+    figure = new_figure(height, "mmjax and transformers' Trainer on one CPU core", subtitle)
+    colours = {"mmjax": MODULES["llm"], "Trainer": MODULES["audio"], "Trainer, grouped by length": OTHERS[1]}
+    half = (INNER - LEFT) / 2
+    bars = add_axes(figure, LEFT + 78, top, half - 78, 46 * len(rates))
+    for k, (name, (ours, theirs)) in enumerate(rates.items()):
+        side = "Trainer, grouped by length" if "by length" in name else "Trainer"
+        bars.barh(k - 0.2, ours, 0.36, color=colours["mmjax"])
+        bars.barh(k + 0.2, theirs, 0.36, color=colours[side])
+        bars.text(ours, k - 0.2, f" {ours / theirs:.2f} x", va="center", color=INK)
+    bars.set_yticks(range(len(rates)), list(rates))
+    bars.set_xlim(0, 1.15 * max(max(pair) for pair in rates.values()))
+    bars.invert_yaxis()
+    bars.set_xlabel("tokens a CPU second, without padding", color=PALE)
+    curves = add_axes(figure, LEFT + half + LEFT, top, half, 46 * len(rates))
+    for name, points in losses.items():
+        curves.plot(*zip(*points, strict=True), color=colours[name], linewidth=1.3)
+    curves.set_xlabel(f"tokens trained on: loss of {case}", color=PALE)
+    draw_legend(figure, 62, "", {name: colours[name] for name in losses})
+    for axes in (bars, curves):
+        _thin_frame(axes)
+    save_figure(figure, path, "Tokens a CPU second and losses of mmjax and transformers' Trainer")
 
 
 @matplotlib.rc_context(STYLE)

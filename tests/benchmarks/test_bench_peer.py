@@ -67,6 +67,7 @@ def test_what_is_not_installed_is_one_line(capsys, monkeypatch):
         ("--records=7", "--records 7: give at least 8, the samples of a step"),
         ("--core=1000", "--core 1000: choose of "),
         ("--seed=-1", "--seed -1: give at least 0"),
+        ("--picture=race.pdf", "--picture race.pdf: name a file that ends in .png or .svg"),
     ],
 )
 def test_an_option_that_is_wrong_is_one_line(capsys, word, message):
@@ -110,9 +111,11 @@ def test_a_side_takes_the_steps_requested_is_stopped_between_them_and_ends_with_
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("words", [["--against", "padded", "grouped", "--start"], ["--tune=lora", "--dtypes=bfloat16"]])
-def test_a_tiny_race_runs_in_turns_and_begins_with_the_same_loss(capsys, words):
-    ended = run(capsys, bench.main, "peer", "--tiny", "--segments=2", "--steps=1", "--records=24", "--json", *words)
+def test_a_tiny_race_runs_in_turns_begins_with_the_same_loss_and_is_drawn(capsys, tmp_path, words):
+    tiny = "--tiny", "--segments=2", "--steps=1", "--records=24", f"--picture={tmp_path / 'race.svg'}"
+    ended = run(capsys, bench.main, "peer", "--json", *tiny, *words)
     assert ended.code == 0, ended.err
+    assert "tokens a CPU second" in (tmp_path / "race.svg").read_text()
     rows = json.loads(ended.out)
     assert [row["Trainer"] for row in rows] == (["padded", "grouped"] if "--start" in words else ["padded"])
     for row in rows:
