@@ -3,6 +3,9 @@
 The only file that uses Orbax. Layers are stored one by one, not stacked, so a checkpoint restores into any division of
 the layers into stacks; arrays are read straight into the requested shardings, so it restores onto any mesh. Every array
 is saved with a checksum: storage may return a missing or damaged chunk as zeros or noise without an error.
+
+On accelerators programs divide stacks into layers and sum bits. What lies on CPUs is the host's memory already: NumPy
+does both there, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -135,6 +138,9 @@ class CheckpointStore:
         self._targets = [unstack_layers(part, _layer_of_struct) for part in self._abstract]
         self._target = _merge_parts(self._targets)
         self._local = [any(x.sharding.addressable_devices for x in jax.tree.leaves(part)) for part in self._abstract]
+        self._on_host = all(map(_lies_on_cpus, self._abstract))
+        # Of several processes each holds shards alone.
+        self._saves_from_host = self._on_host and coordination.count() == 1
         # A program of each part writes its layers one by one, by the names that every executor has.
         self._unstack: list[Callable[[TrainState], tuple[TrainState, dict[str, jax.Array]]]] = []
         for target in self._targets:
@@ -151,6 +157,8 @@ class CheckpointStore:
 
     def prepare(self) -> None:
         """Compile what saving needs, so that nothing is compiled in mid-run."""
+        if self._saves_from_host:
+            return
         self._unstack = [
             unstack.lower(part).compile() if local else unstack
             for unstack, part, local in zip(self._unstack, self._abstract, self._local, strict=True)
@@ -160,15 +168,20 @@ class CheckpointStore:
         """Copy the state to the host and write it in the background; it appears whole or not at all."""
         self.wait()
         parts = []
-        sums = {}
+        sums: Sums = {}
         for number, part in enumerate(self._executor.parts(state)):
-            if self._local[number]:
+            if self._saves_from_host:
+                part = unstack_layers(jax.tree.map(_copy_to_host, part), lambda stack, layer: stack[layer, ...])
+            elif self._local[number]:
                 part, part_sums = self._unstack[number](part)
-                sums = _as_ints(part_sums) | sums
+                sums |= {name: value for name, value in _as_ints(part_sums).items() if name not in sums}
             else:
                 part = jax.tree.map(_without_shards, self._targets[number])
             parts.append(part)
-        unstacked = _merge_parts(parts)
+        # Goes as soon as it is written: the last save is remembered until the next.
+        unstacked = [_merge_parts(parts)]
+        divided = len(parts) > 1
+        del parts, part
         run = RunFolder(self._folder.parent).read_identity()
         meta = {"format": FORMAT, "run": run, "config": config, "data": asdict(data), "sums": sums}
         save = self._saves
@@ -177,8 +190,11 @@ class CheckpointStore:
 
         def begin() -> None:
             # Returns when the state is in the host's memory: from then on training may donate its buffers.
-            saving = self._handler.async_save(partial / STATE, args=ocp.args.PyTreeSave(unstacked))
+            tree = unstacked.pop()
+            saving = self._handler.async_save(partial / STATE, args=ocp.args.PyTreeSave(tree))
             futures.extend(asyncio.run_coroutine_threadsafe(saving, _loop()).result())
+            if self._saves_from_host:
+                sums.update({name: _host_bit_sum(x) for name, x in _named(tree).items()})
 
         def finish(partial: Path) -> None:
             self._handler.finalize(partial / STATE)
@@ -189,15 +205,19 @@ class CheckpointStore:
         refused = coordination.run_on_leader(
             lambda: run_and_describe_failure(lambda: begin_partial(self._folder, data.step))
         )
-        refused = refused or run_and_describe_failure(begin)
+        if not self._saves_from_host:
+            refused = refused or run_and_describe_failure(begin)
 
         def write() -> None:
+            begun = refused
+            if self._saves_from_host:
+                begun = begun or run_and_describe_failure(begin)
             # Every future is awaited, also after one has failed: none may write any more when the folder is removed.
             # In the thread that writes, so that training does not wait for the others.
-            if len(parts) > 1:  # each process knows the sums of its own stages
+            if divided:  # each process knows the sums of its own stages
                 for gathered in coordination.gather(f"sums/{save}", json.dumps(sums)):
                     meta["sums"] = json.loads(gathered) | meta["sums"]
-            failed = [refused, *(run_and_describe_failure(future.result) for future in futures)]
+            failed = [begun, *(run_and_describe_failure(future.result) for future in futures)]
             if error := next(filter(None, failed), ""):
                 raise OSError(error)
 
@@ -236,12 +256,15 @@ class CheckpointStore:
             saved = _parse_metadata(self._folder, step)
             misplaced.append(describe_misplaced(self._folder, saved))
             parts.append(saved)
-            differences.extend(_differences(saved.sums, self._handler.metadata(path).tree, self._target))
+            differences.extend(_different_names(saved.sums, self._target))
+            if not self._on_host:
+                differences.extend(_different_dtypes(self._handler.metadata(path).tree, self._target))
             if not differences:
                 # Each part by itself: what several have lies on the mesh of each.
                 for target, local in zip(self._targets, self._local, strict=True):
-                    args = _restore_as(target, partial=len(self._targets) > 1)
-                    parts.append(self._handler.restore(path, args=args) if local else None)
+                    partial = len(self._targets) > 1
+                    parts.append(_restore(self._handler, path, target, partial) if local else None)
+                    differences.extend(_different_dtypes(parts[-1], target))
 
         error = next(filter(None, coordination.gather(f"restored/{step}", run_and_describe_failure(read))), "")
         if not error and any(misplaced):
@@ -265,8 +288,7 @@ class CheckpointStore:
             if part is None:
                 restored.append(jax.tree.map(_without_shards, like))
             else:
-                shardings = jax.tree.map(lambda x: x.sharding, like)
-                restored.append(jax.device_put(stack_layers(part, runs), shardings))
+                restored.append(_put(stack_layers(part, runs), jax.tree.map(lambda x: x.sharding, like)))
         return self._executor.from_parts(restored), saved
 
     def close(self) -> None:
@@ -336,12 +358,12 @@ def restore_parameters(folder: Path, step: int, model: Model, shardings: Params)
     with _reading(folder, step):
         parts = _parameter_tree(handler, path, target)
         stored = {part: _as_stored(tree, target) for part, tree in parts.items()}
-        single = handler.restore(path, args=_restore_as(stored, partial=True))
+        single = _restore(handler, path, stored, partial=True)
         if (wrong := _find_damaged(_state_of(single), saved.sums)) is not None:
             raise UserError(f"{wrong} is not what was saved")
     # Checksums are of the stored precision, so the cast comes after them.
     params = jax.tree.map(lambda x, w: x.astype(w.dtype), all_parameters(_state_of(single)), target)
-    return jax.device_put(stack_layers(params, model.runs), shardings)
+    return _put(stack_layers(params, model.runs), shardings)
 
 
 class SavedParameters:
@@ -374,14 +396,10 @@ class SavedParameters:
         if not stored:
             return {}
         with _reading(self._folder, self._step):
-            restored = _state_handler().restore(self._path, args=_restore_as(stored, partial=True))
-            host = {part: jax.tree.map(np.asarray, restored[part]) for part in stored}
-            for name, x in _named(_state_of({"trainable": {}, "frozen": {}} | host)).items():
-                bits = x.reshape(-1).view(f"u{x.dtype.itemsize}").astype(np.uint32)
-                mixed = _mixed_with_position(bits, np.arange(x.size, dtype=np.uint32))
-                if self._sums.get(name) != int(mixed.sum(dtype=np.uint64)) % 2**32:
-                    raise UserError(f"{name} is not what was saved")
-        return {key_names(path): x for part in host.values() for path, x in jax.tree.leaves_with_path(part)}
+            parts = _restore(_state_handler(), self._path, stored, partial=True)
+            if (wrong := _find_damaged(_state_of({"trainable": {}, "frozen": {}} | parts), self._sums)) is not None:
+                raise UserError(f"{wrong} is not what was saved")
+        return {key_names(path): x for part in parts.values() for path, x in jax.tree.leaves_with_path(part)}
 
 
 def _select(tree: Any, names: set[tuple[str, ...]], path: tuple[str, ...] = ()) -> Any:
@@ -438,19 +456,60 @@ class _StageHandler(ocp.type_handlers.ArrayHandler):
         return await super().serialize([_LocalShards(x) for x in values], infos, args)
 
 
+class _HostHandler(ocp.type_handlers.NumpyHandler):
+    """Reads and writes arrays in the host's memory, under the type of those on devices: a checkpoint is of one kind."""
+
+    def typestr(self) -> str:
+        return ocp.type_handlers.ArrayHandler.typestr(self)
+
+
 def _state_handler() -> ocp.PyTreeCheckpointHandler:
     silence_late_io_errors()
     # By default Orbax slices replicated arrays on the devices, to divide the writing among replicas: a hundred small
     # programs, compiled in mid-run.
     arrays = _StageHandler(use_replica_parallel=False)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    host = _HostHandler(deepcopy_host_arrays=False)  # what is saved is a copy already
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, host), (jax.Array, arrays))
+    # Random mantissas do not compress: a tenth of the bytes for half of the time.
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
 
 
-def _restore_as(structs: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
-    return ocp.args.PyTreeRestore(
-        item=structs, restore_args=ocp.checkpoint_utils.construct_restore_args(structs), partial_restore=partial
-    )
+def _restore(handler: ocp.PyTreeCheckpointHandler, path: Path, structs: Any, partial: bool) -> Any:
+    """Read arrays into their shardings, or whole into the host's memory where they all belong on CPUs."""
+    if _lies_on_cpus(structs):
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structs)
+    else:
+        args = ocp.checkpoint_utils.construct_restore_args(structs)
+    whole = ocp.args.PyTreeRestore(item=structs, restore_args=args, partial_restore=partial)
+    restored = handler.restore(path, args=whole)
+    for (name, x), struct in zip(_named(restored).items(), jax.tree.leaves(structs), strict=True):
+        if x.shape != struct.shape:
+            raise ValueError(f"{name} has shape {x.shape}, not {struct.shape}")
+    return restored
+
+
+def _lies_on_cpus(structs: Any) -> bool:
+    return all(d.platform == "cpu" for x in jax.tree.leaves(structs) for d in x.sharding.device_set)
+
+
+def _copy_to_host(x: jax.Array) -> np.ndarray:
+    """Copy an array of this process: training may donate its buffers, of which CPUs' are NumPy's without a copy."""
+    copy = np.empty(x.shape, x.dtype)
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            copy[shard.index] = shard.data
+    return copy
+
+
+def _put(tree: Any, shardings: Any) -> Any:
+    """Put arrays where they belong. NumPy's may be whole on each of several processes, which JAX would compare."""
+
+    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(x, np.ndarray):
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(put, tree, shardings)
 
 
 def _as_stored(stored: Any, target: Any) -> Any:
@@ -464,11 +523,16 @@ def _named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in jax.tree.leaves_with_path(tree)}
 
 
-def _differences(sums: Sums, stored: Any, target: Any) -> Iterator[str]:
-    """List the arrays that only the checkpoint or only the target has, and those of another precision."""
-    needed = _named(target)
+def _different_names(sums: Sums, target: Any) -> Iterator[str]:
+    """List the arrays that only the checkpoint or only the target has."""
     # The checksums are protected by one of their own, so a missing name is no damage.
-    yield from (f"{name} is only {'there' if name in sums else 'here'}" for name in sorted(sums.keys() ^ needed.keys()))
+    different = sums.keys() ^ _named(target).keys()
+    yield from (f"{name} is only {'there' if name in sums else 'here'}" for name in sorted(different))
+
+
+def _different_dtypes(stored: Any, target: Any) -> Iterator[str]:
+    """List the arrays of another precision."""
+    needed = _named(target)
     for name, x in _named(stored).items():
         if name in needed and x.dtype != needed[name].dtype:
             yield f"{name} is {x.dtype} there and {needed[name].dtype} here"
@@ -501,6 +565,34 @@ def _bit_sums(tree: Any) -> dict[str, jax.Array]:
     return {name: bit_sum(x) for name, x in _named(tree).items()}
 
 
+_CHUNK = 2**16  # elements; three buffers of so many stay in a core's cache
+
+
+def _host_bit_sum(x: np.ndarray) -> int:
+    """Sum an array's bits like `_bit_sums`, in the host's memory."""
+    bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
+    numbers = np.arange(min(bits.size, _CHUNK), dtype=np.uint32)
+    buffers = np.empty((2, numbers.size), np.uint32)
+    total = 0
+    for start in range(0, bits.size, _CHUNK):
+        chunk = bits[start : start + _CHUNK]
+        mixed, shifted = buffers[:, : chunk.size]
+        np.add(numbers[: chunk.size], np.uint32(start % 2**32), out=mixed)
+        _mix_in_place(mixed, shifted)
+        mixed ^= chunk
+        _mix_in_place(mixed, shifted)
+        total += int(mixed.sum(dtype=np.uint64))
+    return total % 2**32
+
+
+def _mix_in_place(x: np.ndarray, shifted: np.ndarray) -> None:
+    """Mix like `_mix`, with a buffer of the same size."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x ^= np.right_shift(x, shift, out=shifted)
+        x *= np.uint32(factor)
+    x ^= np.right_shift(x, 16, out=shifted)
+
+
 def _unstack_with_sums(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
     unstacked = unstack_layers(state)
     return unstacked, _bit_sums(unstacked)
@@ -512,10 +604,15 @@ def _as_ints(sums: dict[str, jax.Array]) -> Sums:
 
 def _find_damaged(tree: Any, saved: Sums) -> str | None:
     """Return the name of the first array that is not what was saved."""
+    sums: Sums = {}
     by_mesh: dict[Any, dict[str, Any]] = {}  # a program runs on one mesh
     for name, x in _named(tree).items():
-        by_mesh.setdefault(x.sharding.mesh, {})[name] = x
-    sums = {name: n for arrays in by_mesh.values() for name, n in _as_ints(jax.jit(_bit_sums)(arrays)).items()}
+        if isinstance(x, np.ndarray):
+            sums[name] = _host_bit_sum(x)
+        else:
+            by_mesh.setdefault(x.sharding.mesh, {})[name] = x
+    for arrays in by_mesh.values():
+        sums |= _as_ints(jax.jit(_bit_sums)(arrays))
     return next((name for name, value in sums.items() if saved.get(name) != value), None)
 
 
