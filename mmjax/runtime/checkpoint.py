@@ -581,7 +581,7 @@ def _host_bit_sum(x: np.ndarray) -> int:
         _mix_in_place(mixed, shifted)
         mixed ^= chunk
         _mix_in_place(mixed, shifted)
-        total += int(mixed.sum(dtype=np.uint64))
+        total += int(mixed.sum(dtype=np.uint32))  # modulo 2^32 too
     return total % 2**32
 
 

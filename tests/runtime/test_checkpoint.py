@@ -24,12 +24,14 @@ from mmjax.runtime.checkpoint import (
     DataState,
     SavedParameters,
     _bit_sums,
+    _host_bit_sum,
     checkpoint_step,
     read_metadata,
     restore_parameters,
 )
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps
 from mmjax.runtime.device_batch import ProcessReport
+from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer, parameter_shardings
 from mmjax.runtime.step import Executor
@@ -322,6 +324,36 @@ def test_two_changes_do_not_cancel_in_an_array_s_checksum(change):
     x = np.random.default_rng(0).normal(size=64).astype(np.float32)
     before, after = (_bit_sums({"x": jnp.asarray(values)})["x"] for values in (x, CHANGES[change](x)))
     assert before != after
+
+
+def test_checksums_are_the_same_by_the_host_as_by_a_program():
+    """Of scalars, empty arrays, layers of stacks and what is longer than a chunk of the host's sum."""
+    noise = np.random.default_rng(0).integers(0, 256, 4 * 70_001, dtype=np.uint8)
+    arrays = {}
+    for dtype in ("float32", "bfloat16", "int8", "uint8", "int32"):
+        x = noise.view(jnp.dtype(dtype))[:70_001]
+        arrays[dtype] = {"scalar": x[7], "empty": x[:0], "layer": x[:210].reshape(2, 3, 35)[1], "long": x}
+    sums = jax.jit(_bit_sums)(jax.tree.map(jnp.asarray, arrays))
+    host = {f"{dtype}.{name}": _host_bit_sum(np.asarray(x)) for dtype, of in arrays.items() for name, x in of.items()}
+    assert host == {name: int(x) for name, x in sums.items()}
+
+
+def test_nothing_is_compiled_to_save_and_restore_on_cpus(small, tmp_path):
+    eight = executor(load(TINY).model, EIGHT, 8)
+    state = moved(eight)
+    programs = CompileCounter()
+    checkpoints = CheckpointStore(tmp_path, eight, Retention(1))
+    checkpoints.prepare()
+    checkpoints.save(state, "{}", DATA)
+    assert checkpoints.wait() == ""
+    states = [restored(tmp_path, on) for on in (eight, small)]
+    layouts = [parameter_shardings(on.model, on.mesh, on.rules) for on in (eight, small)]
+    parameters = [restore_parameters(tmp_path, 4, small.model, layout) for layout in layouts]
+    assert programs.requested == 0
+    for again in states:
+        assert_equal(again, state)
+    for again in parameters:
+        assert_equal(again, all_parameters(state))
 
 
 def test_a_letter_that_has_changed_in_what_it_says_of_itself_is_noticed(saved, tmp_path):
