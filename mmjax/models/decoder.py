@@ -139,8 +139,11 @@ class Decoder(nnx.Module):
         self.embed = TokenTable(config.vocab, config.width, rngs)
         learned = config.learned_positions
         self.positions = PositionTable(learned, config.width, rngs) if learned else None
-        blocks = [decoder_layer_config(config, *kind) for kind in config.layer_kinds]
-        self.layers = LayerStacks(lambda i, rngs: TransformerLayer(blocks[i], rngs), plan, rngs, config.windowed)
+        kinds = config.layer_kinds
+        configs = {kind: decoder_layer_config(config, *kind) for kind in set(kinds)}
+        self.layers = LayerStacks(
+            lambda i, rngs: TransformerLayer(configs[kinds[i]], rngs), plan, rngs, config.windowed
+        )
         self.head = DecoderHead(config, rngs)
         self.config = config
         self.dropout = config.dropout
