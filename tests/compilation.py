@@ -19,6 +19,9 @@ def compile_quickly() -> None:
     """For this process, before it asks for a device, and all that it starts: without LLVM's optimizations."""
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    # Every operation would carry the hundred frames of Python that made it through all of XLA's passes.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     given = os.environ.get("XLA_FLAGS", "")
     wanted = " ".join((given, *(flag for flag in QUICK if flag not in given))).strip()
     if wanted != given and _known(wanted):

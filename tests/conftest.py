@@ -12,10 +12,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
 import jax
-import jaxtyping
 import pytest
 from compilation import compile_quickly, optimized
 from cpu_times import CpuTimes
+from shape_checks import check_shapes
 from started import kill_started
 from tiers import MARKERS, assign_tiers, long_files_first
 
@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("repeatable")
 gc.disable()  # while everything is imported
 compile_quickly()
 jax.config.update("jax_num_cpu_devices", 8)
-jaxtyping.install_import_hook("mmjax.models", "beartype.beartype")
+check_shapes("mmjax.models")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
