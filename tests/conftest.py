@@ -3,12 +3,16 @@
 import gc
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Where it is set, every process that a test starts would compile all modules anew: 6 of its 9 s of start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Workers are as many as cores; PyTorch's threads beyond one would wait for each other in busy loops.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import jax
@@ -66,9 +70,12 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs() -> Iterator[None]:
     """A program of the CPU takes a thousand of the 65,530 memory maps that Linux gives a process."""
+    imported = len(sys.modules)
     yield
     jax.clear_caches()
     gc.collect()
+    if len(sys.modules) > imported + 100:
+        gc.freeze()  # these tests have imported PyTorch or the like, which all later collections would look through
 
 
 @pytest.fixture(autouse=True)
