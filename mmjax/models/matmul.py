@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,28 +34,7 @@ def as_matrix(x: Float[Array, "*b c"]) -> Array:
 
 def matmul(x: Float[Array, "*b i"], weight: Float[Array, "i o"]) -> Float[Array, "*b o"]:
     """Multiply activations by a matrix."""
-    if not on_one_cpu() or not x.size:
-        return x @ weight
-    return _matrix_product(as_matrix(x), weight).reshape(*x.shape[:-1], weight.shape[-1])
-
-
-@jax.custom_vjp
-def _matrix_product(x: Float[Array, "n i"], weight: Float[Array, "i o"]) -> Float[Array, "n o"]:
-    return x @ weight
-
-
-def _product_forward(x: Any, weight: Any) -> tuple[Array, tuple[Array | None, Array | None]]:
-    # Each is needed for the gradient of the other alone, which a frozen one lacks.
-    residuals = x.value if weight.perturbed else None, weight.value if x.perturbed else None
-    return x.value @ weight.value, residuals
-
-
-def _product_backward(residuals: tuple[Array | None, Array | None], d_y: Array) -> tuple[Array | None, Array | None]:
-    x, weight = residuals
-    return None if weight is None else d_y @ weight.T, None if x is None else sum_outer_products(x, d_y)
-
-
-_matrix_product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
+    return (as_matrix(x) @ weight).reshape(*x.shape[:-1], weight.shape[-1])
 
 
 def sum_outer_products(x: Float[Array, "n i"], y: Float[Array, "n o"]) -> Float[Array, "i o"]:
