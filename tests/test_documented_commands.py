@@ -32,7 +32,7 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
         ],
     },
     "tests/benchmarks/test_bench_peer.py": {
-        "test_a_tiny_race_runs_in_turns_and_begins_with_the_same_loss": [
+        "test_a_tiny_race_runs_in_turns_begins_with_the_same_loss_and_is_drawn": [
             "python -m mmjax.bench peer",
         ],
     },
