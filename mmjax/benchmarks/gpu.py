@@ -22,8 +22,8 @@ import numpy as np
 from mmjax.console import print_note
 from mmjax.disk import user_cache
 from mmjax.errors import UserError, check_output, exit_process, run_command
-from mmjax.kernels.flash_attention import plan_blocks
 from mmjax.kernels.grouped_matmul import grouped_matmul
+from mmjax.kernels.masked_tiles import KEYS, TILE, TilePlan
 from mmjax.kernels.masks import MaskSpec, encoder_mask
 from mmjax.kernels.tiles import tiles_for
 from mmjax.models.attention import attention, plan_attention
@@ -187,17 +187,20 @@ def exactness(sizes: Sizes) -> dict[str, Any]:
 
 def text_attention(sizes: Sizes) -> dict[str, Any]:
     """Measure causal attention of packed rows, of whole rows, and cuDNN's of whole rows, by length."""
-    heads, _, width = sizes.heads
+    heads, kv_heads, width = sizes.heads
     figures: dict[str, Any] = {}
     for length in sizes.lengths:
         inputs = draw(length, *sizes.heads)
         for name, samples in (("packed", sizes.samples), ("one sample", (length, length))):
             mask, pairs = text_mask(length, samples)
-            plan = plan_blocks(mask, tiles_for(width, length))
+            plan = plan_attention(mask, "flash", width, (heads, kv_heads), inputs[0].dtype)
             measured = rates(flash, (*inputs, mask, plan), 4.0 * pairs * heads * width, sizes.calls)
             figures |= {f"{length} {name}, {key}": value for key, value in measured.items()}
+            hopper = isinstance(plan, TilePlan)
+            figures[f"{length} {name}, kernel"] = "Mosaic" if hopper else "Triton"
             tile = tiles_for(width, length).forward
-            visited = int(plan.forward.count[..., 1].sum()) * tile.q * tile.k
+            blocks = (plan.by_query.blocks if hopper else plan.forward).count[..., 1].sum()
+            visited = int(blocks) * (TILE * KEYS if hopper else tile.q * tile.k)
             figures[f"{length} {name}, allowed / visited pairs"] = pairs / visited
         try:
             measured = rates(cudnn, inputs, 4.0 * pairs * heads * width, sizes.calls)

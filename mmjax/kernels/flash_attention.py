@@ -104,7 +104,7 @@ def flash_forward(
     _check_tiles(plan, scores.tiles)
     q = _pad(q, plan.q_fields.shape[-1])
     k, v = (_pad(x, plan.k_fields.shape[-1]) for x in (k, v))
-    out, lse = _forward(q, k, v, plan, scores, jnp.float32)
+    out, lse = padded_forward(q, k, v, plan, scores, jnp.float32)
     return out[:, :length], lse[..., :length]
 
 
@@ -127,7 +127,7 @@ def flash_gradients(
     k, v = (_pad(x, plan.k_fields.shape[-1]) for x in (k, v))
     extra = ((0, 0), (0, 0), (0, q.shape[1] - lengths[0]))
     lse, delta = jnp.pad(lse, extra), jnp.pad(delta, extra)
-    d_q, d_k, d_v = _gradients(q, k, v, plan, scores, d_out, lse, delta, jnp.float32)
+    d_q, d_k, d_v = padded_gradients(q, k, v, d_out, lse, delta, plan, scores, jnp.float32)
     return d_q[:, : lengths[0]], d_k[:, : lengths[1]], d_v[:, : lengths[1]]
 
 
@@ -343,7 +343,9 @@ def _launch(tiles: Tiles, scores: Scores, name: str) -> dict[str, Any]:
     return {"compiler_params": params, "interpret": scores.interpret, "name": name}
 
 
-def _forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores, dtype: jnp.dtype) -> tuple[Array, Array]:
+def padded_forward(
+    q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores, dtype: jnp.dtype
+) -> tuple[Array, Array]:
     """Compute the output in `dtype`, and float32 `[B, N, T]`, log2 of the sums of exponents."""
     rows, length, heads, width = q.shape
     plan = plan.of_mask()
@@ -362,18 +364,18 @@ def _forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores, dtyp
 def _backward(scores: Scores, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    return *_gradients(q, k, v, plan, scores, d_out, lse, delta, q.dtype), None
+    return *padded_gradients(q, k, v, d_out, lse, delta, plan, scores, q.dtype), None
 
 
-def _gradients(
+def padded_gradients(
     q: Array,
     k: Array,
     v: Array,
-    plan: BlockPlan,
-    scores: Scores,
     d_out: Array,
     lse: Array,
     delta: Array,
+    plan: BlockPlan,
+    scores: Scores,
     dtype: jnp.dtype,
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of q, k and v in `dtype`."""
@@ -411,11 +413,11 @@ def _gradients(
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _flash(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> Array:
-    return _forward(q, k, v, plan, scores, q.dtype)[0]
+    return padded_forward(q, k, v, plan, scores, q.dtype)[0]
 
 
 def _flash_forward(q: Array, k: Array, v: Array, plan: BlockPlan, scores: Scores) -> tuple[Array, tuple]:
-    out, lse = _forward(q, k, v, plan, scores, q.dtype)
+    out, lse = padded_forward(q, k, v, plan, scores, q.dtype)
     # The names that remat policies save, so that these do not run the kernel again.
     out = checkpoint_name(out, "attention_output")
     lse = checkpoint_name(lse, "attention_logsumexp")

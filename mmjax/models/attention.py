@@ -24,6 +24,7 @@ from mmjax.kernels.flash_attention import (
     flash_gradients,
     plan_blocks,
 )
+from mmjax.kernels.masked_tiles import TilePlan, plan_tiles, takes
 from mmjax.kernels.masks import MaskSpec, allowed, encoder_mask
 from mmjax.kernels.tiles import MAX_BLOCK, KernelTiles, tiles_for
 from mmjax.models.blockwise_attention import (
@@ -42,12 +43,12 @@ from mmjax.models.context_attention import (
     plan_pieces,
     plan_specs,
 )
-from mmjax.parallel.sharding import CONTEXT, active, platform, sharding
+from mmjax.parallel.sharding import CONTEXT, active, first_device, sharding
 
 __all__ = ["MaskSpec", "allowed", "attention", "encoder_mask"]
 
 Backend = Literal["dense", "blockwise", "flash", "auto"]
-Plan = BlockPlan | ContextPlan
+Plan = BlockPlan | TilePlan | ContextPlan
 
 
 def chosen_backend(backend: Backend) -> Backend:
@@ -56,7 +57,13 @@ def chosen_backend(backend: Backend) -> Backend:
 
 
 def _on_gpu() -> bool:
-    return platform() in ("gpu", "cuda")
+    return first_device().platform in ("gpu", "cuda")
+
+
+def _runs_on_hopper(head_width: int, length: int, dtype: jnp.dtype, max_block: int) -> bool:
+    """Say whether the kernel is that for Hopper, else Triton's."""
+    capability = getattr(first_device(), "compute_capability", None)
+    return takes(capability, length, head_width, jnp.dtype(dtype).itemsize, max_block)
 
 
 def plan_attention(
@@ -76,7 +83,10 @@ def plan_attention(
     in_pieces = _context_form(mask.pos.shape[1], heads) == "gather"
     tiles = _tiles(head_width, mask.pos.shape[1], dtype, max_block, in_pieces) if flash else None
     if not in_pieces:
-        return plan_blocks(mask, tiles) if flash else None
+        if not flash:
+            return None
+        plan = plan_blocks(mask, tiles)
+        return plan_tiles(mask, plan) if _runs_on_hopper(head_width, mask.pos.shape[1], dtype, max_block) else plan
     current = active()
     rows = sharding(current.mesh, current.rules, mask.pos.shape, ("rows", "length")).spec[0]
     ragged = current.exchange == "ragged"
@@ -112,8 +122,10 @@ def attention(
     """Compute self-attention of `n` query heads over `m` key-value heads (n a multiple of m).
 
     A query that may attend nothing gets 0. plan: of `plan_attention` for the same dtype and `max_block`, else it is
-    made here. `flash` runs as a kernel on GPUs, and interpreted elsewhere. Where keys arrive over the context axis,
-    `dense` is `blockwise`. Raises ValueError for an unknown backend, and where m does not divide n.
+    A query that may attend nothing gets 0. plan: of `plan_attention` for the same dtype and `max_block`, else it is
+    made here. `flash` runs as a kernel on GPUs, on Hopper as one of its own, and interpreted elsewhere. Where keys
+    arrive over the context axis, `dense` is `blockwise`. Raises ValueError for an unknown backend, and where m does not
+    divide n.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"unknown attention backend {backend!r}; known: {', '.join(get_args(Backend))}")
@@ -131,7 +143,12 @@ def attention(
     if form == "gather":
         kernel = _flash_kernel(scores) if flash else _blockwise_kernel(max_block, scoring)
         return _per_device(partial(attend_in_pieces, kernel=kernel), q, k, v, plan)
-    if flash:
+    if isinstance(plan, TilePlan):
+        # Mosaic GPU takes a second to load, and is not in every JAX.
+        from mmjax.kernels.hopper_attention import hopper_attention
+
+        function, tokens = partial(hopper_attention, scores=scores), plan
+    elif flash:
         function, tokens = partial(flash_attention, scores=scores), plan
     elif chosen_backend(backend) == "blockwise":
         function, tokens = partial(_blockwise_rows, block=max_block, scoring=scoring), mask

@@ -293,10 +293,15 @@ def in_row_order(compute: Callable[..., jax.Array], pos: jax.Array, *arrays: jax
     return jnp.take_along_axis(result, jnp.broadcast_to(pos, result.shape), axis=-1)
 
 
-def platform() -> str:
-    """Return the platform of the mesh that activations are laid out on, also an absent one; else JAX's default."""
+def first_device() -> jax.Device:
+    """Return a device of the mesh that activations are laid out on, also an absent one; else JAX's first."""
     current = _active.get()
-    return jax.default_backend() if current is None else current.mesh.devices.flat[0].platform
+    return jax.devices()[0] if current is None else current.mesh.devices.flat[0]
+
+
+def platform() -> str:
+    """Return the platform of `first_device`."""
+    return first_device().platform
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

@@ -84,8 +84,22 @@ def store_moments(
     def decode(state: Any) -> Any:
         return state._replace(**{name: _decode_moment(x, FORMATS[name]) for name, x in _moments(state)})
 
+    def empty(name: str, moment: Params) -> Params | Int8Moment:
+        """Return what zeros are stored as, which XLA would take minutes to compute where it compiles 7B parameters."""
+        form = CodeFormat(jnp.bfloat16, 1, 0, 0) if dtype == "bfloat16" else FORMATS[name]
+
+        def code(path: Any, x: Array) -> Array:
+            return jnp.full(x.shape, form.smallest, form.dtype) if key_names(path) in matrices else x
+
+        def scale(path: Any, x: Array) -> Any:
+            return jnp.zeros((*x.shape[:-1], 1), x.dtype) if key_names(path) in matrices else optax.MaskedNode()
+
+        codes, scales = (jax.tree_util.tree_map_with_path(function, moment) for function in (code, scale))
+        return codes if dtype == "bfloat16" else Int8Moment(codes, scales)
+
     def init(params: Params) -> Any:
-        return encode(inner.init(params))
+        state = inner.init(params)
+        return state._replace(**{name: empty(name, x) for name, x in _moments(state)})
 
     def update(gradients: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
         directions, state = inner.update(gradients, decode(state), params)

@@ -1,0 +1,114 @@
+"""The kernels for Hopper mask exactly, by bits, and leave masks with no room for theirs to the other kernel."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_flash_attention import exact_attention, random_mask
+
+from mmjax.kernels import masked_tiles
+from mmjax.kernels.flash_attention import Scores, plan_blocks
+from mmjax.kernels.masked_tiles import KEYS, OLDEST_JAX, QUERIES, TILE, TileLists, plan_tiles, takes
+from mmjax.kernels.masks import MaskSpec, allowed, pad_mask
+from mmjax.kernels.tiles import tiles_for
+
+INTERPRETED = jax.__version_info__[:3] >= OLDEST_JAX
+TILES = tiles_for(128, 512)
+
+
+def unpacked(lists: TileLists, columns: int, across: int) -> np.ndarray:
+    """The mask `[B, tiles * TILE, across * columns]` that lists stand for: whole blocks, and bits of the others."""
+    (order, count), first, bits, _ = jax.tree.map(np.asarray, lists)
+    rows, tiles = first.shape
+    mask = np.zeros((rows, tiles, TILE, across, columns), bool)
+    at = np.arange(columns)
+    for b, x in np.ndindex(rows, tiles):
+        whole, live = count[b, x]
+        mask[b, x, :, order[b, x, :whole]] = True
+        for step in range(whole, live):
+            words = bits[b, first[b, x] + step - whole].view(np.uint32)
+            mask[b, x, :, order[b, x, step]] = words[:, at % 8] >> (at // 8) & 1
+    return mask.reshape(rows, tiles * TILE, -1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whole_blocks_and_bits_are_the_mask(seed):
+    mask = random_mask(np.random.default_rng(seed), 2, 300)
+    plan = jax.jit(lambda mask: plan_tiles(mask, plan_blocks(mask, TILES)))(mask)
+    exact = np.asarray(allowed(*2 * [pad_mask(mask, 384)]))
+    np.testing.assert_array_equal(unpacked(plan.by_query, KEYS, 3), exact)
+    np.testing.assert_array_equal(unpacked(plan.by_key, QUERIES, 6), exact.swapaxes(1, 2))
+    assert plan.by_query.fits.all()
+    assert plan.by_key.fits.all()
+
+
+def test_packed_samples_windows_and_items_have_room_and_kinds_at_random_have_not(monkeypatch):
+    rng = np.random.default_rng(0)
+    length = 8192
+    pos = np.arange(length)[None]
+    packed = np.repeat(np.arange(200), rng.integers(8, 2000, 200))[None, :length]
+    one = np.ones_like(pos)
+
+    def fits(sample, span=0 * pos, sees=one, kind=one, reach=None) -> bool:
+        fields = (x if x is None else jnp.asarray(x, jnp.int32) for x in (sample, pos, span, kind, sees, reach))
+        plan = jax.jit(lambda mask: plan_tiles(mask, plan_blocks(mask, TILES)))(MaskSpec(*fields))
+        return bool(plan.by_query.fits.all() & plan.by_key.fits.all())
+
+    items = 1 + pos // 700 * (pos % 700 < 400)
+    assert fits(packed)
+    assert fits(0 * pos, reach=0 * pos + 1000)
+    assert fits(0 * pos, span=items)
+    assert fits(packed, span=items)
+    kinds = 1 << rng.integers(0, 4, pos.shape)
+    assert not fits(0 * pos, kind=kinds, sees=rng.integers(1, 16, pos.shape))
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes"),
+    [
+        ("another generation", {"capability": "10.0"}),
+        ("no NVIDIA GPU", {"capability": None}),
+        ("heads too wide", {"head_width": 192}),
+        ("float32", {"itemsize": 4}),
+        ("blocks of windows", {"max_block": 64}),
+        ("a short row", {"length": 64}),
+    ],
+)
+def test_what_the_kernels_do_not_take_runs_in_triton(reason, changes):
+    hopper = {"capability": "9.0", "length": 4096, "head_width": 128, "itemsize": 2, "max_block": 128}
+    assert takes(**hopper) == INTERPRETED
+    assert not takes(**hopper | changes), reason
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="JAX cannot interpret Mosaic GPU kernels before version 0.11.2")
+@pytest.mark.default_cases("0", "1")
+@pytest.mark.parametrize("seed", range(8))
+def test_outputs_and_gradients_are_those_of_attention_in_float64(seed, monkeypatch):
+    from mmjax.kernels.hopper_attention import hopper_attention
+
+    rng = np.random.default_rng(seed)
+    length, width = int(rng.integers(140, 256)), (128, 64, 72, 80)[seed % 4]
+    kv_heads, group = 1 + seed % 2, (2, 1)[seed % 2]
+    cap = (0.0, 1.5)[seed // 2 % 2]
+    mask = random_mask(rng, 2, length)
+    if seed == 7:
+        monkeypatch.setattr(masked_tiles, "MASKED_BLOCKS", 0.5)  # no room: Triton's
+    q, k, v, weight = (
+        jnp.asarray(rng.normal(size=(2, length, n, width)), jnp.bfloat16)
+        for n in (kv_heads * group, kv_heads, kv_heads, kv_heads * group)
+    )
+    tiles = tiles_for(width, length)
+    scores = Scores(width**-0.5, cap, tiles, interpret=True)
+
+    @jax.jit
+    def ours(q, k, v):
+        plan = plan_tiles(mask, plan_blocks(mask, tiles))
+        out, pull_back = jax.vjp(lambda *x: hopper_attention(*x, plan, scores), q, k, v)
+        return out, *pull_back(weight)
+
+    exact = exact_attention(*(np.asarray(x, np.float32) for x in (q, k, v, weight)), mask, scores.scale, cap)
+    for found, wanted in zip(ours(q, k, v), exact, strict=True):
+        error = np.abs(np.asarray(found, np.float64) - wanted).max() / np.abs(wanted).max()
+        assert error < 0.008  # of operands in bfloat16
