@@ -30,13 +30,17 @@ MASKED_BLOCKS = 16
 OLDEST_JAX = (0, 11, 2)  # whose Mosaic GPU has all that the kernels use
 
 
-def takes(capability: str | None, length: int, head_width: int, itemsize: int, max_block: int) -> bool:
-    """Say whether the Hopper kernels run rows of this length on a device of this compute capability.
-
-    Wider heads do not fit in registers. Blocks that are shorter by design, as those of windows, leave half a tile idle.
-    """
-    fits = 16 <= head_width <= 128 and itemsize == 2 and length > TILE // 2 and max_block >= TILE
-    return capability == "9.0" and jax.__version_info__[:3] >= OLDEST_JAX and fits
+def unsupported(capability: str | None, length: int, head_width: int, itemsize: int, max_block: int) -> str | None:
+    """Say why the Hopper kernels do not run rows of this length on a device of this compute capability, if so."""
+    reasons = {
+        f"compute capability {capability}": capability != "9.0",
+        f"JAX {jax.__version__}": jax.__version_info__[:3] < OLDEST_JAX,
+        f"heads of {head_width} channels": not 16 <= head_width <= 128,  # wider ones do not fit in registers
+        f"numbers of {itemsize} bytes": itemsize != 2,
+        f"blocks of {max_block} tokens": max_block < TILE,  # of windows, which leave half a tile idle
+        f"rows of {length} tokens": length <= TILE // 2,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 class TileLists(NamedTuple):

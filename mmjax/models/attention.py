@@ -24,7 +24,7 @@ from mmjax.kernels.flash_attention import (
     flash_gradients,
     plan_blocks,
 )
-from mmjax.kernels.masked_tiles import TilePlan, plan_tiles, takes
+from mmjax.kernels.masked_tiles import TilePlan, plan_tiles, unsupported
 from mmjax.kernels.masks import MaskSpec, allowed, encoder_mask
 from mmjax.kernels.tiles import MAX_BLOCK, KernelTiles, tiles_for
 from mmjax.models.blockwise_attention import (
@@ -60,10 +60,19 @@ def _on_gpu() -> bool:
     return first_device().platform in ("gpu", "cuda")
 
 
-def _runs_on_hopper(head_width: int, length: int, dtype: jnp.dtype, max_block: int) -> bool:
-    """Say whether the kernel is that for Hopper, else Triton's."""
+def describe_kernel(
+    head_width: int, length: int, heads: tuple[int, int], dtype: jnp.dtype, max_block: int = MAX_BLOCK
+) -> str:
+    """Name the kernel of attention on a GPU, and why it is not the one for Hopper."""
+    if _context_form(length, heads) == "gather":
+        return "Triton (keys of other devices)"
+    reason = _unsupported_on_hopper(head_width, length, dtype, max_block)
+    return f"Triton ({reason})" if reason else "Mosaic GPU for Hopper"
+
+
+def _unsupported_on_hopper(head_width: int, length: int, dtype: jnp.dtype, max_block: int) -> str | None:
     capability = getattr(first_device(), "compute_capability", None)
-    return takes(capability, length, head_width, jnp.dtype(dtype).itemsize, max_block)
+    return unsupported(capability, length, head_width, jnp.dtype(dtype).itemsize, max_block)
 
 
 def plan_attention(
@@ -86,7 +95,8 @@ def plan_attention(
         if not flash:
             return None
         plan = plan_blocks(mask, tiles)
-        return plan_tiles(mask, plan) if _runs_on_hopper(head_width, mask.pos.shape[1], dtype, max_block) else plan
+        triton = _unsupported_on_hopper(head_width, mask.pos.shape[1], dtype, max_block)
+        return plan if triton else plan_tiles(mask, plan)
     current = active()
     rows = sharding(current.mesh, current.rules, mask.pos.shape, ("rows", "length")).spec[0]
     ragged = current.exchange == "ragged"

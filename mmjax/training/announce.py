@@ -23,10 +23,13 @@ from mmjax.data.sample import Source
 from mmjax.data.sources.chat_files import ChatFiles
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.inference.evaluation import Evaluator
+from mmjax.models.attention import chosen_backend, describe_kernel
+from mmjax.models.layers import encoder_layer_config
 from mmjax.models.model import Model, parameter_group
 from mmjax.models.quantization import parameter_shapes
 from mmjax.planning.remat import MemoryPlan, StagePlan
 from mmjax.planning.schedules import ScheduleName, unit_graph
+from mmjax.planning.work import head_width
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
 from mmjax.runtime.run_dir import path_words
 from mmjax.runtime.state import hyperparameters
@@ -61,6 +64,8 @@ def print_run_summary(
         print_lines(f"       mesh.sequence_parallel={config.mesh.sequence_parallel}")
     if options:
         print_lines(f"xla    {describe_compiler_options(options)}")
+    if device.platform in ("gpu", "cuda"):
+        print_lines(f"attn   {describe_attention(config, layout)}")
     grouper = loader.planner.grouper
     per_step = grouper.samples_per_step
     index = loader.index
@@ -102,6 +107,22 @@ def print_run_summary(
     print_lines(*table(lines))
     if layout.topology.ranks * layout.topology.encoders_per_rank > 1:
         print_lines(*_describe_ranks(config, layout))
+
+
+def describe_attention(config: Config, layout: RankLayout) -> str:
+    """Name the backend of each tower's attention, or the kernel that runs on this GPU."""
+    towers = {"llm": config.model.llm, **config.model.item_modules}
+    longest = np.max([shape.lengths for shape in layout.shapes], axis=0).tolist()
+    dtype = np.dtype(config.training.precision)
+    backends = []
+    for (name, tower), length in zip(towers.items(), longest, strict=True):
+        if isinstance(tower, Generator):
+            continue
+        block = {"max_block": encoder_layer_config(tower).max_block} if name in config.model.encoders else {}
+        heads = (tower.heads, getattr(tower, "kv_heads", tower.heads))
+        kernel = describe_kernel(head_width(tower), length, heads, dtype, **block)
+        backends.append(f"{name}: {kernel if chosen_backend(tower.attention) == 'flash' else tower.attention}")
+    return "; ".join(backends)
 
 
 NAMED = 3  # samples of several that are named

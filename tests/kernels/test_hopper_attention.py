@@ -10,7 +10,7 @@ from test_flash_attention import exact_attention, random_mask
 
 from mmjax.kernels import masked_tiles
 from mmjax.kernels.flash_attention import Scores, plan_blocks
-from mmjax.kernels.masked_tiles import KEYS, OLDEST_JAX, QUERIES, TILE, TileLists, plan_tiles, takes
+from mmjax.kernels.masked_tiles import KEYS, OLDEST_JAX, QUERIES, TILE, TileLists, plan_tiles, unsupported
 from mmjax.kernels.masks import MaskSpec, allowed, pad_mask
 from mmjax.kernels.tiles import tiles_for
 
@@ -68,18 +68,23 @@ def test_packed_samples_windows_and_items_have_room_and_kinds_at_random_have_not
 @pytest.mark.parametrize(
     ("reason", "changes"),
     [
-        ("another generation", {"capability": "10.0"}),
-        ("no NVIDIA GPU", {"capability": None}),
-        ("heads too wide", {"head_width": 192}),
-        ("float32", {"itemsize": 4}),
-        ("blocks of windows", {"max_block": 64}),
-        ("a short row", {"length": 64}),
+        ("compute capability 10.0", {"capability": "10.0"}),
+        ("compute capability None", {"capability": None}),
+        ("heads of 192 channels", {"head_width": 192}),
+        ("numbers of 4 bytes", {"itemsize": 4}),
+        ("blocks of 64 tokens", {"max_block": 64}),
+        ("rows of 64 tokens", {"length": 64}),
+        ("JAX 0.11.1", {}),
     ],
 )
-def test_what_the_kernels_do_not_take_runs_in_triton(reason, changes):
+def test_the_reason_is_named_why_attention_runs_in_triton(reason, changes, monkeypatch):
     hopper = {"capability": "9.0", "length": 4096, "head_width": 128, "itemsize": 2, "max_block": 128}
-    assert takes(**hopper) == INTERPRETED
-    assert not takes(**hopper | changes), reason
+    monkeypatch.setattr(jax, "__version_info__", OLDEST_JAX)
+    assert unsupported(**hopper) is None
+    if reason.startswith("JAX"):
+        monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+        monkeypatch.setattr(jax, "__version__", "0.11.1")
+    assert unsupported(**hopper | changes) == reason
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="JAX cannot interpret Mosaic GPU kernels before version 0.11.2")

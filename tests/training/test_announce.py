@@ -6,15 +6,18 @@ import json
 import shlex
 import shutil
 from importlib import import_module
+from types import SimpleNamespace
 
+import jax
 import pytest
 from commands import TINY, TINY_DRAWING, media_run, run
 
 from mmjax import train
 from mmjax.config.loading import load
 from mmjax.config.model import module_names
+from mmjax.models import attention
 from mmjax.training import loop
-from mmjax.training.announce import describe_interruption, describe_zero_rates
+from mmjax.training.announce import describe_attention, describe_interruption, describe_zero_rates
 
 SHORT = ("training.steps=2", "training.evaluate_every=0", "training.checkpoint_every=0", "schedule.warmup=1")
 WITHOUT_LIBRARIES = ("tensorboard",)
@@ -121,3 +124,19 @@ def test_a_learning_rate_of_0_is_said(words, said):
     lines = describe_zero_rates(config, tuple(module_names(config.model)))
     assert len(lines) == len(said)
     assert all(text in line for line, text in zip(lines, said, strict=True))
+
+
+def test_a_gpus_kernels_are_named_with_what_keeps_a_tower_from_hoppers(monkeypatch):
+    monkeypatch.setattr(attention, "first_device", lambda: SimpleNamespace(platform="gpu", compute_capability="9.0"))
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    precision, backends = (
+        ["training.precision=bfloat16"],
+        ["model.llm.attention=auto", "model.encoders.vision.attention=auto"],
+    )
+    layout = SimpleNamespace(shapes=[SimpleNamespace(lengths=(256, 256)), SimpleNamespace(lengths=(512, 64))])
+    config = load("tiny_vlm", [*precision, *backends, "model.llm.head_width=32", "model.encoders.vision.heads=8"])
+    expected = "llm: Mosaic GPU for Hopper; vision: Triton (heads of 12 channels)"
+    assert describe_attention(config, layout) == expected
+    assert describe_attention(load("tiny_vlm", [*precision, "model.llm.attention=dense"]), layout).startswith(
+        "llm: dense; "
+    )
