@@ -65,10 +65,9 @@ def config() -> Config:
                 ),
             },
         ),
-        batch=BatchConfig(  # 2 samples of up to 8,192 tokens on each of 960 devices, in 2 microbatches
+        batch=BatchConfig(  # a row of two sequences of up to 8,192 tokens on each of 960 devices
             Samples(1920),
             {"llm": 960, "vision": 960, "picture": 960},
-            microbatches=2,
             grouping=NoGrouping(chunk_steps=8),
         ),
         training=TrainingConfig(

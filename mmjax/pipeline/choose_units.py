@@ -43,7 +43,7 @@ from mmjax.planning.tower_options import TENSOR, Problem, TowerCosts
 from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
 from mmjax.planning.work import Work, layer_sizes, resolve_attention, row_work, visited_pairs
 
-ROOMS = (1.0, 0.95, 0.9, 0.8)  # shares of the memory that are tried, since costs of layers leave details out
+ROOMS = (1.0, 0.95, 0.9, 0.8, 0.7)  # shares of the memory that are tried, since costs of layers leave details out
 WHOLE = 256  # a multiple of all that lengths of rows are rounded to
 MICROBATCHES = tuple(2**k for k in range(1, 9))
 LONG = 0.95  # quantile of lengths that a row whose layers are traced and timed holds
@@ -66,9 +66,12 @@ def choose_units(
         if allocation is None:
             return None
         try:
-            return forecast_pipeline(with_units(config, allocation), cluster, index, weights, measure_speed)
+            forecast = forecast_pipeline(with_units(config, allocation), cluster, index, weights, measure_speed)
         except UserError:  # a stage does not fit
             continue
+        # Stages whose remat the config states are forecast as they are.
+        if all(stage.bytes <= forecast.limit.device for stage in forecast.stages):
+            return forecast
     return None
 
 

@@ -124,7 +124,7 @@ def interleaved_corpus(samples: int, seed: int, modules: ItemModules) -> Mapping
     Images of 256 to 1,024 pixels a side are seen, a token for every 16 x 16 pixels, or made by one of the generators.
     """
     rng = np.random.default_rng(seed)
-    turns = samples, 12
+    turns = samples, 32
     image = np.clip(rng.lognormal(6.6, 0.7, turns), 256, 4096)
     text = np.clip(rng.lognormal(4.0, 1.0, turns), 5, 1000)
     generators = {name: m for name, m in modules.items() if isinstance(m, Generator)}
