@@ -36,6 +36,7 @@ from mmjax.config.codec import key_of
 from mmjax.config.loading import config_parameters, copy_config, default_config, find_config, load
 from mmjax.config.other_names import parse_words
 from mmjax.console import count, duration, print_lines, size, table
+from mmjax.cost.table import active_parameters, parameters
 from mmjax.data.plan.length_index import (
     LengthIndex,
     build_index,
@@ -55,7 +56,6 @@ from mmjax.pipeline.stage_plan import memory_plan_of
 from mmjax.planning.hardware import USABLE, Cluster, parse_cluster
 from mmjax.planning.measured_file import layers_record, read_measured
 from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
-from mmjax.planning.parameters import active_parameters, parameters
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
 from mmjax.planning.step_time import LayerTimes, Speed

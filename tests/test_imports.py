@@ -49,8 +49,23 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "doctor": May(("mmjax.disk", "mmjax.errors"), frozenset()),
     "cli": May(("mmjax.config", "mmjax.errors", "mmjax.startup"), frozenset()),
     "balance": May(("mmjax.balance",), NUMERIC),
+    "cost": May(
+        (
+            *(f"mmjax.{part}" for part in ("cost", "models", "parallel.sharding", "kernels.tiles")),
+            *(f"mmjax.{part}" for part in ("config", "batch", "disk")),
+        ),
+        frozenset({"jax", "flax", "numpy"}),
+    ),
     "planning": May(
-        ("mmjax.planning", "mmjax.balance", "mmjax.kernels.tiles", "mmjax.config", "mmjax.batch", "mmjax.errors"),
+        (
+            "mmjax.planning",
+            "mmjax.cost",
+            "mmjax.balance",
+            "mmjax.kernels.tiles",
+            "mmjax.config",
+            "mmjax.batch",
+            "mmjax.errors",
+        ),
         NUMERIC,
     ),
     "data": May(("mmjax.data.sample", *BASE), frozenset({"numpy"})),
@@ -86,7 +101,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         NUMERIC,
     ),
     "data.loading": May(
-        ("mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.batch", "mmjax.console", *BASE),
+        ("mmjax.data", "mmjax.balance", "mmjax.planning", "mmjax.cost", "mmjax.batch", "mmjax.console", *BASE),
         frozenset({"numpy", "grain", "absl", "ray"}),
     ),
     "hf": May(
@@ -122,7 +137,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "autotune": May(
         (
             *(f"mmjax.{part}" for part in ("autotune", "runtime", "models", "parallel", "distributed", "data")),
-            *(f"mmjax.{part}" for part in ("planning", "balance", "batch")),
+            *(f"mmjax.{part}" for part in ("planning", "cost", "balance", "batch")),
             *BASE,
         ),
         frozenset({"jax", "flax", "numpy"}),
@@ -138,7 +153,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "pipeline": May(
         (
             *(f"mmjax.{part}" for part in ("pipeline", "autotune", "runtime", "models", "parallel", "distributed")),
-            *(f"mmjax.{part}" for part in ("data.plan", "planning", "batch", "config", "console", "errors")),
+            *(f"mmjax.{part}" for part in ("data.plan", "planning", "cost", "batch", "config", "console", "errors")),
         ),
         frozenset({"jax", "numpy"}),
     ),
@@ -146,7 +161,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         (
             *(f"mmjax.{part}" for part in ("training", "pipeline", "inference", "autotune", "runtime", "models")),
             "mmjax.parallel",
-            *(f"mmjax.{part}" for part in ("distributed", "data", "planning", "balance", "batch")),
+            *(f"mmjax.{part}" for part in ("distributed", "data", "planning", "cost", "balance", "batch")),
             *BASE,
         ),
         None,
@@ -154,7 +169,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "reporting": May(
         (
             *(f"mmjax.{part}" for part in ("reporting", "training", "autotune", "runtime", "data", "planning")),
-            *(f"mmjax.{part}" for part in ("balance", "batch")),
+            *(f"mmjax.{part}" for part in ("cost", "balance", "batch")),
             *BASE,
         ),
         frozenset({"numpy", "PIL", "jinja2", "matplotlib"}),

@@ -17,11 +17,11 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, Generator, ModelConfig
 from mmjax.config.towers import Encoder
 from mmjax.config.training import loss_inputs
+from mmjax.cost.trace import tower_batch
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.sample import CORNERS

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -20,21 +21,36 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
-from mmjax.config import AudioConfig, Config, ModelConfig, PixelLatents, Remat, VisionConfig
+from mmjax.batch import ItemBatch, TextBatch
+from mmjax.config import Config, DecoderConfig, ModelConfig, Remat, VisionConfig
 from mmjax.config.model import towers_of
 from mmjax.console import print_note
+from mmjax.cost.trace import tower_batch
 from mmjax.disk import read_sealed, user_cache, write_sealed
 from mmjax.distributed import coordination
 from mmjax.models.generation import latents_of
 from mmjax.models.layers import Context
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
 from mmjax.planning.flops import frozen_modules, needed_gradients
-from mmjax.planning.memory import SavedBytes, saved_bytes_of_policy
 from mmjax.planning.step_time import FORWARD, LayerTimes, Speed, profile_lengths
-from mmjax.planning.work import kinds_of_layers
 
 VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
+
+
+def kinds_of_layers(config: DecoderConfig) -> list[tuple[DecoderConfig, float]]:
+    """Return, for each kind of layer of an LLM, the LLM with that kind alone and the kind's share of the layers."""
+    if len(set(config.layer_kinds)) < 2:
+        return [(config, 1)]
+    layers = tuple(range(config.layers))
+
+    def with_kind(delta: bool, sparse: bool) -> DecoderConfig:
+        return replace(
+            config,
+            delta_net=replace(config.delta_net, layers=layers) if delta else None,
+            experts=replace(config.experts, layers=layers) if sparse else None,
+        )
+
+    return [(with_kind(*kind), count / config.layers) for kind, count in Counter(config.layer_kinds).items()]
 
 
 def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) -> ModelConfig:
@@ -57,26 +73,6 @@ def isolate_tower(config: ModelConfig, tower: str, layers: int, remat: Remat) ->
         # Layers that feed the LLM (deepstack) would split the stack into several scans.
         encoder = replace(encoder, deepstack=())
     return ModelConfig(replace(llm, layers=1), {tower: encoder}, config.lora)
-
-
-def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> TextBatch | ItemBatch:
-    """Return the shapes and dtypes of a tower's input. shape: (rows, row length)."""
-
-    def array(*inner: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*shape, *inner), jnp.dtype(dtype))
-
-    if tower == "llm":
-        fields = dict.fromkeys(TOKEN_FIELDS, array())
-        position = array(3) if config.llm.rope_sections else array()
-        return TextBatch(**fields | {"weight": array(dtype=np.float32), "position": position, "slots": {}, "send": {}})
-    module = config.item_modules[tower]
-    if isinstance(module, AudioConfig):
-        values = array(module.mels, dtype=np.float32)
-    elif isinstance(module, VisionConfig) or isinstance(module.latents, PixelLatents):
-        values = array(module.patch_values, dtype=np.uint8)
-    else:
-        values = array(module.patch_values, dtype=np.float32)
-    return ItemBatch(values, array(), array(3), array(), array())
 
 
 def tower_inputs(model: Model, tower: str, params: Any, batch: TextBatch | ItemBatch) -> tuple[Any, Any, Context]:
@@ -113,60 +109,6 @@ def tower_vjp(
         return nnx.merge(graph, inputs["weights"], inputs["adapters"])(inputs["inputs"], context)
 
     return jax.vjp(layers, {name: values[name] for name in sorted(gradients)})
-
-
-TRAINED = frozenset({"weights", "adapters"})
-EVERYTHING = TRAINED | {"inputs"}
-MANY = 997  # layers of a tower that is traced, never run: no other dimension has this size
-
-
-def saved_bytes_per_layer(
-    config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, gradients: Set[str] = EVERYTHING
-) -> dict[Remat, SavedBytes]:
-    """Return the bytes that one layer of a tower, by its name, saves under every policy.
-
-    shape: (rows, row length). gradients: what backward computes, any of the layers' "weights", their "adapters", and
-    their "inputs" for the modules before them.
-
-    Counted are the residuals of JAX's vector-Jacobian product, between layers and inside them (OmniBal, A.1.1, measures
-    them on a device); not the parameters, nor the masks and rotary angles that all layers share. Only `none` is traced.
-    """
-    part = towers_of(config)[tower]
-    rows, length = shape
-    positions = rows * (length // part.stride if isinstance(part, AudioConfig) else length)
-    saved: dict[Remat, SavedBytes] = {
-        "none": _traced(config, tower, shape, dtype, gradients) if gradients else SavedBytes(0)
-    }
-    for policy in [p for p in get_args(Remat) if p != "none"]:
-        trained = bool(gradients & TRAINED)
-        device, host = (
-            saved_bytes_of_policy(part, policy, jnp.dtype(dtype).itemsize, trained) if gradients else SavedBytes(0)
-        )
-        saved[policy] = SavedBytes(positions * device, positions * host)
-    return saved
-
-
-def _traced(config: ModelConfig, tower: str, shape: tuple[int, int], dtype: Any, gradients: Set[str]) -> SavedBytes:
-    """Trace MANY layers without remat and return the bytes that each saves.
-
-    Under `scan`, a residual of every layer is one array with a leading axis of MANY. What all layers share has none.
-    """
-    if tower == "llm" and len(kinds := kinds_of_layers(config.llm)) > 1:
-        # The mean over the layers.
-        traced = [(_traced(replace(config, llm=kind), tower, shape, dtype, gradients), share) for kind, share in kinds]
-        return SavedBytes(round(sum(saved.device * share for saved, share in traced)))
-    isolated = isolate_tower(config, tower, MANY, "none")
-    model = Model.build(isolated, dtype)
-
-    def residuals(params: Any, batch: TextBatch | ItemBatch) -> list[Any]:
-        weights, x, context = tower_inputs(model, tower, params, batch)
-        _, backward = tower_vjp(model, tower, weights, x, context, gradients)
-        # A vector-Jacobian product is a pytree whose leaves are its residuals; inputs among them are not new memory.
-        shared = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
-        return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in shared]
-
-    leaves = jax.eval_shape(residuals, model.abstract, tower_batch(isolated, tower, shape))
-    return SavedBytes(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape[:1] == (MANY,)) // MANY)
 
 
 STACK = 2  # layers that are timed together: the fewest that are scanned, as a tower's are

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from mmjax.autotune.compile_memory import StepPrograms
-from mmjax.autotune.layer_profile import Shapes, layer_times, saved_bytes_per_layer
+from mmjax.autotune.layer_profile import Shapes, layer_times
 from mmjax.config import Config, MeshConfig, Remat, Samples, SequenceParallel
 from mmjax.config.loading import apply_overrides
 from mmjax.config.model import towers_of
@@ -30,14 +30,12 @@ from mmjax.errors import UserError
 from mmjax.models.layer_stacks import key_names
 from mmjax.models.model import Model, parameter_group
 from mmjax.parallel.sharding import ShardingRules, loss_choices
-from mmjax.planning.flops import frozen_modules, needed_gradients
 from mmjax.planning.hardware import Cluster, Device, Rates
-from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding, SavedBytes
+from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding, SavedBytes, saved_bytes_per_layer
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choose_policies, plan_memory, with_policies
 from mmjax.planning.step_time import ClusterRun, LayerTimes, Speed, overlap_pays
 from mmjax.planning.work import resolve_attention
 from mmjax.runtime.devices import device_description, ram_per_device
-from mmjax.runtime.program_cache import stored_result
 from mmjax.runtime.state import parameter_shardings
 
 
@@ -150,32 +148,15 @@ class ActivationTracer:
     """Trace which activations a model's layers save and where its parameters lie; every shape is traced once."""
 
     config: Config
-    _traced: dict[tuple[str, int, int], Mapping[Remat, SavedBytes]] = field(default_factory=dict)
 
     @cached_property
     def _model(self) -> Model:
         return Model.build(self.config.model, jnp.dtype(self.config.training.precision))
 
     def saved_bytes(self, tower: str, rows: int, lengths: Sequence[int]) -> list[Mapping[Remat, SavedBytes]]:
-        """Return the bytes of activations that one layer saves for backward, by policy, for rows of each length.
-
-        Bytes per position are linear in the row length: constant, but for the scores of dense attention. So only the
-        shortest and the longest length are traced; with blockwise attention, one.
-        """
-        part = towers_of(self.config.model)[tower]
-        short = LINEAR if part.attention != "dense" else min(lengths)
-        long = LINEAR if part.attention != "dense" else max(lengths)
-        traced = {n: self._trace(tower, rows, n) for n in {short, long}}
-
-        def interpolate(policy: Remat, length: int) -> SavedBytes:
-            per_position, at_long = (np.array(traced[n][policy]) / n for n in (short, long))
-            if short != long:
-                # Rows of 1,024 and 3,072 saving 10 and 14 bytes per position: of 2,048, 10 + 4 * 1,024 / 2,048 = 12.
-                per_position = per_position + (at_long - per_position) * (length - short) / (long - short)
-            device, host = (per_position * length).tolist()
-            return SavedBytes(device, host)
-
-        return [{policy: interpolate(policy, n) for policy in traced[short]} for n in lengths]
+        """Return the bytes of activations that one layer saves for backward, by policy, for rows of each length."""
+        model, precision = self.config.model, self.config.training.precision
+        return [saved_bytes_per_layer(model, tower, (rows, length), precision) for length in lengths]
 
     def parameter_shares(self, mesh: Mapping[str, int]) -> dict[str, float]:
         """Return the share of each module's parameters that each device of a mesh with these axis sizes stores."""
@@ -189,19 +170,6 @@ class ActivationTracer:
             total[module] += math.prod(leaf.shape)
             stored[module] += math.prod(sharding.shard_shape(leaf.shape))
         return {module: stored[module] / n for module, n in total.items()}
-
-    def _trace(self, tower: str, rows: int, length: int) -> Mapping[Remat, SavedBytes]:
-        model = self.config.model
-        key = tower, rows, length
-        if key not in self._traced:
-            gradients = needed_gradients(tower, model, frozen_modules(model))
-            precision = self.config.training.precision
-            traced = stored_result(
-                f"{model} {key} {precision} {sorted(gradients)}",
-                lambda: saved_bytes_per_layer(model, tower, (rows, length), precision, gradients),
-            )
-            self._traced[key] = {policy: SavedBytes._make(saved) for policy, saved in traced.items()}
-        return self._traced[key]
 
 
 def plan_memory_on_mesh(

@@ -36,13 +36,13 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.loading import apply_overrides
+from mmjax.cost.table import parameters
 from mmjax.data.plan.length_index import visual_corpus
 from mmjax.data.sample import Item, Sample, SampleLengths, Split, Text
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import GB
-from mmjax.planning.parameters import parameters
 from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport

@@ -8,7 +8,6 @@ from itertools import product
 from typing import Any
 
 from mmjax.autotune.compile_memory import aot_devices, compiled_bytes
-from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.autotune.memory_plan import ACTIVATION, model_sharding
 from mmjax.config import (
     AdamW,
@@ -22,7 +21,7 @@ from mmjax.config import (
 )
 from mmjax.config.loading import load
 from mmjax.planning.hardware import Rates, parse_cluster
-from mmjax.planning.memory import GB, DeviceBatch
+from mmjax.planning.memory import GB, DeviceBatch, saved_bytes_per_layer
 from mmjax.planning.remat import MemoryLimit, plan_memory
 from mmjax.planning.step_time import Speed
 

@@ -19,6 +19,7 @@ from mmjax.benchmarks import papers_tables as tables
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.benchmarks.papers_tables import FrozenRow, OmniBalRow
 from mmjax.config import ModelConfig
+from mmjax.cost.table import module_parameters
 from mmjax.planning.flops import executed, frozen_modules, model_flops
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.partition import Chain, fastest_partition, iteration_seconds, partition
@@ -26,7 +27,7 @@ from mmjax.planning.partition_baselines import BASELINES, cut_evenly
 from mmjax.planning.reorder import reorder
 from mmjax.planning.schedules import ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import StageTimes, simulate
-from mmjax.planning.work import Work, layer_sizes, merged_positions
+from mmjax.planning.work import Work, merged_positions
 
 # For every row alike, where the papers give no figure.
 ENCODER_RATE = 0.68  # of the LLM's FLOP/s: a layer of InternViT-6B then takes 1.03 times one of InternLM2-20B
@@ -274,7 +275,9 @@ def _omnibal_chain(row: OmniBalRow, encoder_rate: float = ENCODER_RATE) -> Chain
         "vision": Work(patches, patches * tables.OMNIBAL_TILE, patches, tokens),
         "llm": Work(tables.OMNIBAL_TOKENS, tables.OMNIBAL_TOKENS**2 / 2),
     }
-    flops = model_flops(ModelConfig(llm, encoders={"vision": vision}), work, frozenset())
+    model = ModelConfig(llm, encoders={"vision": vision})
+    flops = model_flops(model, work, frozenset())
+    modules = module_parameters(model)
     rate = row.tensor * parse_cluster("a100").device.rates("bfloat16").flops
     counts = vision.layers, llm.layers
     forward = np.repeat(
@@ -284,7 +287,7 @@ def _omnibal_chain(row: OmniBalRow, encoder_rate: float = ENCODER_RATE) -> Chain
     sizes = np.repeat([2 * patches * vision.width, 2 * tables.OMNIBAL_TOKENS * llm.width], counts)
     sizes[vision.layers] = 2 * tokens * llm.width  # behind the connector, which merges four patches
     return Chain(
-        parameters=np.repeat([layer_sizes(vision).parameters, layer_sizes(llm).parameters], counts),
+        parameters=np.repeat([modules["vision"].layers / vision.layers, modules["llm"].layers / llm.layers], counts),
         forward=forward,
         backward=2 * forward,
         cut_bytes=np.append(sizes, 0),

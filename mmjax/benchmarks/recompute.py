@@ -15,19 +15,18 @@ import numpy as np
 from mmjax.autotune.layer_profile import (
     STACK,
     layer_programs,
-    saved_bytes_per_layer,
     time_layer,
-    tower_batch,
     typical_seconds,
 )
 from mmjax.autotune.memory_plan import ACTIVATION
 from mmjax.batch import Microbatch
 from mmjax.config import Config, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, Remat, VisionConfig
 from mmjax.config.loading import load
+from mmjax.cost.trace import tower_batch
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.memory import GB, DeviceBatch, ModelSharding
+from mmjax.planning.memory import GB, DeviceBatch, ModelSharding, saved_bytes_per_layer
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description
@@ -126,7 +125,7 @@ def _speed(config: Config, batch: DeviceBatch, device: jax.Device) -> Speed:
 
 def _fit(config: Config, batch: DeviceBatch, speed: Speed, room: float) -> MemoryPlan:
     model = config.model
-    saved_bytes = {name: saved_bytes_per_layer(model, name, shape, jnp.float32) for name, shape in batch.shape.items()}
+    saved_bytes = {name: saved_bytes_per_layer(model, name, shape, "float32") for name, shape in batch.shape.items()}
     activation = ACTIVATION[config.training.precision]
     return plan_memory(
         model, [batch], [saved_bytes], ModelSharding(), activation, config.optimizer, speed, MemoryLimit(room)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.balance.parts import LLM, dist_ratio
 from mmjax.balance.phases import cost_per_rank
 from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_of_step, draw, read
@@ -17,7 +16,7 @@ from mmjax.config.loading import load
 from mmjax.errors import UserError
 from mmjax.planning.flops import executed, frozen_modules, recompute_flops
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import GB, DeviceBatch, ModelSharding
+from mmjax.planning.memory import GB, DeviceBatch, ModelSharding, saved_bytes_per_layer
 from mmjax.planning.remat import MemoryLimit, plan_memory
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import layer_positions, row_work
@@ -81,7 +80,7 @@ def _row(model: ModelConfig, longest: np.ndarray, args: argparse.Namespace) -> d
     everything = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
 
     def again_flops(name: str, policy: Remat) -> int:
-        return recompute_flops(towers[name], work[name], policy)
+        return recompute_flops(model, name, work[name], policy)
 
     full = sum(config.layers * again_flops(name, "full") for name, config in towers.items())
     share = sum(again_flops(name, policy) for name, mix in plan.policies.items() for policy in mix) / everything

@@ -147,11 +147,20 @@ def connector_sizes(connector: ConnectorConfig, merged: int, outputs: int) -> Si
     return sizes | gate | {"mlp.up": (inputs, c.mlp_width), "mlp.down": (c.mlp_width, outputs)}
 
 
+def merged_positions(encoder: Encoder) -> int:
+    """Count the positions of an encoder's output that its connector merges into one token."""
+    return encoder.connector.merge ** (2 if isinstance(encoder, VisionConfig) else 1)
+
+
+def layer_positions(encoder: Encoder) -> int:
+    """Count the positions of an encoder's layers that become one token, audio's pooling included."""
+    return merged_positions(encoder) * (encoder.pool if isinstance(encoder, AudioConfig) else 1)
+
+
 def merged_width(encoder: Encoder) -> int:
     """Return the features of a token that a connector has merged, before its MLP."""
     # Neighbours are merged along both axes of an image, or along a clip's one.
-    group = encoder.connector.merge ** (2 if isinstance(encoder, VisionConfig) else 1)
-    return encoder.width * (group if encoder.connector.merging == "concatenate" else 1)
+    return encoder.width * (merged_positions(encoder) if encoder.connector.merging == "concatenate" else 1)
 
 
 def _layer_sizes(module: str, width: int, query_width: int, key_width: int, mlp_width: int, gated: bool) -> Sizes:

@@ -119,6 +119,7 @@ def _tiles(head_width: int, length: int, dtype: jnp.dtype, max_block: int, in_pi
     return tiles_for(head_width, length, max_block, jnp.dtype(dtype).itemsize)
 
 
+@jax.named_scope("attention")
 def attention(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t m h"],

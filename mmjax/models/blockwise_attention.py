@@ -198,6 +198,8 @@ def _masked(scores: Float[Array, "b m g q s"], q_mask: MaskSpec, k_mask: MaskSpe
     return jnp.where(allowed(q_mask, k_mask)[:, None, None], scores, -jnp.inf)
 
 
+# Traced once for arrays of these shapes, though every layer and both passes ask for it; a program gets its equations.
+@partial(jax.jit, static_argnums=5, inline=True)
 def _forward(
     q: Array, k: Array, v: Array, q_masks: MaskSpec, k_masks: MaskSpec, scoring: Scoring
 ) -> tuple[Array, Array]:
@@ -227,6 +229,7 @@ def _forward(
     return jax.lax.map(lambda xs: one_block(*xs), (q, q_masks, order, count))
 
 
+@partial(jax.jit, static_argnums=5, inline=True)
 def _gradients(
     q: Array,
     k: Array,

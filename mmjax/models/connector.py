@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -68,6 +69,7 @@ class Connector(nnx.Module):
             {str(n): Connector(inner, inputs, outputs, axes, eps, rngs=rngs) for n in range(len(deepstack))}
         )
 
+    @jax.named_scope("connector")
     def __call__(
         self, x: Float[Array, "r l d"], item: Int[Array, "r l"], coordinates: Int[Array, "r l 3"]
     ) -> Float[Array, "r m e"]:

@@ -76,7 +76,9 @@ def gated_delta_rule(
     inputs = jax.tree.map(lambda x: x.reshape(x.shape[0] // segment, segment, *x.shape[1:]), inputs)
     # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
     body = jax.checkpoint(_segment, prevent_cse=False)
-    state, out = jax.lax.scan(body, state.reshape(rows, key_heads, group, key_width, value_width), inputs)
+    # Of a head and token the recurrence has a decay, a read, a write and a query, the first without additions.
+    with jax.named_scope(f"needs={7 * value_heads * key_width * value_width}"):
+        state, out = jax.lax.scan(body, state.reshape(rows, key_heads, group, key_width, value_width), inputs)
     out = out.reshape(out.shape[0] * segment, *out.shape[2:])
     out = jnp.moveaxis(out, 0, 1).reshape(rows, length + extra, value_heads, value_width)[:, :length]
     return out, state.reshape(rows, value_heads, key_width, value_width)

@@ -41,6 +41,7 @@ class Conditioner(nnx.Module):
         )
         self.unconditional = PositionTable(config.queries, width, rngs)
 
+    @jax.named_scope("connector")
     def tokens(
         self, states: Float[Array, "r c d"], present: Bool[Array, "r i"], dropped: Bool[Array, "r i"]
     ) -> Float[Array, "r c e"]:

@@ -196,7 +196,9 @@ class LayerStacks(nnx.Module):
             if start <= run.start < stop:
                 stored = {name: self.runs[name] for name in run.parts}
                 sums = {name: self.accumulators[name] for name in run.parts if self.accumulators.get(name)}
-                x, layer_cache, sums, routings = _apply(stored, run, x, context, self.windowed, with_kv, past, sums)
+                x, layer_cache, sums, routings = apply_stack(
+                    stored, run, x, context, self.windowed, with_kv, past, sums
+                )
                 self.accumulators.update(sums)
                 self.routings.extend(routings)
                 if with_kv:
@@ -246,7 +248,7 @@ def _init_stack(make: Callable[[int, nnx.Rngs], nnx.Module], layers: range, key:
     return nnx.merge(graph, stacked)
 
 
-def _apply(
+def apply_stack(
     stored: Mapping[str, nnx.Module],
     run: LayerStack,
     x: Array,

@@ -112,7 +112,7 @@ class MultimodalModel(nnx.Module):
                 continue
             encoder = self.encoders[name]
             # Encoders may be sharded over other axes than the LLM (`mesh.encoders`).
-            with encoding():
+            with encoding(), jax.named_scope(name):
                 x = encoder.embedded(batch)
                 context = self.context(name, batch, noise)
                 *deeper, x = encoder.layers.outputs(x, context, self.connectors[name].deepstack)
@@ -150,8 +150,9 @@ class MultimodalModel(nnx.Module):
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]], noise: Noise | None = None
     ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
         """Return final activations and output table, for losses computed in chunks."""
-        x, add = self.embedded(text, features)
-        return self.llm.hidden_and_table(self.llm.layers(x, self.context("llm", text, noise), add=add))
+        with jax.named_scope("llm"):
+            x, add = self.embedded(text, features)
+            return self.llm.hidden_and_table(self.llm.layers(x, self.context("llm", text, noise), add=add))
 
     def embedded(
         self, text: TextBatch, features: dict[str, Float[Array, "r m e"]]
@@ -187,7 +188,7 @@ class MultimodalModel(nnx.Module):
             with encoding():
                 draws = draw(np.zeros(2, np.uint32) if noise is None else noise, name, config, batch)
             states = query_states(hidden, text, name)
-            with encoding():
+            with encoding(), jax.named_scope(name):
                 vae = self.vaes.get(name)
                 clean = latents_of(config, batch) if vae is None else vae(batch, draws.posterior)
                 condition = condition_of(self.connectors[name], states, batch, draws.dropped)

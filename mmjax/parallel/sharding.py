@@ -293,6 +293,19 @@ def in_row_order(compute: Callable[..., jax.Array], pos: jax.Array, *arrays: jax
     return jnp.take_along_axis(result, jnp.broadcast_to(pos, result.shape), axis=-1)
 
 
+_no_platform: contextvars.ContextVar[bool] = contextvars.ContextVar("no_platform", default=False)
+
+
+@contextlib.contextmanager
+def for_no_platform() -> Iterator[None]:
+    """Trace programs as they read, without what some platform computes otherwise; none is asked for its devices."""
+    token = _no_platform.set(True)
+    try:
+        yield
+    finally:
+        _no_platform.reset(token)
+
+
 def first_device() -> jax.Device:
     """Return a device of the mesh that activations are laid out on, also an absent one; else JAX's first."""
     current = _active.get()
@@ -301,7 +314,7 @@ def first_device() -> jax.Device:
 
 def platform() -> str:
     """Return the platform of `first_device`."""
-    return first_device().platform
+    return "none" if _no_platform.get() else first_device().platform
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

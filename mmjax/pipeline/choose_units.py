@@ -14,12 +14,12 @@ from mmjax.autotune.memory_plan import LINEAR, ActivationTracer
 from mmjax.config import Config, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
 from mmjax.config.model import towers_of
 from mmjax.config.towers import head_counts
+from mmjax.cost.table import module_parameters, parameters
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.planning.allocate import Allocation, allocate
-from mmjax.planning.diffusion_work import diffusion_transformers
 from mmjax.planning.flops import executed, frozen_modules, needed_gradients, recompute_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import (
@@ -36,12 +36,11 @@ from mmjax.planning.memory import (
     parameter_bytes,
     token_bytes,
 )
-from mmjax.planning.parameters import parameters
 from mmjax.planning.stage_time import StageRun, pass_seconds
 from mmjax.planning.step_time import BACKWARD_KERNELS, FORWARD_KERNELS, PASSES, ClusterRun, Speed
 from mmjax.planning.tower_options import TENSOR, Problem, TowerCosts
 from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
-from mmjax.planning.work import Work, layer_sizes, resolve_attention, row_work, visited_pairs
+from mmjax.planning.work import Work, resolve_attention, row_work, visited_pairs
 
 ROOMS = (1.0, 0.95, 0.9, 0.8, 0.7)  # shares of the memory that are tried, since costs of layers leave details out
 WHOLE = 256  # a multiple of all that lengths of rows are rounded to
@@ -104,7 +103,7 @@ def allocation_problem(
             for t in TENSOR
             if t <= cluster.per_node and all(count % t == 0 for count in head_counts(towers[tower]))
         ]
-        for tower in (*config.model.encoders, "llm", *diffusion_transformers(config.model))
+        for tower in (*config.model.encoders, "llm", *(name for name in towers if name in config.model.generators))
     }
     costs |= {name: [_unet_costs(config, name, works, speed)] for name in unets(config.model)}
     ranks = tuple(n for n in range(1, min(samples, cluster.devices) + 1) if samples % n == 0)
@@ -320,7 +319,7 @@ def _policies(
             (
                 measured[policy] - measured["none"]
                 if measured
-                else recompute_flops(tower_config, work, policy) / speed.rates.flops
+                else recompute_flops(config.model, tower, work, policy) / speed.rates.flops
             )
             / tensor,
             divide_by_tensor_parallelism(
@@ -349,7 +348,7 @@ def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.nd
     counts = parameters(model)
     moments = moment_bytes(model, frozen, config.optimizer)
     tower_config = towers_of(model)[tower]
-    layers = np.full(tower_config.layers, float(layer_sizes(tower_config).parameters))
+    layers = np.full(tower_config.layers, module_parameters(model)[tower].layers / tower_config.layers)
     ends = counts[tower] - layers.sum()
     table = model.llm.vocab * model.llm.width if tower == "llm" else ends
     layers[0] += table

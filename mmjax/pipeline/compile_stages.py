@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.autotune.compile_memory import table_structs
-from mmjax.autotune.layer_profile import tower_batch
 from mmjax.autotune.memory_plan import apply_memory_plan
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import Callbacks, Config
 from mmjax.config.training import loss_inputs
+from mmjax.cost.trace import tower_batch
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, merge
 from mmjax.models.quantization import cast_frozen

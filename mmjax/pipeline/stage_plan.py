@@ -402,10 +402,10 @@ def _recompute_seconds(config: Config, tower: str, policy: Remat, batch: DeviceB
     measured = speed.layer(tower, batch.shape[tower])
     if measured and policy in measured:  # offloading is timed only where it may be chosen
         return measured[policy] - measured["none"]
-    if isinstance(module := _towers(config)[tower], UnetConfig):
+    if isinstance(_towers(config)[tower], UnetConfig):
         return 0.0  # its policy is its config's
     work = row_work(config.model, batch.shape)[tower]
-    return recompute_flops(module, work, policy) / speed.rates.flops
+    return recompute_flops(config.model, tower, work, policy) / speed.rates.flops
 
 
 def simulate_stages(config: Config, plans: Sequence[StagePlan]) -> Timeline:

@@ -1,74 +1,36 @@
-"""Count FLOPs of a model: those that it needs, those that are executed, and those of adapters."""
+"""Count FLOPs of a model from the costs that its program has: those that it needs, and those that are executed."""
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import (
-    AudioConfig,
-    DecoderConfig,
-    DiffusionTransformerConfig,
-    LearnedGrid,
-    ModelConfig,
-    Remat,
-    UnetConfig,
-    VisionConfig,
-)
-from mmjax.config.generators import Tower, image_size
-from mmjax.config.model import (
-    Sizes,
-    adapted_modules,
-    adapters_by_layer,
-    frozen_modules,
-    layer_count,
-    linear_layers,
-    module_of_layer,
-    step_vaes,
-    towers_of,
-    with_changes,
-)
+from mmjax.config import AudioConfig, DiffusionTransformerConfig, ModelConfig, Remat, UnetConfig, VisionConfig
+from mmjax.config.generators import Generator, Tower
+from mmjax.config.model import adapted_modules, frozen_modules, layer_positions, step_vaes, towers_of
+from mmjax.cost import table
+from mmjax.cost.rates import UNITS, Cost, SameModel, TowerTrace
 from mmjax.kernels.tiles import padded_width
-from mmjax.planning.diffusion_work import (
-    attention_gradients,
-    diffusion_adapters,
-    diffusion_products,
-    executed_cross,
-    recomputed_products,
-)
-from mmjax.planning.elementwise import LOGITS, connector_elementwise, layer_elementwise, tower_elementwise
-from mmjax.planning.unet import unet_executed, unet_flops, unets
-from mmjax.planning.vae import vae_flops
-from mmjax.planning.work import (
-    AdapterWork,
-    Products,
-    Work,
-    connector_mlps,
-    connector_weights,
-    head_width,
-    layer_positions,
-    layer_sizes,
-    layers_of_connector,
-    row_work,
-    stem_products,
-    useful_work,
-)
+from mmjax.planning.work import Work, connector_mlps, head_width, row_work, useful_work
+
+PAIRS = UNITS.index("pairs")
 
 
 class Flops(NamedTuple):
     """Floating-point operations of one microbatch; a multiply-add is two."""
 
-    forward: int
-    backward: int
+    forward: float
+    backward: float
     attention: float = 0  # of these: the attention kernel's
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         return self.forward + self.backward
 
 
@@ -87,22 +49,75 @@ def model_flops(
     reference: the forward pass runs again without adapters, that of encoders where they have any.
     """
     flops = {}
-    for module, p in _products(model, work, frozen).items():
-        trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
-        # MFU counts what is needed, whatever a scan then computes in vain.
-        lora = adapter_work(module, model, work, trainable, upstream, spares=True)
-        backward = trainable * (p.data + p.weights + 2 * p.of_time) + lora.backward
-        if trainable or upstream or has_adapters:
-            # With any trainable parameter here or before, gradients flow through the activations.
-            backward += p.weights - lora.spared_weights - p.spared_weights + 2 * (p.attention + p.cross + p.recurrence)
-            backward -= lora.spared_attention + p.spared_attention
-        forward = p.data + p.of_time + p.weights + p.attention + p.cross + p.recurrence
-        forward += lora.forward + forward * (reference and _runs_twice(module, model))
-        flops[module] = Flops(2 * forward, 2 * backward)
-    for name, unet in _running_unets(model, work).items():
-        trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
-        flops[name] = Flops(*unet_flops(unet, work[name].tokens // unet.queries, trainable, upstream))
+    for tower, amounts in work.items():
+        config = _config(model, tower)
+        if isinstance(config, DiffusionTransformerConfig):
+            # A position attends the condition of its image; executed are those of both images of its block.
+            amounts = amounts._replace(blocks=amounts.positions / (2 * config.min_patches))
+        units = np.array(amounts, float)
+        trace = tower_trace(model, tower, _running(work), frozen, "dense")
+        tower_cost, connector = _whole(trace, [("none", True)] * _layers(config))
+        for module, cost in ((tower, tower_cost), (f"{tower}.connector", connector))[: 1 + (tower != "llm")]:
+            forward = float(cost.needed_forward @ units)
+            if reference and _runs_twice(module, model):
+                again = _whole(*_without_adapters(trace, _layers(config)))[module != tower]
+                forward += float(again.needed_forward @ units)
+            flops[module] = Flops(forward, float(cost.needed_backward @ units))
     return _with_encoding(flops, model, work, elementwise=False)
+
+
+def _config(model: ModelConfig, tower: str) -> Tower | Generator:
+    return {"llm": model.llm, **model.item_modules}[tower]
+
+
+def _layers(config: Tower | Generator) -> int:
+    return getattr(config, "layers", 0)
+
+
+def tower_trace(
+    model: ModelConfig, tower: str, running: Set[str], frozen: Set[str], attention: str = "", dtype: str = "bfloat16"
+) -> TowerTrace:
+    """Describe how a tower is traced. attention: instead of the tower's own."""
+    return _tower_trace(SameModel(model), tower, frozenset(running), frozenset(frozen), attention, dtype)
+
+
+@lru_cache(1024)
+def _tower_trace(
+    same: SameModel, tower: str, running: frozenset[str], frozen: frozenset[str], attention: str, dtype: str
+) -> TowerTrace:
+    model = same.model
+    # Inputs of a generator go through its connector first.
+    module = f"{tower}.connector" if tower in model.generators else tower
+    _, upstream, _ = _gradients(module, model, running, frozen)
+    backend = "dense" if _config(model, tower).attention == "dense" else "blockwise"
+    return TowerTrace.of(model, tower, frozen, upstream, attention or backend, dtype)
+
+
+Layers = Sequence[tuple[Remat, bool]]  # the policy of each layer, and whether it is compiled by itself
+
+
+def _whole(trace: TowerTrace, layers: Layers) -> tuple[Cost, Cost]:
+    """Add up the costs of a tower, and return those of its connector."""
+    ends = table.ends(trace)
+    return _stack(trace, range(len(layers)), layers) + ends.entry + ends.exit, ends.connector
+
+
+def _stack(trace: TowerTrace, numbers: range, layers: Layers) -> Cost:
+    """Add up the costs of these layers of a tower."""
+    kinds = table.ends(trace).kinds
+    counts: Counter[tuple[int, Remat, bool]] = Counter()
+    for number, (policy, alone) in zip(numbers, layers, strict=True):
+        # With all weights trained the first layer has the gradients that others have.
+        key = kinds[number], policy, alone and number == 0 and trace.tower in trace.frozen
+        counts[key] += 1
+    return sum((table.layer(trace, *key).times(count) for key, count in counts.items()), Cost.zero())
+
+
+def _without_adapters(trace: TowerTrace, layers: int) -> tuple[TowerTrace, Layers]:
+    """Return what is traced of a tower that runs as a reference: a forward pass without adapters."""
+    modules = frozenset({trace.tower, f"{trace.tower}.connector"})
+    plain = replace(trace, model=replace(trace.model, lora={}), frozen=modules, upstream=False)
+    return plain, [("none", False)] * layers
 
 
 def _runs_twice(module: str, model: ModelConfig) -> bool:
@@ -115,18 +130,13 @@ def _with_encoding(
     flops: dict[str, Flops], model: ModelConfig, work: Mapping[str, Work], elementwise: bool
 ) -> dict[str, Flops]:
     """Add what encoding images in the step takes to the forward pass of their generators."""
-    for name, vae in step_vaes(model).items():
+    for name in step_vaes(model):
         if name in flops:
-            generator = model.generators[name]
-            size = image_size(generator)
-            images = work[name].inputs * generator.patch**2 // math.prod(size)
-            encoded = images * vae_flops(vae, size, elementwise)
+            cost = table.encoding(model, name)
+            rates = cost.needed_forward + elementwise * cost.beside_forward
+            encoded = work[name].inputs * float(rates.sum())
             flops[name] = flops[name]._replace(forward=flops[name].forward + encoded)
     return flops
-
-
-def _running_unets(model: ModelConfig, work: Mapping[str, Work]) -> dict[str, UnetConfig]:
-    return {name: unet for name, unet in unets(model).items() if name in work}
 
 
 def step_needed(
@@ -186,51 +196,12 @@ def _gradients(module: str, model: ModelConfig, running: Set[str], frozen: Set[s
     return module not in frozen, bool(feeding - (frozen - adapters)), module in adapters
 
 
-def _products(model: ModelConfig, work: Mapping[str, Work], frozen: Set[str]) -> dict[str, Products]:
-    """Count the multiply-adds of every module's forward pass, those of UNets aside."""
-    products = {}
-    for name, w in work.items():
-        config = model.generators.get(name) or towers_of(model)[name]
-        if isinstance(config, DiffusionTransformerConfig):
-            trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
-            products[name] = diffusion_products(config, w, trainable, upstream, adapter_ranks(model, name))
-        if name in model.generators:
-            matrices = connector_weights(model, name)
-            rows, columns = next(iter(layers_of_connector(model, name).values()))
-            _, upstream, _ = _gradients(f"{name}.connector", model, _running(work), frozen)
-            first = rows * columns * (config.connector.norm == "none" and not upstream)
-            products[f"{name}.connector"] = Products(first * w.tokens, (matrices - first) * w.tokens, 0)
-            continue
-        layer = layer_sizes(config)
-        # Per position each element of a matrix is one multiply-add.
-        weights = round(config.layers * layer.weights) * w.positions
-        attention = config.layers * 2 * layer.attended * w.pairs  # scores, and the weighted sum of values
-        if isinstance(config, DecoderConfig):
-            weights += config.vocab * config.width * w.positions
-            recurrence, chunked = (round(config.layers * x) * w.positions for x in (layer.recurrence, layer.chunked))
-            products[name] = Products(0, weights, attention, recurrence, chunked)
-            continue
-        if isinstance(config, VisionConfig):
-            grid = config.positions
-            interpolated = isinstance(grid, LearnedGrid) and grid.interpolation != "none"
-            cells = grid.rows * grid.columns if interpolated else 0
-            data = (config.frames * config.patch**2 * config.channels + cells) * config.width * w.inputs
-        else:
-            data, later = stem_products(config, w)
-            weights += later
-        products[name] = Products(data, weights, attention)
-        # Behind a frozen encoder, and without a norm, a connector's first matrix is the first trainable thing: its
-        # input is data.
-        matrices = connector_weights(model, name)
-        rows, columns = next(iter(layers_of_connector(model, name).values()))
-        first = rows * columns * (config.connector.norm == "none" and name in frozen)
-        products[f"{name}.connector"] = Products(
-            first * w.tokens, (connector_mlps(config) * matrices - first) * w.tokens, 0
-        )
-    return products
-
-
 # ---------------------------------------------------------------------------------------------------------- executed
+
+# Products of backward attention on what a trace has: a kernel for queries and one for keys each compute the scores
+# again and the gradient of the weights, seven products where blocks have five. A UNet is traced with dense attention.
+KERNEL_PRODUCTS = 7 / 5
+UNET_PRODUCTS = {"dense": 1, "blockwise": 5 / 4, "flash": 7 / 4, "auto": 7 / 4}
 
 
 def executed(
@@ -240,10 +211,11 @@ def executed(
     loss_chunks: int = 1,
     pairs: Mapping[str, float] | None = None,
     reference: bool = False,
+    without_layers: Set[str] = frozenset(),
 ) -> dict[str, Flops]:
     """Count the FLOPs that the backend runs for one microbatch, by module; `shape` and `pairs` as in `row_work`.
 
-    reference: as in `model_flops`.
+    reference: as in `model_flops`. without_layers: towers whose layers are left out.
 
     With dense attention in float32, forward plus backward agrees with `cost_analysis()` of the compiled gradient to 2%
     from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%. Of a loss in
@@ -251,57 +223,67 @@ def executed(
     """
     work = row_work(model, shape, pairs)
     flops = {}
-    for module, p in _products(model, work, frozen).items():
-        trainable, upstream, has_adapters = _gradients(module, model, _running(work), frozen)
-        has_backward = trainable or upstream or has_adapters
-        tower = module.removesuffix(".connector")
-        config = {**towers_of(model), **model.generators}[tower]
-        flash = config.attention in ("flash", "auto")
-        policies: tuple[Remat, ...] = ()  # of a connector, which has no layers
-        if module == tower:
-            policies = layer_policies(config)
-            p = p._replace(attention=p.attention * _padding(config))
-        attention = _ATTENTION_PRODUCTS[config.attention] * p.attention // 2
-        # If the first two layers have one policy they are one scan, whose body computes every gradient for all of them.
-        apart = isinstance(config, DiffusionTransformerConfig) and config.frozen  # as `Model.build` cuts it
-        unscanned = len(policies) < 2 or policies[0] != policies[1] or apart  # the first layer
-        lora = adapter_work(module, model, work, trainable, upstream, spares=unscanned)
-        # The blockwise kernel computes the gradients of queries, keys and values together, needed or not.
-        attention -= lora.spared_attention if config.attention == "dense" else 0
-        backward = trainable * (p.data + p.weights + 2 * p.of_time) + lora.backward
-        # A chunk's forward pass runs again in backward, under any policy.
-        backward += has_backward * (p.weights - lora.spared_weights + attention + 3 * p.chunked)
-        recompute = again = cross = 0
-        if module == tower:
-            forward_ops, backward_ops = tower_elementwise(config, work[tower])
-            # Only layers are recomputed by policy; connectors and embeddings keep what they need.
-            recompute = sum(recompute_flops(config, work[tower], policy, trainable) for policy in policies)
-            again = sum(recomputed_attention(config, work[tower], policy) for policy in policies)
-            if module == "llm" and loss_chunks > 1:
-                recompute += executed_logits(model, work["llm"])
-            if isinstance(config, DiffusionTransformerConfig):
-                cross, cross_backward = executed_cross(config, work[tower], trainable)
-                backward += has_backward * cross_backward
-                if unscanned and not trainable and config.layers:
-                    # Of the first layer there is but the gradient of the condition, and of adapters.
-                    needed = attention_gradients(adapter_ranks(model, tower))
-                    spared = (4 - needed) if config.attention == "dense" else 4 * (not needed)
-                    backward -= has_backward * (p.spared_weights + spared * attention // (4 * config.layers))
-                    backward_ops -= (not needed) * layer_elementwise(config, work[tower])[1]
-            if isinstance(config, AudioConfig) and config.stem_width:  # which keeps its input alone
-                recompute += trainable * 2 * sum(stem_products(config, work[tower]))
-        else:
-            forward_ops, backward_ops = connector_elementwise(config, model.llm.width, work[tower])
-        backward = 2 * backward + has_backward * (backward_ops + recompute)
-        passes = 1 + (reference and _runs_twice(module, model))
-        forward = passes * (2 * (p.data + p.of_time + p.weights + p.attention + cross + p.chunked) + forward_ops)
-        forward += 2 * lora.forward
-        kernel = flash * (passes * 2 * p.attention + has_backward * (2 * attention + again))
-        flops[module] = Flops(forward, backward, kernel)
-    for name, unet in _running_unets(model, work).items():
-        trainable, upstream, _ = _gradients(name, model, _running(work), frozen)
-        flops[name] = Flops(*unet_executed(unet, work[name].tokens // unet.queries, trainable, upstream))
+    for tower, amounts in work.items():
+        config = _config(model, tower)
+        trace = tower_trace(model, tower, _running(work), frozen)
+        layers = [] if tower in without_layers else _compiled_layers(config)
+        tower_cost, connector = _whole(trace, layers)
+        flops[tower] = _flops_of(tower_cost, amounts, config)
+        if tower == "llm" and loss_chunks > 1:
+            flops[tower] = _plus(flops[tower], backward=executed_logits(model, amounts))
+        if tower != "llm":
+            flops[f"{tower}.connector"] = _flops_of(connector, amounts, config)
+        if reference:
+            plain = _whole(*_without_adapters(trace, len(layers)))
+            for module, cost in zip((tower, f"{tower}.connector"), plain, strict=True):
+                if _runs_twice(module, model) and module in flops:
+                    again = _flops_of(cost, amounts, config)
+                    flops[module] = _plus(flops[module], forward=again.forward, attention=again.attention)
     return _with_encoding(flops, model, work, elementwise=True)
+
+
+def _plus(flops: Flops, forward: float = 0, backward: float = 0, attention: float = 0) -> Flops:
+    return Flops(flops.forward + forward, flops.backward + backward, flops.attention + attention)
+
+
+def _compiled_layers(config: Tower | Generator) -> Layers:
+    """Return the policy of every layer, and whether the first is compiled by itself.
+
+    In a scan a layer computes every gradient that another one needs.
+    """
+    if isinstance(config, UnetConfig):
+        return []
+    policies = layer_policies(config)
+    apart = isinstance(config, DiffusionTransformerConfig) and config.frozen  # as `Model.build` cuts it
+    unscanned = len(policies) < 2 or policies[0] != policies[1] or apart
+    return [(policy, unscanned) for policy in policies]
+
+
+def _flops_of(cost: Cost, work: Work, config: Tower | Generator) -> Flops:
+    """Count the executed FLOPs of a tower's part."""
+    kernel = config.attention in ("flash", "auto")
+    passes = np.array([cost.forward, cost.backward, cost.again])
+    # Of the kernel, heads of 80 channels are computed as 128.
+    passes[:, PAIRS] *= _padding(config)
+    if isinstance(config, UnetConfig):
+        passes[1, PAIRS] *= UNET_PRODUCTS[config.attention]
+    elif kernel:
+        passes[1, PAIRS] *= KERNEL_PRODUCTS
+    units = np.array(work, float)
+    forward, backward, again = (passes @ units).tolist()
+    return Flops(
+        forward=forward + float(cost.beside_forward @ units),
+        backward=backward + again + float(cost.beside_backward @ units),
+        attention=kernel * float(passes[:, PAIRS].sum() * work.pairs),
+    )
+
+
+def _padding(config: Tower | Generator) -> float:
+    """Return by how much the attention kernel widens heads."""
+    if isinstance(config, UnetConfig) or config.attention not in ("flash", "auto"):
+        return 1
+    width = head_width(config)
+    return padded_width(width) / width
 
 
 def stage_flops(
@@ -317,35 +299,28 @@ def stage_flops(
 
     layers: of the stage. policies: of those that count, all or none: measured times stand for the others.
     """
-    config = {**towers_of(model), **model.generators}[tower]
-    if isinstance(config, UnetConfig):
-        flops = executed(model, shape, frozen_modules(model))
-        forward, backward, _ = np.add(flops[tower], flops[f"{tower}.connector"])
-        return Flops(forward, backward, flops[tower].attention)
-    if tower == "llm" and model.generators:
-        loss_chunks = max(loss_chunks, 2)  # the loss waits for the generator's backward pass, and makes logits again
-    last = layers.stop == config.layers
-    part = {"layers": len(policies), "remat": tuple(policies)}
-    for kind in ("delta_net", "experts") if tower == "llm" else ():
-        if policies and (section := getattr(model.llm, kind)):
-            part[kind] = replace(section, layers=tuple(n for n, i in enumerate(layers) if i in section.layers))
-    changed = with_changes(model, {tower: part})
-    # As of a whole tower of so few layers, so logits are taken off where others compute them.
-    flops = executed(changed, shape, frozen_modules(model), loss_chunks, pairs)
-    forward, backward, attention = flops[tower]
-    if tower == "llm" and not last:
-        logits = executed_logits(model, row_work(model, shape)["llm"])
-        return Flops(max(0, forward - logits), max(0, backward - 2 * logits), attention)
-    if tower in model.generators:
-        share = layers.start == 0  # the connector stands before the layers
+    config = _config(model, tower)
+    work = row_work(model, shape, pairs)
+    frozen = frozen_modules(model)
+    trace = tower_trace(model, tower, _running(work), frozen)
+    ends = table.ends(trace)
+    count = _layers(config)
+    first = layers.start == 0
+    last = layers.stop >= count
+    policies = () if isinstance(config, UnetConfig) else policies
+    unscanned = len(policies) < 2 or policies[0] != policies[1]
+    cost = _stack(trace, layers[: len(policies)], [(policy, unscanned) for policy in policies])
+    cost += ends.entry.times(first) + ends.exit.times(last)
+    share = float(first)  # of a generator, whose connector stands before the layers
     if tower in model.encoders:
         # The connector's MLP, and one more for each layer of a deepstack.
         deepstack = config.deepstack if isinstance(config, VisionConfig) else ()
         share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(config)
-    if tower != "llm":
-        connector = flops[f"{tower}.connector"]
-        return Flops(forward + share * connector.forward, backward + share * connector.backward, attention)
-    return Flops(forward, backward, attention)
+    flops = _flops_of(cost + ends.connector.times(share), work[tower], config)
+    # Where generators are, the loss waits for their backward pass, and makes logits again.
+    if tower == "llm" and last and (loss_chunks > 1 or model.generators):
+        return _plus(flops, backward=executed_logits(model, work["llm"]))
+    return flops
 
 
 def relative_cost(
@@ -374,52 +349,33 @@ def relative_cost(
     return np.array(costs)
 
 
-def executed_logits(model: ModelConfig, work: Work) -> int:
+def executed_logits(model: ModelConfig, work: Work) -> float:
     """Count the forward FLOPs of all logits, which a loss in chunks recomputes in backward."""
-    return (2 * model.llm.width + LOGITS[0]) * model.llm.vocab * work.positions
+    trace = tower_trace(model, "llm", frozenset(model.item_modules), frozen_modules(model))
+    return _flops_of(table.ends(trace).exit, work, model.llm).forward
 
 
-# Products of backward attention: four gradients; without saved scores also the scores; the kernels for queries and for
-# keys each recompute these, and the gradient of the weights.
-_ATTENTION_PRODUCTS = {"dense": 4, "blockwise": 5, "flash": 7, "auto": 7}
+def recompute_flops(model: ModelConfig, tower: str, work: Work, policy: Remat) -> float:
+    """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy; of layers the mean."""
+    config = _config(model, tower)
+    trace = tower_trace(model, tower, frozenset(model.item_modules), frozen_modules(model))
+
+    def backward(policy: Remat) -> float:
+        return _flops_of(mean_layer(trace, policy), work, config).backward
+
+    return backward(policy) - backward("none") if policy != "none" else 0.0
 
 
-def recompute_flops(config: Tower, work: Work, policy: Remat, trainable: bool = True) -> int:
-    """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy.
-
-    trainable: whether the layer's weights have gradients, as a diffusion transformer's gates want to know. The last
-    product of a layer is never recomputed: no gradient needs its value. Blockwise attention is not recomputed
-    where its output is saved. Dense attention recomputes both of its products, the second because the gradient of the
-    softmax's sum needs the output before division; blockwise saves that sum.
-    """
-    if policy == "none":
-        return 0
-    if isinstance(config, DiffusionTransformerConfig):
-        products = 2 * recomputed_products(config, work, policy, trainable)
-        return products + recomputed_attention(config, work, policy) + layer_elementwise(config, work)[0]
-    layer = layer_sizes(config)
-    saved_weights = {  # matrices whose outputs are saved or not needed
-        "products": layer.weights,
-        "offload": layer.weights,
-        "attention_mlp": layer.width * (layer.queries + layer.mlp),
-        "attention": layer.width * layer.mlp,
-        "full": layer.width * layer.mlp,
-    }[policy]
-    products = 2 * (layer.weights - saved_weights + layer.chunked) * work.positions
-    return products + recomputed_attention(config, work, policy) + layer_elementwise(config, work)[0]
+def mean_layer(trace: TowerTrace, policy: Remat) -> Cost:
+    """Return the costs of a layer of a tower, averaged over its kinds."""
+    layers = len(table.ends(trace).kinds)
+    return _stack(trace, range(layers), [(policy, False)] * layers).times(1 / max(1, layers))
 
 
-def recomputed_attention(config: Tower, work: Work, policy: Remat) -> float:
-    """Count the FLOPs of attention in `recompute_flops`."""
-    if policy == "none" or (config.attention != "dense" and policy != "full"):
-        return 0
-    return 2 * 2 * layer_sizes(config).attended * work.pairs * _padding(config)
-
-
-def _padding(config: Tower) -> float:
-    """Return by how much the attention kernel widens heads: those of 80 channels are computed as 128."""
-    width = head_width(config)
-    return padded_width(width) / width if config.attention in ("flash", "auto") else 1
+def attention_flops(model: ModelConfig, tower: str, work: Work) -> float:
+    """Count the FLOPs of attention in the forward pass of one layer; of layers the mean."""
+    trace = tower_trace(model, tower, frozenset(model.item_modules), frozen_modules(model))
+    return _padding(_config(model, tower)) * float(mean_layer(trace, "none").forward[PAIRS] * work.pairs)
 
 
 def layer_policies(config: Tower) -> tuple[Remat, ...]:
@@ -427,78 +383,3 @@ def layer_policies(config: Tower) -> tuple[Remat, ...]:
     if isinstance(config.remat, tuple):
         return config.remat
     return ("none" if config.remat == "auto" else config.remat,) * config.layers
-
-
-def adapter_ranks(model: ModelConfig, tower: str) -> dict[str, int]:
-    """Return the ranks of the adapters of a tower's layers by their paths in a layer: `attention.query`, `mlp.up`."""
-    adapters = adapters_by_layer(model).items()
-    return {name.split("*.")[1]: lora.rank for name, lora in adapters if module_of_layer(name) == tower}
-
-
-def adapter_work(
-    module: str, model: ModelConfig, works: Mapping[str, Work], trainable: bool, upstream: bool, spares: bool
-) -> AdapterWork:
-    """Count the multiply-adds that a module's adapters add and save.
-
-    trainable: whether its weights need a gradient. upstream: whether its input does. Where none does, the gradient ends
-    at the first adapter of its first layer. spares: whether that layer is compiled by itself; in a scan it computes
-    what the others do.
-    """
-    adapters = {name: lora for name, lora in adapters_by_layer(model).items() if module_of_layer(name) == module}
-    if not adapters:
-        return AdapterWork()
-    if module in model.generators:
-        return diffusion_adapters(
-            model.generators[module], works[module], adapter_ranks(model, module), trainable, upstream
-        )
-    reached = trainable or upstream
-    connector = module.endswith(".connector")
-    tower = module.removesuffix(".connector")
-    work = works[tower]
-    sizes = {name: size for name, size in linear_layers(model).items() if module_of_layer(name) == module}
-    positions = work.tokens if connector else work.positions
-    # An adapter of an [in, out] matrix has rank * (in + out) elements.
-    forward = (
-        sum(lora.rank * sum(sizes[name]) * layer_count(model, name) for name, lora in adapters.items()) * positions
-    )
-    config = towers_of(model)[tower]
-    # The later convolutions of an audio encoder need no gradient of their input: the first one stands before them.
-    # Counted among `weights`, whose activation gradients the caller adds; here they are taken off again.
-    stem = stem_products(config, work)[1] if isinstance(config, AudioConfig) and not connector else 0
-    if reached:
-        # Backward has the gradients of a and b, as many multiply-adds as forward, and as many again for the adapter's
-        # input.
-        return AdapterWork(forward, 2 * forward)
-    # What the first layer spares is counted for attention alone.
-    if not spares or not forward or (module == "llm" and (model.llm.delta_net or model.llm.experts)):
-        return AdapterWork(forward, 2 * forward, stem)
-    live, attention = _live(set(adapters), connector, sizes)
-    # With nothing trainable before it, an adapter's input needs no gradient: rank * in multiply-adds less.
-    unread = sum(lora.rank * sizes[name][0] for name, lora in adapters.items() if name not in live) * positions
-    dead = sum(sizes[name][0] * sizes[name][1] for name in sizes if name not in live) * positions
-    # Of four products of attention's backward, those that no adapter of the first layer needs.
-    unneeded = 0 if connector else (4 - attention) * layer_sizes(config).attended * work.pairs
-    return AdapterWork(forward, 2 * forward - unread, dead + stem, unneeded)
-
-
-def _live(adapters: Set[str], connector: bool, sizes: Sizes) -> tuple[set[str], int]:
-    """Find the first layer's linear layers whose input needs a gradient, and count attention's backward products."""
-    if connector:
-        # Those behind the first with an adapter, in the order of the computation; gate and up have one input.
-        order = [name.replace("mlp.gate", "mlp.up") for name in sizes]
-        first = next((place for place, name in zip(order, sizes, strict=True) if name in adapters), order[-1])
-        return {name for place, name in zip(order, sizes, strict=True) if order.index(place) > order.index(first)}, 0
-    names = {name.rsplit(".", 1)[1]: name for name in sizes}
-    query, key, value, output, up, gate = (
-        names.get(part) in adapters for part in ("query", "key", "value", "output", "up", "gate")
-    )
-    # Four products without any frozen weights: the gradients of the attention weights, queries, keys and values. The
-    # first is needed for queries and keys.
-    attention = (query or key) * (1 + query + key) + value
-    in_attention = query or key or value
-    live = {names["output"]} if in_attention else set()
-    if in_attention or output:
-        live |= {names[part] for part in ("gate", "up") if part in names}
-    if in_attention or output or up or gate:
-        live.add(names["down"])
-    return live, attention

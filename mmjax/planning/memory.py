@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, get_args
+
+import numpy as np
 
 from mmjax.config import (
     Adafactor,
@@ -20,34 +22,25 @@ from mmjax.config import (
     OptimizerConfig,
     Remat,
     SequenceParallel,
+    VaeConfig,
     VisionConfig,
 )
 from mmjax.config.generators import Tower, image_size, row_values, takes_pixels
 from mmjax.config.model import (
     NF4_BLOCK,
-    adapter_parameters,
     layer_count,
     linear_layers,
     quantized_layers,
     step_vaes,
     towers_of,
 )
-from mmjax.planning.diffusion_work import LOGSUMEXP, diffusion_saved_bytes
-from mmjax.planning.flops import frozen_modules, needed_gradients
-from mmjax.planning.parameters import parameters
+from mmjax.cost.table import module_parameters, parameters
+from mmjax.planning.flops import frozen_modules, mean_layer, needed_gradients, tower_trace
 from mmjax.planning.unet import unet_saved_bytes, unets
-from mmjax.planning.vae import vae_bytes
-from mmjax.planning.work import (
-    CONV_TAPS,
-    Work,
-    connector_mlps,
-    connector_weights,
-    layer_sizes,
-    merged_positions,
-    row_work,
-)
+from mmjax.planning.work import Work, connector_mlps, layer_sizes, merged_positions, row_work
 
 GB = 1e9  # bytes
+CONV_TAPS = 3  # along each side of the convolutions of an audio encoder
 
 
 class SavedBytes(NamedTuple):
@@ -57,32 +50,19 @@ class SavedBytes(NamedTuple):
     host: float = 0.0  # offloaded
 
 
-def saved_bytes_of_policy(config: Tower, policy: Remat, activation: int, trainable: bool = True) -> SavedBytes:
-    """Count the bytes saved per position of one layer; `activation` is bytes of a number. Not for the policy `none`.
+def saved_bytes_per_layer(
+    model: ModelConfig, tower: str, shape: tuple[int, int], dtype: str
+) -> dict[Remat, SavedBytes]:
+    """Return the bytes that one layer of a tower saves under every policy; of layers the mean.
 
-    Every policy saves the layer's input. Of the products, the last is never saved: no gradient needs its value. The
-    output of attention is only saved where it is needed: for gradients of trainable weights, or of blockwise attention.
+    shape: (rows, row length). dtype: of the activations. Counted are the residuals of JAX's vector-Jacobian product,
+    between layers and inside them (OmniBal, A.1.1, measures them on a device); not the parameters, nor the masks and
+    rotary angles that all layers share.
     """
-    if isinstance(config, DiffusionTransformerConfig):
-        return SavedBytes(*diffusion_saved_bytes(config, policy, activation, trainable))
-    layer = layer_sizes(config)
-    stream = layer.width * activation
-    output = layer.attended * activation
-    blockwise = config.attention != "dense"
-    logsumexp = LOGSUMEXP * layer.heads * blockwise
-    # With frozen weights and dense attention nobody reads the output in backward.
-    attention = logsumexp + (trainable or blockwise) * output
-    # Outputs of the linear layers: query, key and value, gates, attention's output, and up (and gate) of the MLP.
-    mlp = (1 + layer.gated) * layer.mlp
-    wide = 1 + layer.shared  # attention's output, and a shared expert's
-    products = attention + (layer.queries + 2 * layer.keys + layer.extra + wide * layer.width + mlp) * activation
-    return {
-        "full": SavedBytes(stream),
-        "attention": SavedBytes(stream + logsumexp + output),
-        "attention_mlp": SavedBytes(2 * stream + attention),
-        "products": SavedBytes(stream + products),
-        "offload": SavedBytes(stream, products),
-    }[policy]
+    trace = tower_trace(model, tower, frozenset(model.item_modules), frozen_modules(model), dtype=dtype)
+    units = np.array(row_work(model, {tower: shape})[tower], float)
+    costs = {policy: mean_layer(trace, policy) for policy in get_args(Remat)}
+    return {policy: SavedBytes(float(c.device @ units), float(c.host @ units)) for policy, c in costs.items()}
 
 
 # Arrays as wide as the layer among what a policy saves: with `none`, inputs of attention and MLP before and after their
@@ -197,7 +177,9 @@ def fixed_bytes(
     trainable = sum(n * sharding.part_of(module) for module, n in parameters(model).items() if module not in frozen)
     # By module, since modules may be sharded differently.
     moments = moment_bytes(model, frozen, optimizer)
-    matrices = layer_matrices(model) | adapter_parameters(model)
+    matrices = layer_matrices(model) | {
+        module: n for module, n in parameters(model).items() if module.endswith(".lora")
+    }
     scanned = {module: n * sharding.part_of(module) for module, n in matrices.items() if module not in frozen}
     in_layers = sum(scanned.values())
     depths = {name: tower.layers for name, tower in towers_of(model).items()}
@@ -261,6 +243,22 @@ def unet_bytes(
     return saved, peaks
 
 
+VAE_STREAMS = 2  # arrays of a block's widest channels that are live at once in the precision of the computation,
+VAE_NORMED = 1  # and in float32, inside its norm
+VAE_SCORES = 2 * 4  # bytes of scores and weights of attention, in float32
+
+
+def vae_bytes(vae: VaeConfig, size: tuple[int, int], activation: int) -> float:
+    """Count the peak bytes of encoding one image of (height, width) latents. activation: bytes of a number."""
+    positions = size[0] * size[1]
+    before = (vae.widths[0], *vae.widths)
+    # Of a level's first block, which has the channels of the level before: a quarter of the positions further down.
+    widest = max(
+        max(before[i], width) * positions * 4 ** (len(vae.widths) - 1 - i) for i, width in enumerate(vae.widths)
+    )
+    return widest * (VAE_STREAMS * activation + VAE_NORMED * 4) + vae.attention * VAE_SCORES * positions**2
+
+
 def update_bytes(
     model: ModelConfig, fixed: Mapping[str, float], sharding: ModelSharding, optimizer: OptimizerConfig
 ) -> float:
@@ -275,7 +273,8 @@ def update_bytes(
 
 def layer_matrices(model: ModelConfig) -> dict[str, int]:
     """Count the elements of the matrices in each tower's layers."""
-    return {name: c.layers * layer_sizes(c).stored for name, c in towers_of(model).items()}
+    counts = module_parameters(model)
+    return {name: counts[name].matrices for name in towers_of(model)}
 
 
 def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfig) -> dict[str, float]:
@@ -287,10 +286,9 @@ def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfi
     moments = int(optimizer.b1 > 0) if isinstance(optimizer, Adafactor) else 2
     numbers = {module: moments * n for module, n in parameters(model).items() if module not in frozen}
     if isinstance(optimizer, Muon):
-        matrices = layer_matrices(model)
-        for name, module in model.item_modules.items():
-            matrices[f"{name}.connector"] = connector_mlps(module) * connector_weights(model, name)
-        numbers = {module: n - matrices.get(module, 0) for module, n in numbers.items()}
+        counts = module_parameters(model)
+        of_muon = {module: n.matrices for module, n in counts.items() if not module.endswith(".lora")}
+        numbers = {module: n - of_muon.get(module, 0) for module, n in numbers.items()}
     return {module: MOMENT[optimizer.moments] * n for module, n in numbers.items()}
 
 
@@ -333,7 +331,8 @@ def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, 
         return 0.0
     towers = {name: c for name, c in towers_of(model).items() if name not in frozen}
     sizes = {name: layer_sizes(c) for name, c in towers.items()}
-    exchanged = sum(-(-c.layers // sharding.shards) * sizes[name].stored for name, c in towers.items())
+    matrices = layer_matrices(model)
+    exchanged = sum(-(-c.layers // sharding.shards) * matrices[name] / c.layers for name, c in towers.items())
     product = max((s.width * max(s.mlp, s.queries) for s in sizes.values()), default=0)
     return 2 * activation * exchanged + MASTER * product
 

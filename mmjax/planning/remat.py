@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mmjax.config import DecoderConfig, ModelConfig, OptimizerConfig, Remat
-from mmjax.config.generators import Tower
 from mmjax.config.model import towers_of, with_changes
 from mmjax.planning.flops import executed_logits, frozen_modules, layer_policies, recompute_flops
 from mmjax.planning.hardware import Rates
@@ -94,9 +93,10 @@ def _solve(
     counts = np.array(list(layers.values()), float)
     layers_of_choice = in_tower.T @ counts
     # Where memory is ample each tower has its fastest policy throughout.
-    fastest = np.where(in_tower > 0, costs[:, -1], np.inf).min(1) @ in_tower == costs[:, -1]
+    fastest = np.zeros(len(choices))
+    fastest[np.where(in_tower > 0, costs[:, -1], np.inf).argmin(1)] = 1  # of equals the first, which saves most
     unlimited = layers_of_choice * fastest
-    if (in_tower @ fastest == 1).all() and (unlimited @ costs[:, :-1] <= limits).all():
+    if (unlimited @ costs[:, :-1] <= limits).all():
         return choices, unlimited
     from scipy.optimize import Bounds, LinearConstraint, milp  # a quarter of a second
 
@@ -294,10 +294,10 @@ def _tower_options(
     speed: Speed,
 ) -> dict[str, dict[Remat, Option]]:
     """Compute what each policy costs one layer of each tower on one device."""
-    towers = towers_of(model)
     return {
         tower: _options(
-            config,
+            model,
+            tower,
             [work[tower] for work in works],
             [by_tower[tower] for by_tower in saved],
             speed.rates,
@@ -306,12 +306,13 @@ def _tower_options(
             activation,
             sharding.sequence_parallel != "off",
         )
-        for tower, config in towers.items()
+        for tower in towers_of(model)
     }
 
 
 def _options(
-    config: Tower,
+    model: ModelConfig,
+    tower: str,
     works: Sequence[Work],
     saved: Sequence[Mapping[Remat, SavedBytes]],
     rates: Rates,
@@ -321,6 +322,7 @@ def _options(
     by_sequence: bool,
 ) -> dict[Remat, Option]:
     """Compute what each policy costs one layer on one device: bytes for every shape, and mean recomputation seconds."""
+    config = towers_of(model)[tower]
     on_device = [
         {
             policy: divide_by_tensor_parallelism(full, config, policy, work.positions, activation, parts, by_sequence)
@@ -329,7 +331,7 @@ def _options(
         for work, by_policy in zip(works, saved, strict=True)
     ]
     seconds = [
-        _recompute_seconds(config, work, by_policy, rates, times or {}, parts)
+        _recompute_seconds(model, tower, work, by_policy, rates, times or {}, parts)
         for work, by_policy, times in zip(works, on_device, measured, strict=True)
     ]
     return {
@@ -343,7 +345,8 @@ def _options(
 
 
 def _recompute_seconds(
-    config: Tower,
+    model: ModelConfig,
+    tower: str,
     work: Work,
     saved: Mapping[Remat, SavedBytes],
     rates: Rates,
@@ -361,7 +364,7 @@ def _recompute_seconds(
             return (measured[policy] - measured["none"]) / parts
         # Bytes that are neither on the device nor the host are written and read once more.
         moved = 2 * (saved["none"].device - saved[policy].device - saved[policy].host)
-        flops = recompute_flops(config, work, policy, not config.frozen)
+        flops = recompute_flops(model, tower, work, policy)
         on_device = flops / parts / rates.flops + max(moved, 0) / rates.memory
         return on_device + 2 * saved[policy].host / rates.host
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mmjax.config import ModelConfig, Muon, OptimizerConfig, Remat, UnetConfig
 from mmjax.config.generators import Tower
-from mmjax.planning.flops import frozen_modules, recomputed_attention, stage_flops
+from mmjax.planning.flops import attention_flops, frozen_modules, stage_flops
 from mmjax.planning.memory import MASTER, DeviceBatch
 from mmjax.planning.step_time import (
     BACKWARD_KERNELS,
@@ -75,7 +75,7 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     if config.attention in ("flash", "auto"):
         # One forward pass of it; of a UNet, its share of all.
         share = flops.forward / flops.total
-        attention = len(counted) * recomputed_attention(config, work, "full") if not unet else share * flops.attention
+        attention = len(counted) * attention_flops(model, stage.tower, work) if not unet else share * flops.attention
     forward = rates.seconds(flops.forward, attention) / parts
     backward = rates.seconds(flops.backward, max(0.0, flops.attention - attention)) / parts
     if measured:
@@ -150,5 +150,5 @@ def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConf
         seconds += 2 * stage.moments / rates.host
     unet = isinstance(stage.config(model), UnetConfig)
     if isinstance(optimizer, Muon) and not unet and stage.tower not in frozen_modules(model):
-        seconds += muon_seconds(stage.config(model), len(stage.layers), stage.tower, stage.machine)
+        seconds += muon_seconds(model, len(stage.layers), stage.tower, stage.machine)
     return seconds

@@ -29,12 +29,12 @@ from mmjax.config.model import (
     towers_of,
     with_changes,
 )
+from mmjax.cost.table import module_parameters, parameters
 from mmjax.planning.flops import executed, frozen_modules, layer_policies
 from mmjax.planning.hardware import Cluster, Rates
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
-from mmjax.planning.parameters import parameters
 from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
-from mmjax.planning.work import Work, expert_parameters, layer_sizes, row_work
+from mmjax.planning.work import Work, layer_sizes, row_work
 
 PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
 # That a layer launches, as compiled for H100 without remat: 56 to 60 and 62 to 74.
@@ -128,11 +128,10 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
     towers = towers_of(model)
     profiled = {name: times for name in towers if (times := machine.speed.layer(name, batch.shape[name])) is not None}
     # Layers of profiled towers are taken out of the FLOPs, and their measured times added below.
-    rest = with_changes(model, {name: {"layers": 0, "remat": "none"} for name in profiled})
-    rest_without_remat = with_changes(rest, {name: {"remat": "none"} for name in towers})
+    without_remat = with_changes(model, {name: {"remat": "none"} for name in towers})
     # Without remat and without chunks of the loss: what both recompute is counted apart.
-    compute = _seconds(rest_without_remat, batch, frozen, machine, 1)
-    recompute = _seconds(rest, batch, frozen, machine, machine.loss_chunks) - compute
+    compute = _seconds(without_remat, batch, frozen, machine, 1, set(profiled))
+    recompute = _seconds(model, batch, frozen, machine, machine.loss_chunks, set(profiled)) - compute
     compute += _weight_bytes(model, machine, frozen, profiled, batch.microbatches > 1) / rates.memory
     compute += sum(
         rates.launch * (FORWARD_KERNELS + BACKWARD_KERNELS) * c.layers
@@ -145,9 +144,9 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         compute += len(policies) * times["none"] / parts
         recompute += sum(times[policy] - times["none"] for policy in policies) / parts
     work = row_work(model, batch.shape)
-    for module in adapted_modules(rest):
+    for module in set(adapted_modules(model)) - set(profiled):
         tower = module.removesuffix(".connector")
-        compute += sum(adapter_seconds(rest, module, work[tower], machine)) / machine.sharding.parts(tower)
+        compute += sum(adapter_seconds(model, module, work[tower], machine)) / machine.sharding.parts(tower)
     activations = sum(
         c.layers * work[name].positions * unsaved[name] / machine.sharding.parts(name)
         for name, c in towers.items()
@@ -211,9 +210,16 @@ def recomputed_attention(policies: Sequence[Remat]) -> int:
     return sum(policy == "full" for policy in policies)
 
 
-def _seconds(model: ModelConfig, batch: DeviceBatch, frozen: Set[str], machine: ClusterRun, loss_chunks: int) -> float:
+def _seconds(
+    model: ModelConfig,
+    batch: DeviceBatch,
+    frozen: Set[str],
+    machine: ClusterRun,
+    loss_chunks: int,
+    without_layers: Set[str],
+) -> float:
     """Estimate the seconds of the executed FLOPs on a device."""
-    flops = executed(model, batch.shape, frozen, loss_chunks, batch.pairs, machine.reference)
+    flops = executed(model, batch.shape, frozen, loss_chunks, batch.pairs, machine.reference, without_layers)
     parts = {module: machine.sharding.parts(module.removesuffix(".connector")) for module in flops}
     return sum(machine.speed.rates.seconds(f.total, f.attention) / parts[module] for module, f in flops.items())
 
@@ -230,12 +236,8 @@ def _weight_bytes(
     counts = parameters(model)
     part_of = machine.sharding.part_of
     trainable = sum(n * part_of(module) for module, n in counts.items() if module not in frozen)
-    towers = towers_of(model)
-    timed = sum(
-        part_of(name) * towers[name].layers * layer_sizes(towers[name]).parameters
-        for name in profiled
-        if name not in frozen
-    )
+    modules = module_parameters(model)
+    timed = sum(part_of(name) * modules[name].layers for name in profiled if name not in frozen)
     cast = 0 if machine.activation == MASTER else 2 * (MASTER + machine.activation)
     added = machine.activation + 2 * MASTER
     return (cast + machine.activation + added) * (trainable - timed) + accumulates * added * timed
@@ -249,7 +251,7 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     parts = mesh["tensor"]
     shards = machine.parameter_shards
     # Experts are not gathered along `expert`, which has others on each device.
-    experts = expert_parameters(model.llm) if machine.sharding.experts > 1 else 0
+    experts = module_parameters(model)["llm"].experts if machine.sharding.experts > 1 else 0
 
     def seconds(times: int, elements: float, experts: float) -> float:
         size = times * machine.activation / parts
@@ -270,19 +272,21 @@ def _shards(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
 def _muon(model: ModelConfig, machine: ClusterRun, frozen: Set[str]) -> float:
     """Estimate the seconds in which every device receives its layers, orthogonalizes them and sends them back."""
     towers = towers_of(model)
-    return sum(muon_seconds(c, c.layers, tower, machine) for tower, c in towers.items() if tower not in frozen)
+    return sum(muon_seconds(model, c.layers, tower, machine) for tower, c in towers.items() if tower not in frozen)
 
 
-def muon_seconds(config: Tower, layers: int, tower: str, machine: ClusterRun) -> float:
+def muon_seconds(model: ModelConfig, layers: int, tower: str, machine: ClusterRun) -> float:
     """Estimate the seconds of Muon's update of so many layers of a tower."""
+    config = towers_of(model)[tower]
     layer = layer_sizes(config)
+    matrices = module_parameters(model)[tower].matrices / config.layers
     parts = machine.sharding.parts(tower)
     fsdp = machine.parameter_shards
     layers = -(-layers // (fsdp * parts))  # of the device that has most
     sides = 2 * [layer.queries] + 2 * [layer.keys] + (2 + layer.gated) * [layer.mlp]
     sides += 4 * [layer.cross] if layer.cross else []
     flops = sum(newton_schulz_flops(layer.width, side) for side in sides)
-    size = 2 * layers * layer.weights * machine.activation
+    size = 2 * layers * matrices * machine.activation
     links = _all_to_all(size, fsdp, parts, machine.cluster) + _all_to_all(size, parts, 1, machine.cluster)
     return layers * flops / machine.speed.rates.flops + links
 

@@ -5,9 +5,7 @@ Needed attention FLOPs, and so MFU, are in proportion to the pairs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,14 +23,10 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.generators import Tower
-from mmjax.config.model import Sizes, connector_layers, connector_sizes, with_changes
+from mmjax.config.model import layer_positions, merged_positions, with_changes
 from mmjax.config.towers import Encoder
 from mmjax.kernels.tiles import MAX_BLOCK, TILES, tiles_for, window_block
 from mmjax.planning.hardware import Rates
-
-CONV_TAPS = 3  # kernel size of both convolutions of the audio encoder
-CHUNK = 64  # tokens of a chunk of a gated delta net (`models.gated_delta_net`)
-MLP_BIASES = {"gate", "up", "down"}
 
 
 class Work(NamedTuple):
@@ -42,35 +36,12 @@ class Work(NamedTuple):
     pairs: float  # (query, key) pairs of one head, averaged over the layers
     inputs: int = 0  # patches or frames that an encoder reads, patches of latents of a generator
     tokens: int = 0  # outputs of its connector
-    blocks: int = 0  # of `min_patches` positions that a generator's rows are cut into
+    blocks: float = 0  # of `min_patches` positions that a generator's rows are cut into
     taken: int = 0  # pairs of one of a block's two images and one of its row's
 
 
-class Products(NamedTuple):
-    """Multiply-adds of one module's forward pass, by what gradients they have."""
-
-    data: int  # weights times data, which needs no gradient
-    weights: int  # weights times activations
-    attention: int  # activations times activations
-    recurrence: int = 0  # of gated delta nets, beside their weights
-    chunked: int = 0  # the same as it runs, in chunks
-    of_time: int = 0  # weights times what weights of the module alone have made: of a generator's times
-    cross: int = 0  # activations times activations of a generator's condition
-    spared_weights: int = 0  # of a frozen generator, what of `weights` comes before its condition: no gradient
-    spared_attention: int = 0  # of `attention` and `cross` in backward
-
-
-class AdapterWork(NamedTuple):
-    """Multiply-adds of a module with adapters, relative to the module without them."""
-
-    forward: int = 0  # of the adapters
-    backward: int = 0  # of the adapters: gradients of a, b and of their inputs
-    spared_weights: int = 0  # saved: activation gradients through frozen weights with nothing trainable before them
-    spared_attention: float = 0  # saved: gradients inside attention
-
-
 class LayerSizes(NamedTuple):
-    """Sizes of one transformer layer; of a tower with layers of several kinds, their mean."""
+    """Widths of a transformer layer, of layers of several kinds the mean: what devices exchange and XLA gathers."""
 
     width: int
     queries: float  # inputs of the last matrix before the MLP: heads * head width
@@ -78,173 +49,31 @@ class LayerSizes(NamedTuple):
     heads: float  # of attention
     mlp: float  # of all experts that a position takes
     gated: bool
-    vectors: float  # parameters outside the matrices: norms, biases and short convolutions
-    extra: float = 0  # outputs of further matrices of the layer's width: gates, decays
-    attended: float = 0  # channels of the queries that attend
-    recurrence: float = 0  # multiply-adds per position that a gated delta net needs beside its matrices
-    chunked: float = 0  # those that it runs, in chunks
-    idle: float = 0  # elements of matrices that a position does not use: of the experts that it is not sent to
-    router: float = 0  # outputs of the router of experts, which no remat policy saves
-    shared: float = 0  # 1 where the output of a shared expert is multiplied by a gate
-    cross: float = 0  # channels of attention to a condition, whose keys and values are counted in `idle`
-
-    @property
-    def weights(self) -> float:
-        """Count the elements of the matrices that a position uses, which is also its multiply-adds."""
-        projections = self.width * (2 * self.queries + 2 * self.keys + self.extra + self.router + 2 * self.cross)
-        return projections + (2 + self.gated) * self.width * self.mlp
-
-    @property
-    def parameters(self) -> float:
-        """Count all parameters."""
-        return self.stored + self.vectors
-
-    @property
-    def stored(self) -> float:
-        """Count the elements of all matrices."""
-        return self.weights + self.idle
-
-
-def kinds_of_layers(config: Tower) -> list[tuple[Tower, float]]:
-    """Return, for each kind of layer of a tower, the tower with that kind alone and the kind's share of the layers."""
-    if not isinstance(config, DecoderConfig) or len(set(config.layer_kinds)) < 2:
-        return [(config, 1)]
-    layers = tuple(range(config.layers))
-
-    def with_kind(delta: bool, sparse: bool) -> DecoderConfig:
-        return replace(
-            config,
-            delta_net=replace(config.delta_net, layers=layers) if delta else None,
-            experts=replace(config.experts, layers=layers) if sparse else None,
-        )
-
-    return [(with_kind(*kind), count / config.layers) for kind, count in Counter(config.layer_kinds).items()]
+    cross: float = 0  # channels of attention to a condition
 
 
 def layer_sizes(config: Tower) -> LayerSizes:
-    """Compute the sizes of a tower's layers."""
-    kinds = kinds_of_layers(config)
-    if len(kinds) == 1:
-        return _with_experts(config, _sizes_of_kind(config))
-    sizes = [_with_experts(kind, _sizes_of_kind(kind)) for kind, _ in kinds]
-    means = (sum(part * x for x, (_, part) in zip(xs, kinds, strict=True)) for xs in zip(*sizes, strict=True))
-    return LayerSizes(*means)._replace(width=config.width, gated=sizes[0].gated)
-
-
-def _with_experts(config: Tower, sizes: LayerSizes) -> LayerSizes:
-    """Put experts in the place of the MLP, where all layers of a tower have them."""
-    if not isinstance(config, DecoderConfig) or not any(config.expert_layers):
-        return sizes
-    c = config.experts
-    return sizes._replace(
-        mlp=c.per_token * c.width + c.shared_width,
-        extra=sizes.extra + bool(c.shared_width),  # the shared expert's gate
-        router=c.count,
-        shared=bool(c.shared_width),
-        idle=(c.count - c.per_token) * 3 * config.width * c.width,
-    )
-
-
-def expert_parameters(llm: DecoderConfig) -> int:
-    """Count the parameters of all experts that a router chooses from."""
-    return sum(llm.expert_layers) * 3 * llm.width * llm.experts.width * llm.experts.count if llm.experts else 0
-
-
-def _delta_net_sizes(config: DecoderConfig) -> LayerSizes:
-    """Compute the sizes of layers with a gated delta net."""
-    c = config.delta_net
-    keys = c.key_heads * c.key_width
-    values = c.value_heads * c.value_width
-    # Beside both of the layer's norms, the gated norm's scale, filters, and of every head a decay's rate and bias.
-    vectors = 2 * norm_parameters(config) + c.value_width + c.taps * (2 * keys + values) + 2 * c.value_heads
-    state = c.key_width * c.value_width
-    # Of a head and token: decay, read, write and query, of which the first has no addition.
-    recurrence = c.value_heads * 3.5 * state
-    # Three products with the state; within a chunk queries and keys by keys (once for a key head), both right sides of
-    # the system, and the outputs; the inverse.
-    shared = c.key_heads / c.value_heads
-    in_chunk = CHUNK * (2 * c.key_width * shared + c.key_width + 2 * c.value_width) + CHUNK**2 / 3
-    return LayerSizes(
-        width=config.width,
-        queries=values,
-        keys=keys,
-        heads=0,
-        mlp=config.mlp_width,
-        gated=config.gated,
-        vectors=vectors,
-        extra=values + 2 * c.value_heads,
-        recurrence=recurrence,
-        chunked=c.value_heads * (3 * state + in_chunk),
-    )
-
-
-def _diffusion_sizes(config: DiffusionTransformerConfig) -> LayerSizes:
-    """Compute the sizes of a diffusion transformer's layers."""
+    """Return the widths of a tower's layers."""
     c = config
-    # Of both attentions, of the MLP, and of the table that the time's vectors are added to.
-    biases = sum({"up": c.mlp_width, "down": c.width}.get(name, 2 * c.width) for name in c.biases)
-    return LayerSizes(
-        width=c.width,
-        queries=c.width,
-        keys=c.width,
-        heads=c.heads,
-        mlp=c.mlp_width,
-        gated=False,
-        vectors=biases + 6 * c.width,
-        attended=c.width,
-        idle=2 * c.width * (c.width if c.condition_mlp else c.condition_width),
-        cross=c.width,
-    )
-
-
-def _sizes_of_kind(config: Tower) -> LayerSizes:
-    c = config
-    if isinstance(c, DiffusionTransformerConfig):
-        return _diffusion_sizes(c)
-    queries = keys = c.width
-    gated = True
-    extra = 0
-    if isinstance(c, DecoderConfig):
-        if c.delta_net is not None and any(c.delta_layers):
-            return _delta_net_sizes(c)
-        extra = c.attention_gate * c.heads * c.head_width
-        queries = c.heads * c.head_width
-        keys = c.kv_heads * c.head_width
-        gated = c.gated
-        # Experts have no biases.
-        biases = [name for name in c.biases if name not in MLP_BIASES or not any(c.expert_layers)]
-        vectors = (2 + 2 * c.post_norms) * norm_parameters(c) + 2 * c.head_width * (c.qk_norm == "head")
-    elif isinstance(c, VisionConfig):
-        gated = c.gated
-        biases = c.biases
-        vectors = 2 * norm_parameters(c) + 2 * c.width * (c.qk_norm == "width") + 2 * c.width * c.layer_scale
-    else:
-        gated = False
-        biases = c.biases
-        vectors = 2 * norm_parameters(c)
-    outputs = {"query": queries + extra, "key": keys, "value": keys, "output": c.width, "down": c.width}
-    vectors += sum(outputs.get(name, c.mlp_width) for name in biases)
-    return LayerSizes(
-        width=c.width,
-        queries=queries,
-        keys=keys,
-        heads=c.heads,
-        mlp=c.mlp_width,
-        gated=gated,
-        vectors=vectors,
-        extra=extra,
-        attended=queries,
-    )
+    if not isinstance(c, DecoderConfig):
+        gated = isinstance(c, VisionConfig) and c.gated
+        cross = c.width if isinstance(c, DiffusionTransformerConfig) else 0
+        return LayerSizes(c.width, c.width, c.width, c.heads, c.mlp_width, gated, cross)
+    attention = np.array([c.heads * c.head_width, c.kv_heads * c.head_width, c.heads], float)
+    share = sum(c.delta_layers) / max(1, c.layers)
+    if net := c.delta_net:
+        of_net = np.array([net.value_heads * net.value_width, net.key_heads * net.key_width, 0], float)
+        attention += (of_net - attention) * share
+    mlp = float(c.mlp_width)
+    if experts := c.experts:
+        sparse = experts.per_token * experts.width + experts.shared_width
+        mlp += (sparse - mlp) * sum(c.expert_layers) / max(1, c.layers)
+    return LayerSizes(c.width, *attention.tolist(), mlp, c.gated)
 
 
 def head_width(config: Tower) -> int:
     """Return the channels of a head of attention."""
     return config.head_width if isinstance(config, DecoderConfig) else config.width // config.heads
-
-
-def norm_parameters(config: Tower) -> int:
-    """Count the parameters of one norm of a tower's layers: a scale, and a bias unless it is an RMSNorm."""
-    return config.width if not isinstance(config, AudioConfig) and config.norm == "rms" else 2 * config.width
 
 
 def connector_mlps(module: Encoder | Generator) -> int:
@@ -274,42 +103,6 @@ def _mean_pairs(config: Tower, pairs: Any, window_pairs: Callable[[int], Any]) -
         return pairs
     window = config.window if isinstance(config, DecoderConfig) else config.window**2
     return pairs + (window_pairs(window) - pairs) * len(config.windowed) / config.layers
-
-
-def merged_positions(encoder: Encoder) -> int:
-    """Count the positions of an encoder's output that its connector merges into one token."""
-    return encoder.connector.merge ** (2 if isinstance(encoder, VisionConfig) else 1)
-
-
-def layer_positions(encoder: Encoder) -> int:
-    """Count the positions of an encoder's layers that become one token, audio's pooling included."""
-    return merged_positions(encoder) * (encoder.pool if isinstance(encoder, AudioConfig) else 1)
-
-
-def layers_of_connector(model: ModelConfig, name: str) -> Sizes:
-    """List the linear layers of an encoder's or a generator's connector in the order of the computation."""
-    if name in model.encoders:
-        return connector_layers(model.encoders[name], model.llm.width)
-    generator = model.generators[name]
-    return connector_sizes(generator.connector, model.llm.width, generator.condition_width)
-
-
-def stem_products(config: AudioConfig, work: Work) -> tuple[int, int]:
-    """Count the multiply-adds of an audio encoder's stem: of the first convolution, whose input is data, and others."""
-    if not config.stem_width:
-        # The second one's outputs are the layers' positions.
-        return CONV_TAPS * config.mels * config.width * work.inputs, CONV_TAPS * config.width**2 * work.positions
-    first, second, third = config.stem_bins
-    width = config.stem_width
-    taps = CONV_TAPS**2 * width
-    # Of every position of the layers they have 4, 2 and 1.
-    later = taps * width * (2 * second + third) + third * width * config.width
-    return 4 * taps * first * work.positions, later * work.positions
-
-
-def connector_weights(model: ModelConfig, name: str) -> int:
-    """Count the elements of a connector's matrices, which is also the multiply-adds per token."""
-    return sum(rows * columns for rows, columns in layers_of_connector(model, name).values())
 
 
 def useful_work(model: ModelConfig, text: TextBatch, items: Mapping[str, ItemBatch]) -> dict[str, Work]:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from mmjax.autotune.forecast import BalanceForecast, RunForecast
 from mmjax.console import count, duration, size
-from mmjax.planning.parameters import parameters
+from mmjax.cost.table import parameters
 from mmjax.reporting.plots import (
     INK,
     INNER,

@@ -10,10 +10,10 @@ from mmjax.autotune.forecast import MeshForecast, describe_basis, describe_links
 from mmjax.config import Config
 from mmjax.config.training import unit_devices
 from mmjax.console import count, duration, size, table
+from mmjax.cost.table import parameters
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.measured_file import layers_record
-from mmjax.planning.parameters import parameters
 from mmjax.planning.schedules import schedule_name
 from mmjax.training.announce import describe_stages
 

@@ -10,10 +10,9 @@ import pytest
 from tiny_run import tiny_config
 
 from mmjax.autotune.compile_memory import compiled_bytes
-from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.autotune.memory_plan import TRIES, choose_by_measurement
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import DeviceBatch, ModelSharding
+from mmjax.planning.memory import DeviceBatch, ModelSharding, saved_bytes_per_layer
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.step_time import Speed
 

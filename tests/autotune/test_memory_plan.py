@@ -7,14 +7,12 @@ from dataclasses import replace
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import tiny_config
 
 from mmjax.autotune import memory_plan
 from mmjax.autotune.compile_memory import compiled_bytes
-from mmjax.autotune.layer_profile import saved_bytes_per_layer
 from mmjax.autotune.memory_plan import (
     ActivationTracer,
     available_memory,
@@ -34,7 +32,7 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import Device, Rates, parse_cluster
-from mmjax.planning.memory import ACTIVATION, DeviceBatch, ModelSharding
+from mmjax.planning.memory import ACTIVATION, DeviceBatch, ModelSharding, saved_bytes_per_layer
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.step_time import Speed
 from mmjax.runtime import devices
@@ -75,7 +73,7 @@ def test_what_rows_of_any_length_keep_is_found_from_the_shortest_and_the_longest
     made = replace(made, model=replace(made.model, llm=towers.pop("llm"), encoders=towers))
     lengths = [1024, 3072, 2048]
     for length, found in zip(lengths, ActivationTracer(made).saved_bytes(tower, 2, lengths), strict=True):
-        for policy, kept in saved_bytes_per_layer(made.model, tower, (2, length), jnp.float32).items():
+        for policy, kept in saved_bytes_per_layer(made.model, tower, (2, length), "float32").items():
             np.testing.assert_allclose(found[policy], kept, rtol=0.01)
 
 

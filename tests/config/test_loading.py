@@ -23,8 +23,8 @@ from mmjax.config.loading import (
     sibling,
 )
 from mmjax.config.training import unit_devices
+from mmjax.cost.table import parameters
 from mmjax.errors import UserError
-from mmjax.planning.parameters import parameters
 
 ROOT = Path(__file__).parents[2]
 WHOLE = [name for name in SHIPPED if name != "mmscale"]  # not those that are made of parts of another

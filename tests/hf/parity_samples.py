@@ -38,6 +38,7 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
+from mmjax.cost.table import parameters
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
 from mmjax.data.loading.text_rows import Arrays
@@ -50,7 +51,6 @@ from mmjax.hf.families import encoder_from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.parameters import parameters
 from mmjax.runtime.state import hyperparameters, make_optimizer, parameter_shardings
 from mmjax.runtime.step import Executor
 from mmjax.runtime.weights import load_pretrained

@@ -31,12 +31,12 @@ from transformers.models.llava_next.image_processing_pil_llava_next import Llava
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
 from mmjax.config import AnyRes, MeshConfig
+from mmjax.cost.table import parameters
 from mmjax.errors import BadMedia, UserError
 from mmjax.export import export
 from mmjax.hf.families import from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.parameters import parameters
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import parameter_shardings

@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 
 from mmjax.batch import ItemBatch
 from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, WhisperMel
+from mmjax.cost.table import parameters
 from mmjax.data.media.patches import encoder_input, item_size, positions_per_token
 from mmjax.errors import UserError
 from mmjax.hf.families import encoder_from_hf, from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.parameters import parameters
 from mmjax.runtime.state import parameter_shardings
 from mmjax.runtime.weights import load_pretrained
 

@@ -13,12 +13,12 @@ from test_flops import gradient, make_batch, make_model, random_microbatch, trac
 
 from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
 from mmjax.config.model import linear_layers
+from mmjax.cost.table import parameters
 from mmjax.models.layer_stacks import key_names
 from mmjax.models.layers import Linear
 from mmjax.models.model import Model, parameter_group
 from mmjax.planning.flops import executed, frozen_modules, model_flops, step_needed
 from mmjax.planning.memory import moment_bytes
-from mmjax.planning.parameters import parameters
 from mmjax.planning.work import useful_work
 from mmjax.runtime.state import make_optimizer, split
 

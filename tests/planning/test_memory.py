@@ -29,9 +29,10 @@ from mmjax.planning.memory import (
     ModelSharding,
     dispatch_bytes,
     fixed_bytes,
+    layer_matrices,
     parameter_bytes,
     saved_bytes,
-    saved_bytes_of_policy,
+    saved_bytes_per_layer,
     update_bytes,
 )
 from mmjax.planning.work import layer_sizes
@@ -111,10 +112,10 @@ def test_lora_of_a_7b_model_is_planned_below_16_gb_where_its_weights_are_quantis
     """One row of 4,096 tokens in the shape of Qwen2.5-7B, all layers computed again; docs/measurements/gpu.md."""
     llm = DecoderConfig(28, 3584, 28, 4, 128, 18_944, 152_064, tied=False, attention="flash", remat="full")
     batch = DeviceBatch({"llm": (1, 4096)}, {})
-    saved = llm.layers * 4096 * saved_bytes_of_policy(llm, "full", 2).device
     planned = {}
     for how in ("none", "int8", "nf4"):
         model = ModelConfig(replace(llm, quantize=how), lora={"llm": LoraConfig(("llm.layers.*",), rank=64)})
+        saved = llm.layers * saved_bytes_per_layer(model, "llm", (1, 4096), "bfloat16")["full"].device
         fixed = fixed_bytes(model, batch, {"llm": 0.0}, {"llm"}, ALONE, 2, AdamW(), 8)
         planned[how] = (saved + sum(fixed.values())) / 1e9
     assert planned["nf4"] < planned["int8"] < 16 < planned["none"]
@@ -162,7 +163,8 @@ def test_muons_update_counts_where_it_takes_more_than_the_copies_that_are_gone_b
     for config, layers in ((alone, 1), (deep, 2)):  # of one of eight devices
         found = held(config, ModelSharding(8), batch=TEXT)
         adamw = held(replace(config, optimizer=AdamW()), ModelSharding(8), batch=TEXT)["transient"]
-        update = 2 * 4 * layers * layer.weights + 4 * layer.width * layer.mlp
+        matrices = layer_matrices(config.model)["llm"] / config.model.llm.layers
+        update = 2 * 4 * layers * matrices + 4 * layer.width * layer.mlp
         assert found["transient"] == max(adamw, update - found["copies"]) > adamw
     single = [held(replace(deep, optimizer=o), batch=TEXT)["transient"] for o in (AdamW(), Muon())]
     assert single[0] == single[1]

@@ -8,10 +8,10 @@ import pytest
 
 from mmjax.config import AdamW
 from mmjax.config.loading import load
+from mmjax.cost.table import parameters
 from mmjax.planning.flops import frozen_modules
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, parse_cluster
 from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
-from mmjax.planning.parameters import parameters
 from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
 from mmjax.planning.step_time import ClusterRun, Speed, step_time
 

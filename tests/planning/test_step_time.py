@@ -8,6 +8,7 @@ import pytest
 
 from mmjax.config import AdamW, LoraConfig, Muon
 from mmjax.config.loading import load
+from mmjax.cost.table import module_parameters, parameters
 from mmjax.planning.flops import executed
 from mmjax.planning.hardware import (
     ATTENTION_EFFICIENCY,
@@ -18,7 +19,6 @@ from mmjax.planning.hardware import (
     parse_cluster,
 )
 from mmjax.planning.memory import DeviceBatch, ModelSharding
-from mmjax.planning.parameters import parameters
 from mmjax.planning.step_time import (
     BACKWARD_KERNELS,
     FORWARD_KERNELS,
@@ -32,6 +32,7 @@ from mmjax.planning.step_time import (
 from mmjax.planning.work import layer_sizes
 
 MODEL = replace(load("omni_10b").model, encoders={})
+IN_LAYERS = module_parameters(MODEL)["llm"]
 BATCH = DeviceBatch({"llm": (1, 4096)}, {})
 UNSAVED = {"llm": 0.0}
 
@@ -89,13 +90,13 @@ def test_muon_exchanges_its_shards_twice_and_multiplies_whole_layers():
     def muon(**mesh: int) -> float:
         """Seconds beside those of passing over parameters, gradients and moments."""
         on = machine("h100x8", **mesh)
-        passed = (36 * counts - 8 * MODEL.llm.layers * layer.weights) * on.sharding.part_of("llm")
+        passed = (36 * counts - 8 * IN_LAYERS.matrices) * on.sharding.part_of("llm")
         return step_time(MODEL, (BATCH,), UNSAVED, on, Muon()).update - passed / on.speed.rates.memory
 
     rate = COMPUTE_EFFICIENCY * 989.4e12
     assert muon(data=8) == pytest.approx(MODEL.llm.layers * flops / rate)
     layers = -(-MODEL.llm.layers // 8)  # of one device, at most
-    links = 2 * 2 * layers * layer.weights * 7 / 8 / (BANDWIDTH_EFFICIENCY * 450e9)
+    links = 2 * 2 * layers * IN_LAYERS.matrices / MODEL.llm.layers * 7 / 8 / (BANDWIDTH_EFFICIENCY * 450e9)
     assert muon(fsdp=8) == pytest.approx(layers * flops / rate + links)
     # Over two axes the first exchange is followed by another.
     assert muon(fsdp=4, tensor=2) > muon(fsdp=8)
@@ -118,7 +119,7 @@ def test_measured_layers_take_their_measured_time_and_the_rest_is_counted():
     assert found.compute == pytest.approx(0.02 * MODEL.llm.layers + rest)
     assert found.recompute == pytest.approx(20 * 0.005 - 0.002 * (MODEL.llm.layers - 20))
     # Several microbatches also add their gradients up: 2 bytes to a sum of 4 that is read and written.
-    added = 10 * MODEL.llm.layers * layer_sizes(MODEL.llm).parameters / on.speed.rates.memory
+    added = 10 * IN_LAYERS.layers / on.speed.rates.memory
     several = seconds(known, model, [replace(BATCH, microbatches=2)] * 2, unsaved={"llm": 1e5})
     assert several.compute == pytest.approx(2 * (found.compute + added))
 

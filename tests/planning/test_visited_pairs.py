@@ -12,7 +12,7 @@ from mmjax.config.loading import load
 from mmjax.kernels.masks import MaskSpec, block_pairs, encoder_mask, pad_mask
 from mmjax.kernels.tiles import KernelTiles, Tiles
 from mmjax.planning import work
-from mmjax.planning.flops import executed, recomputed_attention
+from mmjax.planning.flops import executed, recompute_flops
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.work import resolve_attention, row_work, visited_pairs
 
@@ -117,4 +117,8 @@ def test_the_kernel_computes_narrow_heads_as_wide_as_its_products_and_scores_thr
     products = llm.layers * 4 * 128 * 1000  # multiply-adds of one product of all heads, 80 channels as 128
     # Two products forward, and again for remat=full; 7 backward: scores and gradients of weights in two kernels.
     assert flops.attention == 2 * products * (2 + 2 + 7)
-    assert recomputed_attention(llm, row_work(model, {"llm": (1, 96)}, {"llm": 1000.0})["llm"], "attention") == 0
+    few, many = (row_work(model, {"llm": (1, 96)}, {"llm": pairs})["llm"] for pairs in (1.0, 1000.0))
+    products = 2 * 2 * 4 * 128 * 999
+    for policy, times in (("attention", 0), ("full", 1)):
+        more = recompute_flops(model, "llm", many, policy) - recompute_flops(model, "llm", few, policy)
+        assert times * products <= more < times * 1.1 * products + 1

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tiny_run import make_executor, tiny_config
 
-from mmjax.autotune.layer_profile import tower_batch
 from mmjax.batch import Microbatch
 from mmjax.config import Config, MeshConfig
+from mmjax.cost.trace import tower_batch
 
 RANKS = 2
 

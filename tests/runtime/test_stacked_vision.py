@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import (
@@ -21,9 +20,10 @@ from tiny_run import (
     worst_leaf,
 )
 
-from mmjax.autotune.layer_profile import saved_bytes_per_layer, time_layer
+from mmjax.autotune.layer_profile import time_layer
 from mmjax.config import Config, StretchedGrid
 from mmjax.data.plan.placement import ONE_RANK
+from mmjax.planning.memory import saved_bytes_per_layer
 from mmjax.runtime.devices import mesh_topology
 
 pytestmark = pytest.mark.exhaustive
@@ -68,5 +68,5 @@ def test_its_layers_are_timed_and_weighed():
     for tower, shape in (("llm", (1, 16)), ("vision", (1, 16))):
         seconds = time_layer(made, tower, shape, jax.devices()[0], enough=0.0)
         assert min(seconds.values()) > 0
-        kept = saved_bytes_per_layer(made.model, tower, shape, jnp.float32)
+        kept = saved_bytes_per_layer(made.model, tower, shape, "float32")
         assert kept["none"].device > kept["full"].device

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import run
+from mmjax.planning.vae import vae_flops
 from tiny_run import MESHES, gradients, load_steps, make_executor, paths, worst_leaf
 from vae_folder import TINY, drawing_words, save_vae
 
@@ -19,6 +20,7 @@ from mmjax.config import Config, VaeConfig
 from mmjax.config.generators import image_size, row_values
 from mmjax.config.loading import apply_overrides, find_config, load
 from mmjax.config.model import with_changes
+from mmjax.cost.table import parameters
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.errors import UserError
 from mmjax.hf.vae import open_vae
@@ -26,8 +28,6 @@ from mmjax.models.generation import draw
 from mmjax.models.model import Model, module_of
 from mmjax.models.vae import VaeModel
 from mmjax.planning.flops import executed, model_flops
-from mmjax.planning.parameters import parameters
-from mmjax.planning.vae import vae_flops
 from mmjax.planning.work import row_work
 from mmjax.runtime.vae import load_parameters
 from mmjax.runtime.weights import load_pretrained

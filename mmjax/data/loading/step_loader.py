@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import time
+import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ import numpy as np
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Config, NoBalance
 from mmjax.config.training import repeats_forward
+from mmjax.cost import table
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import Arrays
@@ -29,10 +32,12 @@ from mmjax.data.sample import Sample, SampleLengths, Source, with_place
 from mmjax.data.sources.opening import check_records, open_sources
 from mmjax.data.storage.latent_store import StoredLatents
 from mmjax.disk import read_sealed, write_sealed
-from mmjax.planning.flops import frozen_modules, needed_by_tower, step_needed
+from mmjax.planning.flops import frozen_modules, model_flops, needed_by_tower, step_needed
+from mmjax.planning.work import Work
 
 BITS = 64
 HALF = 32
+COSTS = "_packed_costs"  # in a pickled loader
 
 EncoderRanks = range | Mapping[str, range]  # of all encoders, or by encoder
 Own = tuple[Container[int], Container[int] | Mapping[str, Container[int]]]  # ranks and encoder ranks that count
@@ -254,6 +259,19 @@ class StepLoader:
         with self._keep_chunks():
             return self.planner.grouper.steps_for_epochs(epochs)
 
+    @cached_property
+    def _packed_costs(self) -> bytes:
+        """Pack the costs with which steps are planned and their needed FLOPs counted."""
+
+        def count() -> None:
+            make_step_planner(self.planner.grouper, self.config, self.layout)
+            model, reference = self.config.model, repeats_forward(self.config.loss)
+            for amount in (0, 1):  # with no items at all, and with some of every kind
+                work = dict.fromkeys(("llm", *model.item_modules), Work(*[amount] * len(Work._fields)))
+                model_flops(model, work, frozen_modules(model), reference)
+
+        return zlib.compress(pickle.dumps(table.recorded(count)))
+
     @contextmanager
     def _keep_chunks(self) -> Iterator[None]:
         """Write down where chunks start, if more of that is known afterwards."""
@@ -302,9 +320,14 @@ class StepLoader:
         tokens[0] = self.index.text_tokens[plan.samples].sum()
         return tokens
 
-    def __getstate__(self) -> dict[str, object]:
-        # What was opened here stays here: a worker gets the description and opens its own.
-        return {k: v for k, v in self.__dict__.items() if k in self.__dataclass_fields__}
+    def __getstate__(self) -> dict[str, Any]:
+        # What was opened here stays here: a worker gets the description and opens its own. But costs come with it, for
+        # to trace them it would need JAX.
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {COSTS: self._packed_costs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        table.adopt(pickle.loads(zlib.decompress(state[COSTS])))
+        self.__dict__.update(state)
 
 
 def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:

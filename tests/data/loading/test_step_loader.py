@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
+import sys
 import time
 from collections import Counter
 
@@ -17,7 +20,7 @@ from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import NoBalance, NoGrouping, PostBalance, Samples
 from mmjax.config.loading import default_config
 from mmjax.config.loading import load as load_config
-from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.loading.step_loader import COSTS, LoadedStep, StepLoader
 from mmjax.data.plan.length_index import cached_index
 from mmjax.data.plan.placement import Topology
 from mmjax.data.plan.step_plan import make_planner
@@ -107,8 +110,23 @@ def test_a_loader_is_small_to_send_and_opens_everything_where_it_arrives(tmp_pat
     sent = pickle.dumps(loader)
     assert len(sent) < 10_000
     there = pickle.loads(sent)
-    assert set(there.__dict__) == set(loader.__dataclass_fields__)
+    assert set(there.__dict__) == {*loader.__dataclass_fields__, COSTS}
     assert_same(here, there(0))
+
+
+def test_a_worker_counts_flops_with_the_costs_that_came_with_its_loader_and_without_jax(tmp_path):
+    loader = run_folder(tmp_path)
+    here = loader(0).needed_flops
+    (tmp_path / "loader").write_bytes(pickle.dumps(loader))
+    code = (
+        "import pickle, sys; sys.modules['jax'] = None; "
+        "print(float(pickle.load(open(sys.argv[1], 'rb'))(0).needed_flops))"
+    )
+    nothing_stored = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(tmp_path / "loader")]
+    found = subprocess.run(command, capture_output=True, text=True, env=nothing_stored)
+    assert found.stderr == ""
+    assert float(found.stdout) == float(here) > 0
 
 
 def test_batches_survive_pickling_as_what_they_are(tmp_path):
