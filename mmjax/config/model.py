@@ -119,7 +119,8 @@ def linear_layers(model: ModelConfig) -> Sizes:
         width = encoder.width
         vision = isinstance(encoder, VisionConfig)
         sizes |= _layer_sizes(name, width, width, width, encoder.mlp_width, gated=vision and encoder.gated)
-        sizes |= {f"{name}.connector.{layer}": size for layer, size in connector_layers(encoder, llm.width).items()}
+        connector = connector_sizes(encoder.connector, merged_width(encoder), llm.width)
+        sizes |= {f"{name}.connector.{layer}": size for layer, size in connector.items()}
     for name, generator in model.generators.items():
         if isinstance(generator, DiffusionTransformerConfig):
             width = generator.width
@@ -128,11 +129,6 @@ def linear_layers(model: ModelConfig) -> Sizes:
             sizes |= _layer_sizes(name, width, width, width, generator.mlp_width, gated=False)
             sizes |= {f"{name}.layers.*.cross_attention.{layer}": (n, width) for layer, n in inputs.items()}
     return sizes
-
-
-def connector_layers(encoder: Encoder, outputs: int) -> Sizes:
-    """List the linear layers of an encoder's connector in the order of the computation."""
-    return connector_sizes(encoder.connector, merged_width(encoder), outputs)
 
 
 def connector_sizes(connector: ConnectorConfig, merged: int, outputs: int) -> Sizes:
@@ -238,16 +234,6 @@ def quantized_layers(model: ModelConfig) -> dict[str, Quantization]:
 def lora_scale(lora: LoraConfig) -> float:
     """Compute the factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) (rsLoRA)."""
     return lora.alpha / (lora.rank**0.5 if lora.scaling == "sqrt_rank" else lora.rank)
-
-
-def adapter_parameters(model: ModelConfig) -> dict[str, int]:
-    """Count the parameters of each module's adapters, by `<module>.lora`."""
-    names = linear_layers(model)
-    counts: dict[str, int] = {}
-    for name, lora in adapters_by_layer(model).items():
-        group = f"{module_of_layer(name)}.lora"
-        counts[group] = counts.get(group, 0) + lora.rank * sum(names[name]) * layer_count(model, name)
-    return counts
 
 
 def layer_count(model: ModelConfig, name: str) -> int:

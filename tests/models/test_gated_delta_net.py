@@ -16,8 +16,8 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from mmjax.config import DeltaNetConfig, LoraConfig, MeshConfig
-from mmjax.config.model import adapter_parameters
 from mmjax.config.model_validation import check_model
+from mmjax.cost.table import parameters
 from mmjax.data.loading.text_rows import Arrays, empty_text, stretch, write_sample
 from mmjax.data.sample import Sample, Text
 from mmjax.errors import UserError
@@ -233,7 +233,7 @@ def test_adapters_stand_beside_the_projections_of_both_kinds_of_layers():
     assert names == wanted | {"mlp.gate", "mlp.up", "mlp.down"}
     assert "llm.layers.2.attention.query.lora.a" in adapters
     assert "llm.layers.2.delta_net.query.lora.a" not in adapters
-    assert sum(map(math.prod, adapters.values())) == adapter_parameters(config)["llm.lora"]
+    assert sum(map(math.prod, adapters.values())) == parameters(config)["llm.lora"]
 
 
 def shape_of_layer(leaf, _):

@@ -21,6 +21,7 @@ from mmjax.config import (
     DeltaNetConfig,
     ExpertsConfig,
     LogMel,
+    LoraConfig,
     ModelConfig,
     Remat,
     StoredTable,
@@ -278,6 +279,11 @@ def recomputing(policy: Remat) -> ModelConfig:
     return ModelConfig(replace(WIDE.llm, remat=policy), encoders)
 
 
+def adapted(policy: Remat, *layers: str) -> ModelConfig:
+    """The same with adapters beside these linear layers."""
+    return replace(recomputing(policy), lora={"one": LoraConfig(layers, rank=16)})
+
+
 def xlas_count(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1) -> float:
     """FLOPs of the compiled gradient."""
     function, params = gradient(model, frozen, loss_chunks)
@@ -287,7 +293,7 @@ def xlas_count(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1)
     return program.cost_analysis()["flops"]
 
 
-@pytest.mark.default_cases("all trainable", "products, frozen llm", "full, all trainable", "offload, frozen llm")
+@pytest.mark.default_cases("all trainable", "products, frozen llm", "adapters alone, full", "offload, frozen llm")
 @pytest.mark.parametrize(
     ("model", "frozen"),
     [
@@ -296,10 +302,14 @@ def xlas_count(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1)
         (WIDE, FROZEN[2]),
         (in_chunks(WIDE, 24, 40), FROZEN[0]),
         (in_chunks(WIDE, 24, 40), FROZEN[1]),
+        (adapted("none", "*"), FROZEN[0]),
+        (adapted("full", "*"), FROZEN[4]),
+        (adapted("products", "llm.*.query", "vision.layers.*"), FROZEN[3]),
         *((recomputing(policy), frozen) for policy in get_args(Remat)[1:] for frozen in (FROZEN[0], FROZEN[2])),
     ],
     ids=[
         *("all trainable", "frozen encoders", "frozen llm", "2D convolutions", "frozen 2D convolutions"),
+        *("adapters", "adapters alone, full", "some adapters, products"),
         *(f"{policy}, {kind}" for policy in get_args(Remat)[1:] for kind in ("all trainable", "frozen llm")),
     ],
 )

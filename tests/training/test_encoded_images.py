@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from commands import run
-from mmjax.planning.vae import vae_flops
 from tiny_run import MESHES, gradients, load_steps, make_executor, paths, worst_leaf
 from vae_folder import TINY, drawing_words, save_vae
 
 from mmjax import generate, train
 from mmjax.batch import Microbatch
-from mmjax.config import Config, VaeConfig
+from mmjax.config import Config, FixedSize, VaeConfig
 from mmjax.config.generators import image_size, row_values
 from mmjax.config.loading import apply_overrides, find_config, load
 from mmjax.config.model import with_changes
+from mmjax.cost import table
 from mmjax.cost.table import parameters
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.errors import UserError
@@ -147,21 +147,29 @@ def test_what_encodes_is_planned(tmp_path):
     once = with_changes(config.model, {"picture": {"latents": latents}})
     shape = {"llm": (1, 64), "picture": (2, 18)}  # three images of 6 patches in a row
     work = row_work(config.model, shape)
-    for count, elementwise in (
-        (lambda m: model_flops(m, work, set()), False),
-        (lambda m: executed(m, shape, set()), True),
+    cost = table.encoding(config.model, "picture")  # of one of the six patches of an image
+    for count, rates in (
+        (lambda m: model_flops(m, work, set()), cost.needed_forward),
+        (lambda m: executed(m, shape, set()), cost.forward + cost.beside_forward),
     ):
         more = count(config.model)["picture"].forward - count(once)["picture"].forward
-        assert more == 6 * vae_flops(latents.vae, (4, 6), elementwise)
+        assert more == pytest.approx(6 * 6 * rates.sum())
 
 
 @pytest.mark.parametrize("widths", [(32, 64), (32, 64, 64)])
-def test_flops_of_encoding_are_xlas(widths):
+def test_flops_of_encoding_are_xlas(widths, tmp_path):
     vae = VaeConfig(widths=widths, blocks=1, groups=8)
+    planned = encoding_config(tmp_path, "transformer").model
+    generator = planned.generators["picture"]
+    latents = replace(generator.latents, vae=vae, factor=vae.factor)
+    images = FixedSize(crop=(16 * vae.factor, 24 * vae.factor))
+    planned = with_changes(planned, {"picture": {"latents": latents, "images": images}})
     model = VaeModel.build(vae)
     image = jax.ShapeDtypeStruct((1, 16 * vae.factor, 24 * vae.factor, 3), jnp.float32)
     found = jax.jit(model.encode).lower(model.abstract, image).compile().cost_analysis()["flops"]
-    assert vae_flops(vae, (16, 24), elementwise=True) == pytest.approx(found, rel=0.02)
+    cost = table.encoding(planned, "picture")
+    patches = 16 * 24 / generator.patch**2
+    assert patches * (cost.forward + cost.beside_forward).sum() == pytest.approx(found, rel=0.02)
 
 
 @pytest.mark.parametrize(
