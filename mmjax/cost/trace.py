@@ -90,8 +90,8 @@ def list_operations(program: Any, times: int = 1, scope: str = "") -> Iterator[O
             yield from max(branches, key=lambda operations: sum(x.count for x in operations))
         elif name != "pallas_call":
             length = equation.params["length"] if name == "scan" else 1
-            for program in _inner_programs(equation):
-                yield from list_operations(program, length * times, inner)
+            for inside in _inner_programs(equation):
+                yield from list_operations(inside, length * times, inner)
 
 
 def _of_blocks(body: Any, scope: str) -> Iterator[Operations]:
@@ -507,8 +507,7 @@ def _saved_arrays(program: Any) -> Iterator[Any]:
     for equation in program.eqns:
         if equation.primitive.name == "scan" and equation.params["length"] == MANY:
             if "transpose" not in str(equation.source_info.name_stack):
-                carried = equation.params["num_carry"]
-                yield from (x.aval for x in equation.outvars[carried:] if type(x) is Var)
+                yield from (x.aval for x in equation.outvars if type(x) is Var and x.aval.shape[:1] == (MANY,))
         else:
             for inner in _inner_programs(equation):
                 yield from _saved_arrays(inner)

@@ -13,10 +13,8 @@ from test_flops import gradient, make_batch, make_model, random_microbatch, trac
 
 from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
 from mmjax.config.model import linear_layers
-from mmjax.cost.table import parameters
-from mmjax.models.layer_stacks import key_names
 from mmjax.models.layers import Linear
-from mmjax.models.model import Model, parameter_group
+from mmjax.models.model import Model
 from mmjax.planning.flops import executed, frozen_modules, model_flops, step_needed
 from mmjax.planning.memory import moment_bytes
 from mmjax.planning.work import useful_work
@@ -81,21 +79,15 @@ def test_padding_needs_nothing_of_adapters_either() -> None:
     assert with_["llm"].forward - without["llm"].forward == 2 * llm
 
 
-@pytest.mark.parametrize("patterns", PATTERNS, ids=",".join)
-def test_parameters_and_moments_are_those_of_the_built_model(patterns: tuple[str, ...]) -> None:
-    config = with_adapters(patterns)
+@pytest.mark.parametrize("optimizer", [AdamW(), Muon()])
+def test_moments_are_those_of_the_built_model(optimizer: AdamW | Muon) -> None:
+    config = with_adapters(("*.connector.mlp.down", "llm.*.attention.*"))
     model = Model.build(config, jnp.bfloat16)
-    counted: dict[str, int] = {}
-    for path, leaf in jax.tree.leaves_with_path(model.abstract):
-        group = parameter_group(key_names(path))
-        counted[group] = counted.get(group, 0) + leaf.size
-    assert parameters(config) == counted
     trainable, still = jax.eval_shape(lambda p: split(model, frozenset(model.frozen), p), model.abstract)
     assert {x.dtype for x in jax.tree.leaves(still)} == {jnp.dtype(jnp.bfloat16)}
-    for optimizer in (AdamW(), Muon()):
-        state = jax.eval_shape(make_optimizer(optimizer, model.axes).init, trainable)
-        held = sum(x.size for x in jax.tree.leaves(state) if x.ndim and x.shape != (3,))  # Muon has coefficients
-        assert 4 * held == sum(moment_bytes(config, frozen_modules(config), optimizer).values())
+    state = jax.eval_shape(make_optimizer(optimizer, model.axes).init, trainable)
+    held = sum(x.size for x in jax.tree.leaves(state) if x.ndim and x.shape != (3,))  # Muon has coefficients
+    assert 4 * held == sum(moment_bytes(config, frozen_modules(config), optimizer).values())
 
 
 def test_the_first_layer_in_a_scan_with_others_executes_what_they_do() -> None:

@@ -1,4 +1,4 @@
-"""Work of a diffusion transformer: needed FLOPs are an exact count, executed ones XLA's, parameters the module's."""
+"""Work of a diffusion transformer: needed FLOPs are an exact count, executed ones XLA's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from test_flops import make_model, make_text
 
 from mmjax.config import DiffusionTransformerConfig, ModelConfig, Remat
 from mmjax.config.model import linear_layers
-from mmjax.cost.table import parameters
-from mmjax.models.diffusion_transformer import DiffusionTransformer, ImageInputs
+from mmjax.models.diffusion_transformer import DiffusionTransformer
 from mmjax.models.layer_stacks import plan_stacks
 from mmjax.models.layers import Linear
 from mmjax.planning.flops import executed, layer_policies, model_flops
-from mmjax.planning.memory import saved_bytes_per_layer
 from mmjax.planning.work import length_work, useful_work
 
 TINY = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=2, text_tokens=1)
@@ -46,16 +44,6 @@ KINDS = [
     {"micro_conditions": True, "learned_variance": True, "biases": ("output", "up", "down")},
     {"condition_mlp": False, "patch": 3, "biases": ()},
 ]
-
-
-@pytest.mark.parametrize("changes", KINDS)
-def test_parameters_are_those_of_the_module(changes: dict) -> None:
-    config = replace(TINY, **changes)
-    counts = parameters(model_with(config))
-    assert counts["image"] == sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module_of(config))))
-    llm_width = make_model().llm.width
-    tables = config.queries * (llm_width + config.condition_width)
-    assert counts["image.connector"] == 2 * llm_width + (llm_width + 1) * config.condition_width + tables
 
 
 def count_multiply_adds(
@@ -192,51 +180,3 @@ def test_without_its_layers_which_were_timed_a_frozen_one_executes_the_rest() ->
     rest, one = (executed(model, SHAPE, frozen, without_layers=names)["image"] for names in ({"image"}, set()))
     assert 0 < rest.forward < one.forward
     assert 0 < rest.backward < one.backward
-
-
-RESIDUALS = {
-    f"{policy}-{backend}": (policy, backend) for policy in get_args(Remat) for backend in ("dense", "blockwise")
-}
-
-
-@pytest.mark.default_cases("trained-products-blockwise", "frozen-attention_mlp-dense")
-@pytest.mark.parametrize(("policy", "backend"), RESIDUALS.values(), ids=RESIDUALS)
-@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
-def test_layers_save_what_they_were_predicted_to(policy: Remat, backend: str, trainable: bool) -> None:
-    """Bytes of the arrays that a forward pass of the layers gives to its backward pass."""
-    config = replace(WIDE, layers=4, remat=policy, attention=backend)
-    rows, length = SHAPE["image"]
-    graph, state = nnx.split(module_of(config, scanned=True))
-    items = jax.tree.map(jnp.asarray, rows_of_images([[(1, length)]] * rows, length))
-    images = config.most_images(length)
-
-    def residuals(state: Any, x: jax.Array, time: jax.Array, condition: jax.Array) -> list[jax.Array]:
-        module = nnx.merge(graph, state)
-        context = module.context(items, time, condition)
-        layers, weights = nnx.split(module.layers)
-        # Of a frozen transformer only the condition's gradient is wanted, which every layer but the first passes on.
-        given = {"weights": weights, "x": x, **context.images._asdict()}
-        names = ("weights", "x", "modulation", "condition") if trainable else ("x", "condition")
-        wanted = {name: given.pop(name) for name in names}
-
-        def run(of: Any) -> jax.Array:
-            inputs = given | of
-            layers_module = nnx.merge(layers, inputs.pop("weights"))
-            x = inputs.pop("x")
-            return layers_module(x, context._replace(images=ImageInputs(**inputs)))
-
-        _, backward = jax.vjp(run, wanted)
-        known = {id(leaf) for leaf in jax.tree.leaves((weights, context))}
-        return [leaf for leaf in jax.tree.leaves(backward) if id(leaf) not in known]
-
-    arrays = jax.eval_shape(
-        residuals,
-        state,
-        jax.ShapeDtypeStruct((rows, length, config.width), jnp.float32),
-        jax.ShapeDtypeStruct((rows, images), jnp.float32),
-        jax.ShapeDtypeStruct((rows, images * config.condition_tokens, config.condition_width), jnp.float32),
-    )
-    measured = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays if leaf.shape[:1] == (4,))
-    model = model_with(replace(config, frozen=not trainable))
-    saved = saved_bytes_per_layer(model, "image", (rows, length), "float32")[policy]
-    assert measured == pytest.approx(4 * (saved.device + saved.host), rel=0.02)
