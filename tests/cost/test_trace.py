@@ -1,4 +1,4 @@
-"""Costs come from the program: of layers that nothing but the model knows, of scopes, and for processes without JAX."""
+"""Costs come from the program: of layers that nothing but the model knows, by the scopes that it names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_flops import make_model, make_text
+from test_flops import make_batch, make_model, make_text
 
 from mmjax.config import ModelConfig, UnetConfig
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.cost.trace import list_operations
 from mmjax.models import decoder
 from mmjax.models.layers import LayerOutput, Linear
+from mmjax.models.model import Model
 from mmjax.planning.flops import executed, model_flops, recompute_flops, stage_flops
 from mmjax.planning.memory import SavedBytes, saved_bytes_per_layer
 from mmjax.planning.work import row_work, useful_work
@@ -73,6 +74,15 @@ def test_a_convolution_counts_the_taps_that_lie_on_the_image() -> None:
 
     assert operations(1, 1) == 2 * 5 * 7 * 11 * (2 + 3 + 3 + 2) ** 2
     assert operations(2, 2) == 2 * 5 * 7 * 11 * (1 + 3 + 2) ** 2
+
+
+def test_a_program_names_the_towers_and_connectors_that_its_products_belong_to() -> None:
+    model = Model.build(make_model(), jnp.float32)
+    batch = make_batch(make_model(), {"llm": (1, 12), "vision": (1, 8), "audio": (1, 12)})
+    program = jax.make_jaxpr(lambda params, batch: model.outputs(params, batch).hidden)(model.abstract, batch).jaxpr
+    scopes = {x.scope for x in list_operations(program) if x.is_product}
+    for name in ("llm", "vision", "vision/connector", "audio", "audio/connector"):
+        assert any(scope.startswith(f"/{name}") for scope in scopes), (name, scopes)
 
 
 def test_loops_count_as_often_as_they_run() -> None:
