@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -54,15 +55,14 @@ def model_flops(
         if isinstance(config, DiffusionTransformerConfig):
             # A position attends the condition of its image; executed are those of both images of its block.
             amounts = amounts._replace(blocks=amounts.positions / (2 * config.min_patches))
-        units = np.array(amounts, float)
         trace = tower_trace(model, tower, _running(work), frozen, "dense")
         tower_cost, connector = _whole(trace, [("none", True)] * _layers(config))
         for module, cost in ((tower, tower_cost), (f"{tower}.connector", connector))[: 1 + (tower != "llm")]:
-            forward = float(cost.needed_forward @ units)
+            forward = _total(cost.needed_forward, amounts)
             if reference and _runs_twice(module, model):
                 again = _whole(*_without_adapters(trace, _layers(config)))[module != tower]
-                forward += float(again.needed_forward @ units)
-            flops[module] = Flops(forward, float(cost.needed_backward @ units))
+                forward += _total(again.needed_forward, amounts)
+            flops[module] = Flops(forward, _total(cost.needed_backward, amounts))
     return _with_encoding(flops, model, work, elementwise=False)
 
 
@@ -134,7 +134,7 @@ def _with_encoding(
         if name in flops:
             cost = table.encoding(model, name)
             rates = cost.needed_forward + elementwise * cost.beside_forward
-            encoded = work[name].inputs * float(rates.sum())
+            encoded = work[name].inputs * math.fsum(rates)
             flops[name] = flops[name]._replace(forward=flops[name].forward + encoded)
     return flops
 
@@ -269,13 +269,17 @@ def _flops_of(cost: Cost, work: Work, config: Tower | Generator) -> Flops:
         passes[1, PAIRS] *= UNET_PRODUCTS[config.attention]
     elif kernel:
         passes[1, PAIRS] *= KERNEL_PRODUCTS
-    units = np.array(work, float)
-    forward, backward, again = (passes @ units).tolist()
+    forward, backward, again = (_total(rates, work) for rates in passes)
     return Flops(
-        forward=forward + float(cost.beside_forward @ units),
-        backward=backward + again + float(cost.beside_backward @ units),
+        forward=forward + _total(cost.beside_forward, work),
+        backward=backward + again + _total(cost.beside_backward, work),
         attention=kernel * float(passes[:, PAIRS].sum() * work.pairs),
     )
+
+
+def _total(rates: np.ndarray, work: Work) -> float:
+    """Multiply rates by amounts and add up, to the same bits on every processor: all ranks plan by the sums."""
+    return math.fsum(rate * amount for rate, amount in zip(rates.tolist(), work, strict=True))
 
 
 def _padding(config: Tower | Generator) -> float:
