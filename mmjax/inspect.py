@@ -141,7 +141,8 @@ def _check_readable(replayed: Replayed, launch: Launch, number: int) -> None:
         _ = replayed.loaded
     except Exception as error:
         loader = replayed.loader
-        if index_key(loader.sources, loader.config.model.item_modules) == launch.index:
+        model = loader.config.model
+        if index_key(loader.sources, model.item_modules, model.llm) == launch.index:
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(

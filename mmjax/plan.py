@@ -303,11 +303,12 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> Lengths:
             copy_config(
                 path, Path(folder)
             )  # a FunctionSource looks its function up in a run folder's copy of the config
-            index = build_index(open_sources(config, "train", Path(folder)), modules)
+            index = build_index(open_sources(config, "train", Path(folder)), modules, config.model.llm)
         return index, mixture_weights(config.data, index), f"{len(index):,} samples"
     keys = ("llm_tokens", *modules)
     if files:
-        return index_of_lengths(read_lengths(files, keys), modules), [1.0], f"lengths of {', '.join(map(str, files))}"
+        index = index_of_lengths(read_lengths(files, keys), modules, config.model.llm)
+        return index, [1.0], f"lengths of {', '.join(map(str, files))}"
     if config.model.generators:
         lengths = interleaved_corpus(SYNTHETIC_SAMPLES, config.seed, modules)
     else:
@@ -316,7 +317,8 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> Lengths:
         raise UserError(
             f"the config names no data and there are no made lengths for {missing[0]!r}; give your own with --lengths"
         )
-    return index_of_lengths(lengths, modules), [1.0], "the config names no data: lengths made from a seed"
+    index = index_of_lengths(lengths, modules, config.model.llm)
+    return index, [1.0], "the config names no data: lengths made from a seed"
 
 
 # ----------------------------------------------------------------------------------------------------------- the report

@@ -96,6 +96,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
             *DATA,
             "mmjax.balance",
             "mmjax.planning",
+            "mmjax.batch",
             *BASE,
         ),
         NUMERIC,

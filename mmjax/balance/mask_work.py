@@ -57,6 +57,47 @@ def _runs(mask: Mask) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @njit(cache=True)
+def run_pairs(tokens, kind, sees, span, branch, window):
+    """Count the allowed pairs of one sample, given as runs of tokens that attend alike in the order of `pos`.
+
+    All int64 [R]; kind, sees and span as in `Mask`, branch: 0 for what all branches after it see. window: keys that a
+    query sees at most, itself included, those of its span aside; 0 = all. Branches between a token and branch 0 do not
+    count.
+    """
+    runs = len(tokens)
+    begin = np.zeros(runs + 1, np.int64)
+    gap = np.zeros(runs, np.int64)  # tokens of other branches between a run's branch and branch 0
+    fork = branch_begin = before = 0
+    for i in range(runs):
+        if i == 0 or branch[i] != before:
+            branch_begin = begin[i]
+            fork = begin[i] if before == 0 else fork
+        gap[i] = branch_begin - fork if branch[i] else 0
+        before = branch[i]
+        begin[i + 1] = begin[i] + tokens[i]
+    pairs = 0
+    for i in range(runs):
+        for j in range(runs):
+            if span[i] != 0 and span[i] == span[j]:
+                pairs += tokens[i] * tokens[j]
+            elif j <= i and sees[i] & kind[j]:
+                pairs += tokens[i] * (tokens[i] + 1) // 2 if i == j else tokens[i] * tokens[j]
+                if window:
+                    first = begin[i] - (0 if branch[j] else gap[i])
+                    # The first query misses so many of the run's keys, and each after it one more.
+                    missed = first - window + 1 - begin[j]
+                    pairs -= _clipped_sum(missed + tokens[i] - 1, tokens[j]) - _clipped_sum(missed - 1, tokens[j])
+    return pairs
+
+
+@njit(cache=True)
+def _clipped_sum(last, top):
+    """Sum max(0, min(x, top)) over all whole x up to `last`."""
+    inside = max(0, min(last, top))
+    return inside * (inside + 1) // 2 + max(0, last - top) * top
+
+
+@njit(cache=True)
 def _run_starts(sample, pos, span, kind, sees):
     """Find the first token of every run, int64 [R]. `pos` of padding is not read."""
     tokens = len(sample)

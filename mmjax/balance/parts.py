@@ -17,12 +17,14 @@ class Parts:
     sample_start: int64 `[n + 1]`, the parts of sample i are `sample_start[i] : sample_start[i + 1]`.
     module: int32 `[p]`, 0 = LLM, then the encoders.
     length: int64 `[p]`, positions that the part takes in its row, alignment included; at least 1.
+    pairs: int64 `[p]`, of a query and a key, that attention computes of the part; None: not known.
     Raises ValueError when a sample's first part, and only that, is not its LLM part.
     """
 
     sample_start: np.ndarray
     module: np.ndarray
     length: np.ndarray
+    pairs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         start = self.sample_start
@@ -69,7 +71,8 @@ class Parts:
         """Select the parts of these samples, in this order."""
         part = self.of_samples(samples)
         count = np.diff(self.sample_start)[samples]
-        return Parts(np.concatenate([[0], np.cumsum(count)]).astype(np.int64), self.module[part], self.length[part])
+        start = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
+        return Parts(start, self.module[part], self.length[part], None if self.pairs is None else self.pairs[part])
 
 
 def parts_of(samples: Sequence[Sequence[tuple[int, int]]]) -> Parts:

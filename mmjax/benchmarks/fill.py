@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         if args.lengths:
             encoders = tuple(config.model.encoders)
             read = read_lengths(args.lengths, ("llm_tokens", *encoders))
-            index = index_of_samples(read, encoders, args.samples or len(read["llm_tokens"]), args.scale)
+            samples = args.samples or len(read["llm_tokens"])
+            index = index_of_samples(read, encoders, samples, args.scale, config.model)
             weights = [1.0]
         else:
             index, weights = _index_sources(config, path)
@@ -115,7 +116,8 @@ def _index_sources(config: Config, path: Path) -> tuple[LengthIndex, list[float]
     """Build the index of the data of the config in `path`; return it and the weights of its sources."""
     with tempfile.TemporaryDirectory() as folder:
         copy_config(path, Path(folder))  # where a FunctionSource looks its function up
-        index = build_index(open_sources(config, "train", Path(folder)), config.model.item_modules)
+        model = config.model
+        index = build_index(open_sources(config, "train", Path(folder)), model.item_modules, model.llm)
     return index, mixture_weights(config.data, index)
 
 

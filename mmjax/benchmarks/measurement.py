@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.data.plan.length_index import LengthIndex, omni_corpus, read_lengths
+from mmjax.config import ModelConfig
+from mmjax.data.plan.length_index import LengthIndex, omni_corpus, pairs_of_lengths, read_lengths
 from mmjax.errors import UserError
 
 
@@ -76,11 +77,18 @@ def draw_step(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, np.ndar
     return sample, np.repeat(np.arange(args.ranks, dtype=np.int32), args.per_rank), length
 
 
-def index_of_samples(read: Mapping[str, np.ndarray], encoders: Sequence[str], samples: int, scale: int) -> LengthIndex:
+def index_of_samples(
+    read: Mapping[str, np.ndarray],
+    encoders: Sequence[str],
+    samples: int,
+    scale: int,
+    model: ModelConfig | None = None,
+) -> LengthIndex:
     """Build the index of so many samples, those of `read` as often as needed, as one source of data.
 
     encoders: keys of `read`. An encoder's length is one item, `vision_items` counts tiles. Lengths in positions are
-    divided by `scale`, to at least 1 where there is anything.
+    divided by `scale`, to at least 1 where there is anything. model: whose layers' pairs are counted; None: those of
+    full attention.
     """
     chosen = np.arange(samples) % len(read["llm_tokens"])
     scaled = {k: n if k == TILES else np.where(n > 0, np.maximum(n // scale, 1), 0) for k, n in read.items()}
@@ -93,6 +101,7 @@ def index_of_samples(read: Mapping[str, np.ndarray], encoders: Sequence[str], sa
     encoder = np.repeat(np.tile(np.arange(len(encoders)), len(chosen)), items_per_pair)
     positions = np.repeat(length.ravel(), items_per_pair).astype(np.int32)
     tokens = count * -(-length // PER_TOKEN)
+    llm, towers = (None, (None,) * len(encoders)) if model is None else (model.llm, tuple(model.encoders.values()))
     return LengthIndex(
         source_name=np.array(["lengths"]),
         source_start=np.array([0, len(chosen)]),
@@ -104,4 +113,5 @@ def index_of_samples(read: Mapping[str, np.ndarray], encoders: Sequence[str], sa
         item_useful=positions,
         item_tokens=-(-positions // PER_TOKEN),
         positions_per_token=np.ones(len(encoders), np.int32),
+        **pairs_of_lengths(llm, towers, lengths["llm_tokens"], encoder, positions),
     )

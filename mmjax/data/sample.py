@@ -216,6 +216,8 @@ class Source(Protocol):
     """Random access to samples. `facts` and `sample` decode no media; `item` opens and decodes one item.
 
     Samples that cannot be used raise BadSample from the first two, media that cannot be decoded BadMedia from `item`.
+    Where `sample` takes long, a source may have `outline` too: the sample with any tokens, but as many, and any weights
+    of its texts, but the same first token that is trained on. The length index counts what is attended by it.
     """
 
     def __len__(self) -> int: ...

@@ -181,7 +181,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     coordination.run_on_leader(lambda: _index_sources(sources, config, folder))
     records = coordination.run_on_leader(lambda: records_of(sources))
     check_records(sources, records)
-    index, index_folder = cached_index(sources, config.model.item_modules, folder.index)
+    index, index_folder = cached_index(sources, config.model.item_modules, folder.index, config.model.llm)
     weights = mixture_weights(config.data, index)
     data = Held(index, {name: files_of(source) for name, source in sources.items()})
     fingerprint = index.fingerprint()
@@ -273,7 +273,7 @@ def _index_sources(sources: Mapping[str, Source], config: Config, folder: RunFol
     look_again(sources)
     for note in notes_of(sources):
         print_lines(f"note   {note}")
-    return str(cached_index(sources, config.model.item_modules, folder.index)[1])
+    return str(cached_index(sources, config.model.item_modules, folder.index, config.model.llm)[1])
 
 
 def _grouping_settings(config: Config) -> tuple[object, ...]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TEXT_KIND, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
+from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
 from mmjax.config import AudioConfig, CrossEntropy, Dpo, Generator, LossConfig, ModelConfig, VisionConfig
 from mmjax.config.generators import row_values, takes_pixels
 from mmjax.config.training import loss_inputs
 from mmjax.data.media.anyres_layout import interpolates_tokens
+from mmjax.data.plan.attended_pairs import MaskRules, prefix_tokens
 from mmjax.data.sample import CORNERS, MAX_BRANCHES, NEWLINE, NO_TOKEN, ArrangedItems, Item, Sample, Text
 from mmjax.errors import UserError
 
@@ -68,9 +70,14 @@ class Arrays:
         """Tell whether the connector has a newline token, which follows every row of an image."""
         return self.encoders[encoder].connector.newline
 
+    @cached_property
+    def rules(self) -> MaskRules:
+        """Return how tokens attend."""
+        return MaskRules(tuple(self.modules), tuple(self.generators), self.items)
+
     def bit(self, module: str) -> int:
         """Return the kind bit of the tokens of a module's items."""
-        return TEXT_KIND << 1 + list(self.modules).index(module)
+        return self.rules.bit(module)
 
 
 class Place(NamedTuple):
@@ -171,32 +178,13 @@ def write_sample(row: TextBatch, sample: Sample, arrays: Arrays, places: Sequenc
         if n:
             last[branch] = offset - 1
     if arrays.items == "prefix":
-        row.span[: _prefix(sample, lengths)] = first_span + 1
-
-
-def _prefix(sample: Sample, lengths: Sequence[int]) -> int:
-    """Count the tokens of branch 0 before the first that is trained on."""
-    count = 0
-    for segment, n in zip(sample.segments, lengths, strict=True):
-        if isinstance(segment, Text):
-            if segment.branch:
-                break
-            trained = np.flatnonzero(segment.weights)
-            if len(trained):
-                return count + int(trained[0])
-        count += n
-    return count
+        row.span[: prefix_tokens(sample, lengths)] = first_span + 1
 
 
 def _write_text(row: TextBatch, span: slice, text: Text, arrays: Arrays, previous: int | None) -> None:
-    """Write tokens, whom they see and what they predict. previous: index of the token before them in their branch.
-
-    Branches see branch 0 and themselves: each has a kind of its own, so the mask spec needs nothing more.
-    """
-    kind = 1 << (FIRST_BRANCH_BIT + text.branch - 1) if text.branch else TEXT_KIND
+    """Write tokens, whom they see and what they predict. previous: index of the token before them in their branch."""
     row.token[span] = text.tokens
-    row.kind[span] = kind
-    row.sees[span] = _everyone(arrays) | kind
+    row.kind[span], row.sees[span] = arrays.rules.text(text.branch)
     # Tokens 5, 6, 7 at 10 to 12: 10 predicts 6, 11 predicts 7; 12 has no target unless text of its branch follows.
     predict = slice(span.start, max(span.stop - 1, span.start))
     row.target[predict] = text.tokens[1:]
@@ -231,10 +219,7 @@ def _write_tokens(
         into.share[span, : slots.shape[1]] = shares
     else:
         into[span] = slots[:, 0]
-    row.kind[span] = arrays.bit(encoder)
-    is_query = encoder in arrays.generators  # queries of an image to be made, which attend as text does
-    row.sees[span] = 0 if arrays.items == "isolated" and not is_query else _everyone(arrays)
-    row.span[span] = group if arrays.items in ("bidirectional", "isolated") and not is_query else 0
+    row.kind[span], row.sees[span], row.span[span] = arrays.rules.item(encoder, group)
 
 
 def _items(segment: Item | ArrangedItems) -> int:
@@ -259,11 +244,6 @@ def llm_tokens(segment: Item | ArrangedItems, places: Sequence[Place], arrays: A
     if not interpolates_tokens(arrays.encoders[segment.encoder]) and (token[:, 1:] != NO_TOKEN).any():
         raise ValueError(f"it mixes tokens of {segment.encoder!r}, whose images say nothing of interpolation")
     return len(segment.tokens)
-
-
-def _everyone(arrays: Arrays) -> int:
-    """Return the kinds of branch 0: text, all encoders and all generators."""
-    return (TEXT_KIND << 1 + len(arrays.modules)) - 1
 
 
 def _checked_lengths(sample: Sample, arrays: Arrays, places: Sequence[Place], promised: int) -> list[int]:

@@ -17,8 +17,17 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.balance.parts import LLM, Parts
-from mmjax.config import AudioConfig, Generator, UnetConfig
+from mmjax.config import AudioConfig, DecoderConfig, Generator, UnetConfig
+from mmjax.config.generators import Tower
 from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
+from mmjax.data.plan.attended_pairs import (
+    MaskRules,
+    causal_pairs,
+    item_pairs,
+    pairs_by_length,
+    runs_of,
+    sample_pairs,
+)
 from mmjax.data.sample import BadSample, SampleLengths, Source, with_place
 from mmjax.data.storage.array_store import Damaged, open_arrays, print_recomputation, save_arrays
 from mmjax.errors import BadMedia, UserError
@@ -139,7 +148,9 @@ def interleaved_corpus(samples: int, seed: int, modules: ItemModules) -> Mapping
     return {key: value.astype(np.int64) for key, value in lengths.items()}
 
 
-def index_of_lengths(lengths: Mapping[str, np.ndarray], modules: ItemModules) -> LengthIndex:
+def index_of_lengths(
+    lengths: Mapping[str, np.ndarray], modules: ItemModules, decoder: DecoderConfig | None = None
+) -> LengthIndex:
     """Make the index of samples of which only lengths are known: `llm_tokens`, and of every module by name, int `[n]`.
 
     A module's lengths count positions in its layers; where there are any, they are one item, which an encoder rounds up
@@ -163,23 +174,43 @@ def index_of_lengths(lengths: Mapping[str, np.ndarray], modules: ItemModules) ->
     def per_item(total: np.ndarray) -> np.ndarray:
         return np.repeat(total[sample, encoder] // count, count).astype(np.int32)
 
+    item_encoder = np.repeat(encoder, count).astype(np.int32)
+    item_useful = per_item(useful)
     return LengthIndex(
         source_name=np.array(["lengths"]),
         source_start=np.array([0, len(llm)]),
         text_tokens=(llm - tokens.sum(1)).astype(np.int32),
         totals=np.concatenate([llm[:, None], positions], axis=1).astype(np.int32),
         item_start=np.concatenate([[0], np.cumsum(items.sum(1))]),
-        item_encoder=np.repeat(encoder, count).astype(np.int32),
+        item_encoder=item_encoder,
         item_positions=per_item(positions),
-        item_useful=per_item(useful),
+        item_useful=item_useful,
         item_tokens=per_item(tokens),
         positions_per_token=per_token.astype(np.int32),
+        **pairs_of_lengths(decoder, tuple(modules.values()), llm, item_encoder, item_useful),
     )
 
 
-# An item while the index is built; each field becomes one array `item_*` of the index.
-_ITEM = np.dtype([(name, np.int32) for name in ("encoder", "positions", "tokens", "useful")])
+def pairs_of_lengths(
+    llm: DecoderConfig | None,
+    modules: Sequence[Tower | None],
+    llm_tokens: np.ndarray,
+    item_encoder: np.ndarray,
+    item_useful: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """Estimate the pairs of an index from its other arrays, by their names. None: no layer of a module has windows."""
+    of_items = np.zeros(len(item_encoder), np.int64)
+    for number, module in enumerate(modules):
+        items = item_encoder == number
+        of_items[items] = pairs_by_length(module, item_useful[items])
+    tokens = llm_tokens.astype(np.int64)
+    return {"pairs": causal_pairs(tokens, 0) if llm is None else pairs_by_length(llm, tokens), "item_pairs": of_items}
 
+
+# An item while the index is built; each field becomes one array `item_*` of the index.
+_ITEM = np.dtype([*((name, np.int32) for name in ("encoder", "positions", "tokens", "useful")), ("pairs", np.int64)])
+
+PAIRS = ("pairs", "item_pairs")  # arrays of an index
 OUTLIER = 8  # times as many tokens as the median sample
 
 
@@ -197,6 +228,8 @@ class LengthIndex:
     item_useful: np.ndarray  # int32 [p]: of those, patches or frames that hold something
     item_tokens: np.ndarray  # int32 [p]: of the LLM, which its encoder makes or its generator reads
     positions_per_token: np.ndarray  # int32 [encoders]: of an encoder's row for each token that it gives the LLM; or 1
+    pairs: np.ndarray  # int64 [n]: of a query and a key in the LLM, of one head, mean of its layers
+    item_pairs: np.ndarray  # int64 [p]: the same in the item's module
     # Samples that cannot be used, whose lengths are 0, and why.
     bad: np.ndarray = field(default_factory=partial(np.empty, 0, np.int64))  # int64 [b], in order
     reason: np.ndarray = field(default_factory=partial(np.empty, 0, "U1"))  # str [b]
@@ -242,7 +275,10 @@ class LengthIndex:
         length = np.empty(len(is_item), np.int64)
         length[~is_item] = self.llm_tokens[samples]
         length[is_item] = self.item_positions[item]
-        return Parts(start, module, length)
+        pairs = np.empty(len(is_item), np.int64)
+        pairs[~is_item] = self.pairs[samples]
+        pairs[is_item] = self.item_pairs[item]
+        return Parts(start, module, length, pairs)
 
     def useful(self, samples: np.ndarray) -> np.ndarray:
         """Count the positions of each of these samples' parts that hold something, int64 `[p]`: no alignment."""
@@ -271,10 +307,13 @@ class LengthIndex:
         return start, np.arange(items.sum()) + np.repeat(first - np.cumsum(items) + items, items), is_item
 
     def fingerprint(self) -> str:
-        """Hash everything that planning depends on: not why samples are bad, which names files by their paths."""
+        """Hash everything that decides which samples a step has.
+
+        Not why samples are bad, which names files by their paths, nor pairs, which decide where they are processed.
+        """
         digest = hashlib.sha256()
         for f in fields(self):  # arrays that are empty change nothing
-            if f.name != "reason":
+            if f.name not in ("reason", *PAIRS):
                 digest.update(np.ascontiguousarray(getattr(self, f.name)).tobytes())
         return digest.hexdigest()[:16]
 
@@ -288,7 +327,16 @@ class LengthIndex:
     @classmethod
     def open(cls, folder: Path) -> LengthIndex:
         """Memory-map what `save` wrote. Raises Damaged where it is not that."""
-        return cls(**open_arrays(folder, _names((folder / "window.npy").exists())))
+        names = _names((folder / "window.npy").exists())
+        if any((folder / f"{name}.npy").exists() for name in PAIRS):
+            return cls(**open_arrays(folder, names))
+        # Of a run that began before pairs were counted, whose steps can be made again.
+        arrays = open_arrays(folder, [name for name in names if name not in PAIRS])
+        modules = (None,) * (arrays["totals"].shape[1] - 1)
+        useful = arrays["item_useful"]
+        return cls(
+            **arrays, **pairs_of_lengths(None, modules, arrays["totals"][:, LLM], arrays["item_encoder"], useful)
+        )
 
 
 def _names(in_order: bool) -> list[str]:
@@ -302,18 +350,21 @@ def _windows(sources: Mapping[str, Source]) -> list[int]:
     return windows if any(windows) else []
 
 
-def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthIndex:
+def build_index(sources: Mapping[str, Source], encoders: ItemModules, llm: DecoderConfig | None = None) -> LengthIndex:
     """Index every sample of every source; those that their source cannot use are in `bad`.
 
+    llm: whose pairs are counted, by what samples consist of; None: those of causal attention, by lengths.
     Raises UserError where an item has no encoder or a size is impossible.
     """
     numbers = {name: k for k, name in enumerate(encoders)}
     text: list[int] = []
     item_count: list[int] = []
-    item_rows: list[tuple[int, int, int, int]] = []  # as in _ITEM
+    item_rows: list[tuple[int, int, int, int, int]] = []  # as in _ITEM
     extra: list[int] = []  # LLM tokens beyond those of text and items
     bad: dict[int, str] = {}
-    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]] = {}
+    sizes: dict[tuple[str, tuple[int, ...]], tuple[int, int, int, int]] = {}
+    pairs: list[int] = []  # of samples
+    rules = None if llm is None else MaskRules.of(llm, encoders)
     every = ((name, source, i) for name, source in sources.items() for i in range(len(source)))
     with activity("indexing samples", sum(map(len, sources.values()))) as counted:
         for counted.done, (source_name, source, i) in enumerate(every, start=1):
@@ -334,9 +385,10 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthI
             text.append(facts.text_tokens)
             item_count.append(len(rows))
             item_rows += rows
-            extra.append(
-                0 if facts.item_tokens is None else facts.item_tokens - sum(tokens for _, _, tokens, _ in rows)
-            )
+            item_tokens = [tokens for _, _, tokens, *_ in rows]
+            extra.append(0 if facts.item_tokens is None else facts.item_tokens - sum(item_tokens))
+            if rules is not None:
+                pairs.append(_sample_pairs(source, i, item_tokens, rules, llm) if facts.text_tokens or rows else 0)
     items = np.array(item_rows, _ITEM)
     # CSR: the items of sample i are item_start[i] : item_start[i + 1].
     item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
@@ -364,6 +416,8 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthI
         item_tokens=items["tokens"],
         item_useful=items["useful"],
         positions_per_token=np.array([positions_per_token(e) for e in encoders.values()], np.int32),
+        pairs=causal_pairs(totals[:, LLM].astype(np.int64), 0) if llm is None else np.array(pairs, np.int64),
+        item_pairs=items["pairs"],
         bad=np.array(list(bad), np.int64),
         reason=np.array(list(bad.values()), np.str_),
         window=np.array(windows, np.int64),
@@ -371,23 +425,34 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules) -> LengthI
     )
 
 
+def _sample_pairs(source: Source, number: int, item_tokens: Sequence[int], rules: MaskRules, llm: DecoderConfig) -> int:
+    """Count the pairs of a sample by its outline, where the source has it, or by its text."""
+    sample = getattr(source, "outline", source.sample)(number)
+    return sample_pairs(runs_of(sample, item_tokens, rules), llm)
+
+
 def _measured(
     encoders: ItemModules,
     encoder: str,
     size: tuple[int, ...],
-    known: dict[tuple[str, tuple[int, ...]], tuple[int, int, int]],
-) -> tuple[int, int, int]:
-    """Call `item_size`, once for each size. ValueError where there is no such encoder, or it cannot take the size."""
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, int, int, int]],
+) -> tuple[int, int, int, int]:
+    """Measure an item as in _ITEM, once for each size.
+
+    ValueError where there is no such encoder, or it cannot take the size.
+    """
     if (measured := known.get((encoder, size))) is None:
         if encoder not in encoders:
             have = ", ".join(encoders) or "none"
             raise ValueError(f"it has an item for module {encoder!r}; the model's encoders and generators: {have}")
-        measured = known[encoder, size] = item_size(encoders[encoder], size)
+        module = encoders[encoder]
+        lengths = item_size(module, size)
+        measured = known[encoder, size] = (*lengths, item_pairs(module, size, lengths.valid))
     return measured
 
 
-def index_key(sources: Mapping[str, Source], encoders: ItemModules) -> str:
-    """Name the folder of these sources' index: another where any of them differs."""
+def index_key(sources: Mapping[str, Source], encoders: ItemModules, llm: DecoderConfig | None = None) -> str:
+    """Name the folder of these sources' index: another where any of them, or how the LLM attends, differs."""
     windows = _windows(sources)
     key = json.dumps(
         [
@@ -395,17 +460,20 @@ def index_key(sources: Mapping[str, Source], encoders: ItemModules) -> str:
             repr(dict(encoders)),
             _names(bool(windows)),
             *([windows] if windows else []),
+            [] if llm is None else [llm.items, llm.window, len(llm.windowed), llm.layers],
         ]
     )
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def cached_index(sources: Mapping[str, Source], encoders: ItemModules, folder: Path) -> tuple[LengthIndex, Path]:
+def cached_index(
+    sources: Mapping[str, Source], encoders: ItemModules, folder: Path, llm: DecoderConfig | None = None
+) -> tuple[LengthIndex, Path]:
     """Memory-map the index of these sources under `folder`; build it where missing or damaged. Return its path."""
-    path = folder / index_key(sources, encoders)
+    path = folder / index_key(sources, encoders, llm)
     try:
         return LengthIndex.open(path), path
     except Damaged as damage:
         print_recomputation(damage)
-    build_index(sources, encoders).save(path)
+    build_index(sources, encoders, llm).save(path)
     return LengthIndex.open(path), path

@@ -33,7 +33,7 @@ from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, Me
 from mmjax.data.sources.sound import WithSound
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import Conversations, FileRef, Unreadable, hash_strings
-from mmjax.data.text.chat import Chat, load_chat
+from mmjax.data.text.chat import Chat, load_chat, outline_tokens, outlined_sample
 from mmjax.data.text.chat_template import ASSISTANT
 from mmjax.disk import append_json_lines, read_json_lines, remove_path
 from mmjax.errors import BadMedia, UserError
@@ -111,8 +111,8 @@ class Quarantine:
 # Opens the conversations in another process, so it must pickle; open files and locks do not.
 Reopen = Callable[[], Conversations]
 
-_VERSION = "6"
-_NAMES = ("tokens", "content", "bad", "reason")
+_VERSION = "7"
+_NAMES = ("tokens", "content", "codes", "outline", "bad", "reason")
 _CHUNK = 8192  # records that a killed run counts again, for each core
 _ALONE = 3 * _CHUNK  # records below which starting worker processes takes longer than counting
 
@@ -123,6 +123,8 @@ class TokenCounts:
 
     tokens: np.ndarray  # int32 [n]: of text, without media; 0 for a bad record
     content: np.ndarray  # uint64 [n]: hash of each conversation; 0 for a bad record
+    codes: np.ndarray  # int32 [n]: codes of each record's outline
+    outline: np.ndarray  # int32 [c]: all of these, one record after the other, as `Chat.outlines` returns them
     bad: np.ndarray  # int64 [b]: records whose text cannot be used, in order
     reason: np.ndarray  # str [b]
 
@@ -199,15 +201,26 @@ def _lengths(chunk: range, conversations: Conversations, chat: Chat) -> TokenCou
             content[index - chunk.start] = _content(conversation)
             yield conversation
 
-    for position, count in enumerate(chat.text_tokens(read())):
+    codes = np.zeros(len(chunk), np.int32)
+    outlines: list[int] = []
+    for position, outline in enumerate(chat.outlines(read())):
         index = readable[position]
-        if isinstance(count, BadSample):
-            bad[index] = str(count)
+        if isinstance(outline, BadSample):
+            bad[index] = str(outline)
             content[index - chunk.start] = 0
         else:
-            tokens[index - chunk.start] = count
+            tokens[index - chunk.start] = outline_tokens(outline)
+            codes[index - chunk.start] = len(outline)
+            outlines += outline
     indices = sorted(bad)
-    return TokenCounts(tokens, content, np.array(indices, np.int64), np.array([bad[k] for k in indices], np.str_))
+    return TokenCounts(
+        tokens=tokens,
+        content=content,
+        codes=codes,
+        outline=np.array(outlines, np.int32),
+        bad=np.array(indices, np.int64),
+        reason=np.array([bad[k] for k in indices], np.str_),
+    )
 
 
 def _path(conversations: Conversations, chat: Chat, cache: Path) -> Path:
@@ -329,6 +342,18 @@ class ChatSource:
         if self._may_write_text[index] and self._writes_text(index):
             tokens = text_tokens(self.sample(index))  # also what is written between the items of its media
         return self._media.facts(index, tokens)
+
+    def outline(self, index: int) -> Sample:
+        """Return the sample with all tokens 0: what its attention depends on, without reading its text again."""
+        if self._may_write_text[index] and self._writes_text(index):
+            return self.sample(index)
+        codes = self._text.outline[self._outline_start[index] : self._outline_start[index + 1]].tolist()
+        kinds = ["image" if kind == PICTURE else kind for kind, _ in self._sizes(index) if kind != SOUND]
+        return self._media.place(index, lambda encoders, _: outlined_sample(codes, kinds, encoders))
+
+    @cached_property
+    def _outline_start(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self._text.codes, dtype=np.int64)])
 
     @cached_property
     def _may_write_text(self) -> np.ndarray:

@@ -48,6 +48,12 @@ from mmjax.data.text.tokenizer import Encoded, Tokenizer, load_tokenizer
 from mmjax.errors import UserError
 from mmjax.hub import checkpoint_folder
 
+# Codes in a conversation's outline, beside numbers of tokens, which are at least 0.
+TRAINED = -1  # the next token is the first that is trained on
+BRANCH = -2  # the next text is a branch of its own
+MEDIUM = -3  # a medium of the first kind of `_MEDIA`, and so on
+_MEDIA: tuple[Medium, ...] = ("image", "audio", "video")
+
 BATCH = 1024  # conversations that are tokenized at once
 BATCH_CHARACTERS = 1 << 18  # of their texts, unless one alone is longer; each takes up to 1.5 KB meanwhile
 PROMPT_END = 32  # tokens at the end of a prompt that are compared first
@@ -66,9 +72,22 @@ class Tokens:
     kinds: tuple[str, ...]  # of these media
     around: tuple[tuple[int, ...], tuple[int, ...]]  # not in `ids`: tokens that the tokenizer adds before and after
 
-    def text_tokens(self) -> int:
-        """Count all tokens but those that stand for media."""
-        return len(self.ids) - len(self.media) + sum(map(len, self.around))
+    def outline(self) -> list[int]:
+        """List the tokens between media, as `Chat.outlines` does."""
+        before, after = map(len, self.around)
+        trained = int(np.argmax(self.weights > 0)) if self.weights.any() else -1
+        codes: list[int] = []
+        begin = -before
+        ends = [*zip(self.media.tolist(), self.kinds, strict=True), (len(self.ids) + after, None)]
+        for end, kind in ends:
+            if begin <= trained < end:
+                codes += [trained - begin, TRAINED]
+                begin = trained
+            codes.append(end - begin)
+            if kind is not None:
+                codes.append(MEDIUM - _MEDIA.index(kind))
+            begin = end + 1  # behind the medium's one token
+        return codes
 
 
 @dataclass(frozen=True)
@@ -103,7 +122,7 @@ class Chat:
         """
         lines = self._lines(conversation, texts, encoders)
         tokens, answers = self._branches(conversation, lines, [self.tokenizer.encode(line.text) for line in lines])
-        items = _numbered(conversation, encoders, texts)
+        items = _numbered(_kinds(conversation), encoders, texts)
         if answers:
             return Sample((*_sample(tokens, tokens.weights, items).segments, *answers))
         count = np.count_nonzero(tokens.weights)
@@ -123,7 +142,7 @@ class Chat:
         """
         line = self._prompt_line(conversation, texts, encoders)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
-        return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(conversation, encoders, texts))
+        return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(_kinds(conversation), encoders, texts))
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -135,11 +154,17 @@ class Chat:
         return self.tokenizer.decode(tokens[:stop], skip_special=True).strip()
 
     def text_tokens(self, conversations: Iterable[Conversation]) -> list[int | BadSample]:
-        """Count the text tokens of each conversation without its media, or return why `sample` refuses it.
+        """Count the text tokens of each conversation without its media, or return why `sample` refuses it."""
+        outlines = self.outlines(conversations)
+        return [one if isinstance(one, BadSample) else outline_tokens(one) for one in outlines]
 
-        No more conversations are held than are tokenized at once.
+    def outlines(self, conversations: Iterable[Conversation]) -> list[list[int] | BadSample]:
+        """List the text tokens between the media of each conversation, or return why `sample` refuses it.
+
+        Between these numbers stand codes: 5, TRAINED, 2, BRANCH, 7. No more conversations are held than are tokenized
+        at once.
         """
-        counts: list[int | BadSample] = []
+        counts: list[list[int] | BadSample] = []
         batch: list[tuple[Conversation, list[TokenizerInput] | BadSample]] = []
         characters = 0
         for conversation in conversations:
@@ -151,7 +176,9 @@ class Chat:
                 batch, characters = [], 0
         return counts + self._counts(batch)
 
-    def _counts(self, batch: Sequence[tuple[Conversation, list[TokenizerInput] | BadSample]]) -> list[int | BadSample]:
+    def _counts(
+        self, batch: Sequence[tuple[Conversation, list[TokenizerInput] | BadSample]]
+    ) -> list[list[int] | BadSample]:
         texts = [line.text for _, lines in batch if not isinstance(lines, BadSample) for line in lines]
         encoded = iter(self.tokenizer.encode_all(texts))
         return [
@@ -163,12 +190,12 @@ class Chat:
 
     def _count(
         self, conversation: Conversation, lines: Sequence[TokenizerInput], encoded: Sequence[Encoded | BadSample]
-    ) -> int:
+    ) -> list[int]:
         for text in encoded:
             if isinstance(text, BadSample):
                 raise text
         tokens, answers = self._branches(conversation, lines, encoded)
-        return tokens.text_tokens() + sum(len(answer.tokens) for answer in answers)
+        return tokens.outline() + [code for answer in answers for code in (BRANCH, len(answer.tokens))]
 
     def fingerprint(self) -> str:
         """Hash everything that a conversation's tokens and weights depend on."""
@@ -473,23 +500,52 @@ def _sample(tokens: Tokens, weights: np.ndarray, items: dict[str, Iterator[list[
     return Sample(tuple(segments))
 
 
+def _kinds(conversation: Conversation) -> list[str]:
+    return [medium.kind for medium in conversation.media()]
+
+
+def outline_tokens(codes: Sequence[int]) -> int:
+    """Count the text tokens of an outline."""
+    return sum(code for code in codes if code > 0)
+
+
+def outlined_sample(codes: Sequence[int], kinds: Sequence[str], encoders: Sequence[Sequence[str]]) -> Sample:
+    """Make a sample of a conversation's outline: as many tokens, all of them 0, as `Chat.sample` has.
+
+    kinds: of the conversation's media in order. encoders: as in `Chat.sample`. Weights tell the first token that is
+    trained on.
+    """
+    items = _numbered(kinds, encoders)
+    segments: list[Text | Item] = []
+    branch = trained = 0
+    for code in codes:
+        if code <= MEDIUM:
+            segments += next(items[_MEDIA[MEDIUM - code]])
+        elif code > 0:
+            weights = np.zeros(code, np.float32)
+            weights[:1] = trained
+            segments.append(Text(np.zeros(code, np.int32), weights, branch))
+        trained = int(code == TRAINED)
+        branch += code == BRANCH
+    return Sample(tuple(segments))
+
+
 def _numbered(
-    conversation: Conversation, encoders: Sequence[Sequence[str]], texts: Sequence[Sequence[str]] = ()
+    kinds: Sequence[str], encoders: Sequence[Sequence[str]], texts: Sequence[Sequence[str]] = ()
 ) -> dict[str, Iterator[list[Item]]]:
     """Iterate by kind over the parts of each medium, numbered in the conversation's order (a template's may differ).
 
     A medium with texts around its parts has a place for each of them.
     """
-    media = list(conversation.media())
-    if len(media) != len(encoders):
-        raise BadSample(f"it has {len(media)} places for media, and {len(encoders)} media")
-    items: dict[str, list[list[Item]]] = {medium.kind: [] for medium in media}
+    if len(kinds) != len(encoders):
+        raise BadSample(f"it has {len(kinds)} places for media, and {len(encoders)} media")
+    items: dict[str, list[list[Item]]] = {kind: [] for kind in kinds}
     number = 0
-    for medium, names, around in zip(media, encoders, texts or [()] * len(media), strict=True):
+    for kind, names, around in zip(kinds, encoders, texts or [()] * len(kinds), strict=True):
         if not names:
-            raise BadSample(f"its medium {len(items[medium.kind])} of the kind {medium.kind} has no items")
+            raise BadSample(f"its medium {len(items[kind])} of the kind {kind} has no items")
         placed = [Item(name, number + i) for i, name in enumerate(names)]
-        items[medium.kind] += [[item] for item in placed] if around else [placed]
+        items[kind] += [[item] for item in placed] if around else [placed]
         number += len(names)
     return {kind: iter(items_of_kind) for kind, items_of_kind in items.items()}
 

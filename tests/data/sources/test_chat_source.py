@@ -44,6 +44,7 @@ from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import StepLoader, reader_of
 from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.media.decode_clips import decode_clip
+from mmjax.data.plan.attended_pairs import MaskRules, runs_of
 from mmjax.data.plan.length_index import build_index, cached_index
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
@@ -95,6 +96,25 @@ def test_the_index_promises_what_is_read(made):
         assert [s for s in segments if isinstance(s, Item)] == [Item("vision", 0)]
         assert source.item(i, 0).shape == (16, 16, 3)
         assert index.llm_tokens[i] == text + 16
+
+
+@pytest.mark.parametrize("items", ["prefix", "isolated"])
+def test_an_outline_attends_as_its_sample_and_tokenizes_nothing(items, made):
+    config, sources = made
+    source = sources["chat"]
+    rules = MaskRules(("vision",), (), items)
+
+    def together(runs):
+        """Neighbouring runs that attend alike, as one."""
+        tokens = [np.repeat([run[1:]], run.tokens, axis=0) for run in runs]
+        return np.concatenate(tokens).tolist()
+
+    expected = [together(runs_of(source.sample(i), [16], rules)) for i in range(COUNT)]
+    tokenizer = replace(source.chat, tokenizer=None)
+    alone = open_sources(config, "train", Path())["chat"]
+    alone.chat = tokenizer
+    alone._text = source._text
+    assert [together(runs_of(alone.outline(i), [16], rules)) for i in range(COUNT)] == expected
 
 
 def test_the_text_between_an_images_crops_is_counted_and_not_trained_on(checkpoint, tmp_path):

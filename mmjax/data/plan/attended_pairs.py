@@ -1,0 +1,193 @@
+"""Count the (query, key) pairs that samples and items attend: exact, and known before anything is loaded.
+
+Pairs are those of one head, averaged over a tower's layers where some of these have windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mmjax.balance.mask_work import run_pairs
+from mmjax.batch import FIRST_BRANCH_BIT, TEXT_KIND
+from mmjax.config import AudioConfig, DecoderConfig, Generator, VisionConfig
+from mmjax.config.generators import Tower
+from mmjax.data.media.audio_features import clip_size
+from mmjax.data.media.patches import ItemModules, patch_grid
+from mmjax.data.sample import ArrangedItems, Item, Sample, Text
+
+
+class Run(NamedTuple):
+    """Neighbouring tokens of a sample that attend alike, as `TextBatch` has them."""
+
+    tokens: int
+    kind: int
+    sees: int
+    span: int
+
+
+@dataclass(frozen=True)
+class MaskRules:
+    """How the tokens of texts and of items attend in the LLM."""
+
+    modules: tuple[str, ...]  # encoders, then generators
+    generators: tuple[str, ...]
+    items: str  # DecoderConfig.items
+
+    @classmethod
+    def of(cls, llm: DecoderConfig, modules: ItemModules) -> MaskRules:
+        """Return the rules of a model's LLM for its encoders and generators."""
+        generators = tuple(name for name, module in modules.items() if isinstance(module, Generator))
+        return cls(tuple(modules), generators, llm.items)
+
+    @property
+    def everyone(self) -> int:
+        """Return the kinds of branch 0: text, all encoders and all generators."""
+        return (TEXT_KIND << 1 + len(self.modules)) - 1
+
+    def bit(self, module: str) -> int:
+        """Return the kind bit of the tokens of a module's items."""
+        return TEXT_KIND << 1 + self.modules.index(module)
+
+    def text(self, branch: int) -> tuple[int, int]:
+        """Return kind and sight of a text's tokens.
+
+        Branches see branch 0 and themselves: each has a kind of its own, so the mask spec needs nothing more.
+        """
+        kind = 1 << (FIRST_BRANCH_BIT + branch - 1) if branch else TEXT_KIND
+        return kind, self.everyone | kind
+
+    def item(self, module: str, group: int) -> tuple[int, int, int]:
+        """Return kind, sight and span of an item's tokens; group: the span of those that see each other both ways."""
+        if module in self.generators:  # queries of an image to be made, which attend as text does
+            return self.bit(module), self.everyone, 0
+        sees = 0 if self.items == "isolated" else self.everyone
+        return self.bit(module), sees, group if self.items in ("bidirectional", "isolated") else 0
+
+
+def runs_of(sample: Sample, item_tokens: Sequence[int], rules: MaskRules) -> list[Run]:
+    """List the runs of a sample. item_tokens: of each item, by number."""
+    runs = []
+    for segment in sample.segments:
+        if isinstance(segment, Text):
+            runs.append(Run(len(segment.tokens), *rules.text(segment.branch), 0))
+        else:
+            runs.append(Run(_tokens(segment, item_tokens), *rules.item(segment.encoder, segment.number + 1)))
+    if rules.items != "prefix":
+        return runs
+    return _with_prefix(runs, prefix_tokens(sample, [run.tokens for run in runs]))
+
+
+def _tokens(segment: Item | ArrangedItems, item_tokens: Sequence[int]) -> int:
+    if isinstance(segment, ArrangedItems):
+        return len(segment.tokens)
+    return segment.part[1] - segment.part[0] if segment.part else item_tokens[segment.number]
+
+
+def prefix_tokens(sample: Sample, lengths: Sequence[int]) -> int:
+    """Count the tokens of branch 0 before the first that is trained on. lengths: of the segments."""
+    count = 0
+    for segment, n in zip(sample.segments, lengths, strict=True):
+        if isinstance(segment, Text):
+            if segment.branch:
+                break
+            trained = np.flatnonzero(segment.weights)
+            if len(trained):
+                return count + int(trained[0])
+        count += n
+    return count
+
+
+def _with_prefix(runs: Sequence[Run], prefix: int) -> list[Run]:
+    """Make one span of the first `prefix` tokens, inside which all see each other."""
+    cut = []
+    begin = 0
+    for run in runs:
+        inside = int(np.clip(prefix - begin, 0, run.tokens))
+        cut += [run._replace(tokens=inside, span=1), run._replace(tokens=run.tokens - inside)]
+        begin += run.tokens
+    return cut
+
+
+def sample_pairs(runs: Sequence[Run], llm: DecoderConfig) -> int:
+    """Count the pairs of a sample of these runs."""
+    if not any(run.kind >> FIRST_BRANCH_BIT or run.span for run in runs):  # plain causal attention
+        return round(mean_pairs(llm, causal_pairs, sum(run.tokens for run in runs)))
+    tokens, kind, sees, span = (np.array(column, np.int64) for column in zip(*runs, strict=True))
+    branch = kind >> FIRST_BRANCH_BIT
+    return round(mean_pairs(llm, lambda _, window: run_pairs(tokens, kind, sees, span, branch, window), 0))
+
+
+def causal_pairs(tokens: np.ndarray | int, window: int) -> np.ndarray | int:
+    """Count the causal pairs of so many tokens, within a window where it is not 0."""
+    pairs = tokens * (tokens + 1) // 2
+    if not window:
+        return pairs
+    # A window of w excludes, of n tokens, the causal pairs of n - w tokens.
+    beyond = (tokens - window) * (tokens > window)
+    return pairs - beyond * (beyond + 1) // 2
+
+
+def mean_pairs(tower: Tower, pairs: Callable[[np.ndarray | int, int], np.ndarray | int], positions: np.ndarray | int):
+    """Average `pairs(positions, window)` over a tower's layers; window: positions, 0 in layers without one."""
+    full = pairs(positions, 0)
+    window, share = _windows(tower)
+    return full + (pairs(positions, window) - full) * share if window else full
+
+
+def _windows(tower: Tower) -> tuple[int, float]:
+    """Return the window of a tower's layers, and the share of the layers that have one; of images its side."""
+    if isinstance(tower, AudioConfig):
+        return tower.chunk_positions * tower.attended_chunks if tower.chunk else 0, 1.0
+    if isinstance(tower, Generator) or not tower.windowed:
+        return 0, 0.0
+    return tower.window, len(tower.windowed) / tower.layers
+
+
+def item_pairs(module: Tower, size: tuple[int, ...], positions: int) -> int:
+    """Count the pairs of an item of this size. positions: of its rows that hold something."""
+    if isinstance(module, AudioConfig):
+        return round(mean_pairs(module, _squares, clip_size(module, size[0]).positions))
+    if not isinstance(module, VisionConfig):
+        return positions**2
+    height, width = patch_grid(module, size[-2:])
+
+    def windows(count: int, window: int) -> int:
+        if not window:
+            return count**2
+        # The class token and registers are in the first window.
+        first = min(height, window) * min(width, window)
+        extra = (first + module.own_tokens) ** 2 - first**2
+        return _squares(height, window) * _squares(width, window) + extra
+
+    return round(mean_pairs(module, windows, positions))
+
+
+def _squares(positions: int, window: int) -> int:
+    """Sum the squared lengths of the windows that so many positions are cut into, one where the window is 0."""
+    if not window:
+        return positions**2
+    whole, rest = divmod(positions, window)
+    return whole * window**2 + rest**2
+
+
+def pairs_by_length(tower: Tower | None, length: np.ndarray) -> np.ndarray:
+    """Count pairs where only lengths are known, int64 `[n]`: samples of an LLM are causal, items attend fully.
+
+    length: positions of the LLM, patches, or frames before the stride. None: of an unknown encoder.
+    """
+    length = np.asarray(length, np.int64)
+    if isinstance(tower, DecoderConfig):
+        return np.rint(mean_pairs(tower, causal_pairs, length)).astype(np.int64)
+    if isinstance(tower, AudioConfig):
+        length = tower.count_positions(length) if tower.chunk else length // tower.stride
+
+    def full(n: np.ndarray, window: int) -> np.ndarray:
+        # A length does not tell which windows an image's edge cuts: all are counted as complete.
+        size = window**2 if isinstance(tower, VisionConfig) else window
+        return n * np.minimum(n, size) if window else n * n
+
+    return np.rint(full(length, 0) if tower is None else mean_pairs(tower, full, length)).astype(np.int64)
