@@ -156,6 +156,7 @@ def _summary(scalars: Mapping[str, float]) -> str:
         f"fill {fills}",
     ]
     if (unbalanced := scalars["straggler_wait_before"]) > 1e-6:  # 0 where there is only one rank
-        parts.append(f"ranks wait {scalars['straggler_wait']:.1%} (unbalanced {unbalanced:.0%})")
+        lost = f"ranks wait {scalars['straggler_wait']:.1%}, padding {scalars['padding']:.1%}"
+        parts.append(f"{lost} (unbalanced {unbalanced:.0%})")
     # Of the seconds, not of each step's share: a step that waits long is longer than others.
     return "  ".join([*parts, f"data wait {scalars['seconds/data_wait'] / scalars['seconds/step']:.1%}"])

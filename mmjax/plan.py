@@ -418,12 +418,12 @@ def _policies_of_blocks(unet: UnetConfig) -> list[str]:
 
 
 def _balance_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
-    rows = [("balance", *(f"dist ratio {name}" for name in forecast.chosen.dist_ratio), "fill LLM", "step", "MFU")]
+    ratios = [f"dist ratio {name}" for name in forecast.chosen.dist_ratio]
+    rows = [("balance", *ratios, "fill LLM", "padding", "ranks wait", "step", "MFU")]
     for kind, chosen in forecast.by_balance.items():
-        ratios = [f"{ratio:.3f}" for ratio in chosen.dist_ratio.values()]
-        rows.append(
-            (kind, *ratios, f"{chosen.fill['llm']:.2f}", duration(chosen.time.total), f"{forecast.mfu(chosen):.1%}")
-        )
+        figures = [*(f"{ratio:.3f}" for ratio in chosen.dist_ratio.values()), f"{chosen.fill['llm']:.2f}"]
+        waits = [f"{chosen.waits.padding:.1%}", f"{chosen.waits.wait:.1%}"]
+        rows.append((kind, *figures, *waits, duration(chosen.time.total), f"{forecast.mfu(chosen):.1%}"))
     return rows
 
 
@@ -484,6 +484,7 @@ def limits(forecast: RunForecast) -> list[str]:
         remedies.append(
             f"{time.recompute / time.total:.0%} of the step is computing again: a larger mesh.fsdp leaves room"
         )
+    remedies += forecast.waits
     worst = max(chosen.dist_ratio, key=lambda name: chosen.dist_ratio[name])
     if chosen.dist_ratio[worst] > 0.05:
         remedies.append(f"ranks are uneven in {worst} ({chosen.dist_ratio[worst]:.2f}): more samples a step")
@@ -524,6 +525,8 @@ def as_numbers(forecast: RunForecast, price: float | None, compiled: Compiled | 
     ways = {
         kind: {
             "dist_ratio": chosen.dist_ratio,
+            "ranks_wait": chosen.waits.wait,
+            "padding": chosen.waits.padding,
             "fill": chosen.fill,
             "seconds": asdict(chosen.time) | {"total": chosen.time.total},
             "mfu": forecast.mfu(chosen),

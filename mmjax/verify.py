@@ -235,17 +235,19 @@ def plan_alone(
         items = np.flatnonzero(parts.module == module)
         # Items of the samples 0 0 2 2 2 have the numbers 0 1 0 1 2.
         number[items] = np.concatenate([np.arange(n) for n in np.bincount(parts.sample()[items], minlength=1)])
+    row = (rows[parts.module] * parts.sample() + number).astype(np.int32)
     return MicrobatchPlan(
         samples=samples,
         part_start=parts.sample_start,
         module=parts.module,
-        row=(rows[parts.module] * parts.sample() + number).astype(np.int32),
+        row=row,
         offset=np.zeros(len(number), np.int64),
         length=parts.length,
+        pairs=parts.pairs,
         shape=Shape(tuple(lengths.tolist()), (0,) * (len(rows) - 1)),
         rows=tuple(rows.tolist()),
         topology=replace(top, peers=1, ranks_per_node=1),
-        unbalanced=np.zeros((len(rows), top.ranks * top.encoders_per_rank), np.int64),
+        unbalanced_row=row,
     )
 
 

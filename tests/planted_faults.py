@@ -54,6 +54,23 @@ FAULTS = (
         ),
     ),
     Fault(
+        "a sample levelled into a row that is full",
+        "balance/level.py",
+        "if size[i, m] - missing[m] > state.free[heavy, m]:",
+        "if size[i, m] - missing[m] > 2 * state.free[heavy, m] + 64:",
+        (
+            "balance/test_level.py::"
+            "test_rows_stay_within_their_length_samples_together_and_the_fullest_column_gets_less",
+        ),
+    ),
+    Fault(
+        "pairs of a branch that counts what the others have",
+        "balance/mask_work.py",
+        "elif j <= i and sees[i] & kind[j]:",
+        "elif j <= i and sees[i]:",
+        ("data/plan/test_attended_pairs.py::test_pairs_are_those_of_the_packed_rows",),
+    ),
+    Fault(
         "a mask that leaks between the samples of a row",
         "kernels/masks.py",
         "return (q.sample == k.sample) & (q.sample >= 0) & (same_span | causal)",

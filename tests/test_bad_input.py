@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,10 +17,11 @@ from commands import TINY, TINY_MEDIA, files, run
 from started import finish, start
 
 from mmjax import evaluate, inspect, train
+from mmjax.data.plan import grouping
 from mmjax.errors import UserError
 from mmjax.runtime.devices import choose_devices
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.training import run_checkpoints
+from mmjax.training import run_checkpoints, run_data
 from mmjax.training.run_data import launch_of_step
 
 
@@ -203,6 +205,23 @@ def test_resuming_a_run_that_another_planner_has_planned_is_refused(capsys, a_ru
     error = refused(capsys, train.main, TINY, "--resume", f"run={a_run}", "training.steps=8")
     assert "was planned by another version of mmjax" in error
     assert files(a_run) == before
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_began_before_attention_was_levelled_goes_on_with_its_rows_and_that_is_said(capsys, runs):
+    with pytest.MonkeyPatch.context() as older:
+        older.setattr(grouping, "PLANNER", 10)
+        older.setattr(run_checkpoints, "PLANNER", 10)
+        prices = {"position_seconds": (), "pair_seconds": (), "planner": 10}
+        older.setattr(run_data, "make_budget", lambda *given: replace(grouping.make_budget(*given), **prices))
+        words = ["training.steps=2", "training.evaluate_every=0", "schedule.warmup=0"]
+        assert run(capsys, train.main, TINY, f"run={runs / 'older'}", *words).code == 0
+    ended = run(capsys, train.main, "--resume", str(runs / "older"), "training.steps=3")
+    assert ended.code == 0, ended
+    assert "rows are filled as this run began, by positions alone" in ended.out
+    launch = launch_of_step(RunFolder(runs / "older").history, 2, RunFolder(runs / "older").due_samples)
+    assert (launch.first, launch.budget.prices, launch.budget.planner) == (2, None, 10)
+    shutil.rmtree(runs / "older")
 
 
 def test_resuming_on_data_that_changed_beneath_it_is_refused(capsys, a_run):

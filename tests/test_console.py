@@ -7,7 +7,7 @@ import pytest
 from mmjax import console
 from mmjax.console import ProgressLine, time_left
 
-STEP = {"epoch": 0.5, "loss": 1.0, "tokens/s": 1e3, "mfu": 0.1, "straggler_wait_before": 0.0}
+STEP = {"epoch": 0.5, "loss": 1.0, "tokens/s": 1e3, "mfu": 0.1, "straggler_wait_before": 0.0, "padding": 0.1}
 
 
 def test_the_share_of_waiting_is_that_of_the_time_and_not_the_mean_of_the_steps(capsys):

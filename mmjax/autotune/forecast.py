@@ -21,15 +21,17 @@ from mmjax.autotune.memory_plan import (
     suggest_settings,
 )
 from mmjax.balance.parts import dist_ratio
+from mmjax.balance.waits import Waits, mean_waits
 from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples, UnetConfig
 from mmjax.config.model import towers_of
 from mmjax.config.training import repeats_forward
-from mmjax.data.plan.grouping import Budget, make_budget
+from mmjax.data.plan.grouping import Budget, StepGrouper, make_budget
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import Balance, MicrobatchPlan
+from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology, waits_of
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
+from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
 from mmjax.parallel.sharding import RANKS, check_heads, mesh_sizes
-from mmjax.planning.flops import frozen_modules, model_flops
+from mmjax.planning.flops import frozen_modules, model_flops, pair_costs
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
@@ -58,6 +60,7 @@ class BalanceForecast:
     time: StepTime  # mean over steps
     dist_ratio: dict[str, float]
     fill: dict[str, float]
+    waits: Waits
     work: dict[str, np.ndarray]
 
 
@@ -79,6 +82,7 @@ class RunForecast:
     speed: Speed  # that the times rest on
     nearest: str = ""  # where it does not fit: the smallest change of settings that would
     longest: str = ""  # the sample that is much longer than the others
+    waits: tuple[str, ...] = ()  # what makes ranks wait that no placing helps against, and what would help
 
     @property
     def chosen(self) -> BalanceForecast:
@@ -266,7 +270,16 @@ def forecast_run(
         speed=speed,
         nearest=remedy,
         longest=index.longest(planner.grouper.budget.longest),
+        waits=_describe_waits(config, planner.grouper, topology, speed),
     )
+
+
+def _describe_waits(config: Config, grouper: StepGrouper, topology: Topology, speed: Speed) -> tuple[str, ...]:
+    names = ("llm", *config.model.item_modules)
+    model = resolve_attention(config.model, speed.rates, topology.context)
+    prices = pair_costs(model, speed.rates, frozen_modules(model), repeats_forward(config.loss))
+    advice = waiting_advice(grouper, prices, topology.ranks, names, topology.context)
+    return *ranks_without_rows(grouper, topology.ranks, names), *filter(None, [advice])
 
 
 def compile_forecast(forecast: RunForecast, devices: Sequence[jax.Device]) -> dict[str, CompiledProgram]:
@@ -312,6 +325,7 @@ def _forecast(
     ]
     time = step_time(memory_plan.applied(model), batches, memory_plan.unsaved, machine, config.optimizer)
     names = ("llm", *config.model.item_modules)
+    prices = pair_costs(model, speed.rates, frozen_modules(model), repeats_forward(config.loss))
     work = np.stack([sum(m.work() for m in plan.microbatches) for plan in plans], axis=1)
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
     positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
@@ -321,6 +335,7 @@ def _forecast(
         time=time.mean_over(len(plans)),
         dist_ratio=dict(zip(names, dist_ratio(work).mean(1).tolist(), strict=True)),
         fill=dict(zip(names, (useful / positions).tolist(), strict=True)),
+        waits=mean_waits([waits_of(plan.microbatches, prices, index) for plan in plans]),
         work=dict(zip(names, work, strict=True)),
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from mmjax.balance.parts import Parts
 from mmjax.balance.permutation import Shuffler
+from mmjax.balance.waits import Prices
 
 _TRIAL = 4096  # samples that maxima are tried on
 _MOST_ANCHORS = 12
@@ -139,12 +140,16 @@ class Budgets:
     length: int64 `[M]`, positions of a row.
     samples_per_step: the mean that the packer should reach with these.
     notes: what differs from the request, and why; one line each.
+    prices: by which columns are levelled; None: they are not.
+    all_weights: encoders get every weight that there is even where none can make columns fit, as older versions did.
     """
 
     rows: np.ndarray
     length: np.ndarray
     samples_per_step: float
     notes: tuple[str, ...] = ()
+    prices: Prices | None = None
+    all_weights: bool = False
 
 
 def fit_budgets(

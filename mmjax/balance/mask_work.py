@@ -67,13 +67,13 @@ def run_pairs(tokens, kind, sees, span, branch, window):
     runs = len(tokens)
     begin = np.zeros(runs + 1, np.int64)
     gap = np.zeros(runs, np.int64)  # tokens of other branches between a run's branch and branch 0
-    fork = branch_begin = before = 0
+    fork = branch_begin = previous = 0
     for i in range(runs):
-        if i == 0 or branch[i] != before:
+        if i == 0 or branch[i] != previous:
             branch_begin = begin[i]
-            fork = begin[i] if before == 0 else fork
+            fork = begin[i] if previous == 0 else fork
         gap[i] = branch_begin - fork if branch[i] else 0
-        before = branch[i]
+        previous = branch[i]
         begin[i + 1] = begin[i] + tokens[i]
     pairs = 0
     for i in range(runs):

@@ -11,12 +11,15 @@ ranks divide the columns, a rank takes its columns, and nothing has to be placed
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mmjax.balance.budgets import Budgets, choose_maximum, units
+from mmjax.balance.level import PartArrays, level, sort_columns
 from mmjax.balance.lpt import longest_first, lpt, polish, to_rows
 from mmjax.balance.node_deal import by_leading_encoder, deal_evenly, node_means
 from mmjax.balance.pack_kernels import (
@@ -35,6 +38,7 @@ from mmjax.balance.pack_kernels import (
 )
 from mmjax.balance.parts import LLM, Parts
 from mmjax.balance.vector_lpt import balance, balance_nodes
+from mmjax.balance.waits import Prices
 
 LONGEST_WAIT = 10  # steps
 _SOON = 2  # steps before it must, a sample goes before all others
@@ -47,6 +51,7 @@ _SPARE = 0.03  # what rows leave empty, times the root of the samples of a micro
 _SPARE_IN_COLUMNS = 0.2
 _ROOM = 0.06  # as _SPARE: what a number of steps that is counted beforehand leaves empty
 _ROOM_IN_COLUMNS = 0.015
+_BEHIND = 0.01  # of the microbatches that are left: more than they hold is missing
 _TAIL = 8  # steps that are packed again where a chunk needs more of them
 _SURELY_MISSING = 0.8  # of the room for what is left over
 _EASE = 0.01, 0.04  # more than an even share is taken while there is a choice: the last step has none
@@ -54,7 +59,9 @@ _EASE_BEFORE = 0.004  # the same, before the steps that may be packed again: a l
 _EASE_IN_COLUMNS = 0.16, 0.32  # the same where steps are large, divided by the samples of a column
 _BLOCK = 1024, 64  # about so many samples, of at most so many columns, are exchanged among themselves
 _BLOCKS_ALIKE = 0.002
-_ENCODER_WEIGHTS = 1.0, 0.5, 0.25, 0.1
+_ENCODER_WEIGHTS = 0.5, 0.25, 0.1  # of the LLM's, where columns do not fit with equal ones
+_NO_ROOM = 0.002  # of a column
+_LONG_SAMPLE = 0.5  # of a column
 _CEILING = 0.9  # of a column's spare room, up to which columns may differ
 _ROUNDING = 1e-6  # of a column: loads are sums of quotients, so full ones may seem to exceed it; positions are coarser
 
@@ -103,6 +110,7 @@ def pack(
         where = "microbatch" if columns == 1 else "column"
         raise ValueError(f"sample {order[np.argmax(too_large)]} does not fit the rows of an empty {where}")
     chunk.pack(steps)
+    chunk.level()
 
     # Where there are more microbatches than planned, a step's are those from ceil(step * all / steps) on.
     steps = steps or -(-chunk.current // microbatches)
@@ -110,6 +118,7 @@ def pack(
     # `latest` was set to the microbatch of joining plus the longest wait, so this gets the former back.
     joined = chunk.latest - longest_wait * microbatches
     # Microbatches are dealt to steps evenly, the surplus ones as far apart as can be.
+    chunk.sort_columns(np.arange(chunk.current) * steps // total)
     in_step = chunk.microbatch * steps // total
     within = chunk.microbatch - -(-in_step * total // steps)
     owner = np.repeat(np.arange(len(order)), np.diff(chunk.load.start))
@@ -168,6 +177,9 @@ class _Chunk:
     load: Load
     rows: Rows
     unit: np.ndarray
+    pairs: np.ndarray | None  # int64 [p]
+    prices: Prices | None  # by which columns are levelled
+    all_weights: bool  # as in Budgets
     microbatches: int  # of a step
     columns: int
     max_waiting: int  # samples that may wait
@@ -205,6 +217,9 @@ class _Chunk:
             load=load,
             rows=rows,
             unit=units(parts, len(need)),
+            pairs=parts.pairs,
+            prices=None if parts.pairs is None else budgets.prices,
+            all_weights=budgets.all_weights,
             microbatches=microbatches,
             columns=columns,
             max_waiting=max_waiting,
@@ -236,7 +251,7 @@ class _Chunk:
         while True:
             # The part that no attempt repeats.
             if not from_start:
-                self._fill_until(end, end - _TAIL * count, _EASE_BEFORE)
+                end = self._fill_beginning(end)
             start = self._saved()
             # The first attempt fills each microbatch hardly more than evenly, the second leaves the end more slack.
             for attempt, ease in enumerate(self._eases()):
@@ -275,6 +290,17 @@ class _Chunk:
         if need > _MANY or need < _SO_FEW:
             spare = 0.0
         return -(-math.ceil(need / (1 - min(spare, 0.5)) - 1e-9) // self.microbatches) * self.microbatches
+
+    def _fill_beginning(self, end: int) -> int:
+        """Fill microbatches up to those that may be packed again; return `end`, later where these came out emptier."""
+        while self.current < end - _TAIL * self.microbatches and self._left():
+            missing = float((self.need - self.used).max())
+            if not self.all_weights and missing > (1 + _BEHIND) * (end - self.current):
+                # What is left does not fit any more, and full microbatches are those that take longest to lay out.
+                further = math.ceil(missing * self.current / float(self.used.max()))
+                end = -(-(self.current + further) // self.microbatches) * self.microbatches
+            self._fill_until(end, self.current + 1, _EASE_BEFORE)
+        return end
 
     def _left(self) -> bool:
         return self.waiting > 0 or self.following < len(self.inside)
@@ -337,6 +363,50 @@ class _Chunk:
         self.waiting = close(queue, self.current, self.load, room, self.microbatch, self.used)
         self.current += 1
 
+    def level(self) -> None:
+        """Exchange samples of each microbatch between its columns so that their attention is as equal as can be."""
+        if self.columns == 1 or self.prices is None:
+            return
+        order = np.argsort(self.microbatch, kind="stable")
+        for chosen in np.split(order, np.searchsorted(self.microbatch[order], np.arange(1, self.current))):
+            self._level(chosen)
+
+    def sort_columns(self, step: np.ndarray) -> None:
+        """Deal each step's columns to its microbatches by their attention. step: int `[microbatches]`."""
+        if self.columns == 1 or self.prices is None or len(np.unique(step)) == len(step):
+            return
+        modules = len(self.need)
+        module, parts = self.load.module, np.diff(self.load.start)
+        column = (self.row[self.load.start[:-1]] - self.rows.start[LLM]) // self.rows.per_column[LLM]
+        # Columns of all microbatches are numbered through: with 4, column 1 of microbatch 2 is number 9.
+        number = self.microbatch * self.columns + column
+        flat = np.repeat(number, parts) * modules + module
+        pairs = np.bincount(flat, self.pairs, len(step) * self.columns * modules)
+        seconds = pairs.reshape(len(step), self.columns, modules) * self.prices.pair
+        place = np.empty(len(step) * self.columns, np.int64)
+        for first, last in itertools.pairwise([*np.flatnonzero(np.diff(step, prepend=-1)), len(step)]):
+            begin = first * self.columns
+            place[begin : last * self.columns] = begin + sort_columns(seconds[first:last])
+        self.microbatch, new_column = np.divmod(place[number], self.columns)
+        self.row += np.repeat(new_column - column, parts) * self.rows.per_column[module]
+
+    def _level(self, chosen: np.ndarray) -> None:
+        part, owner = parts_in(chosen, self.load, -1)
+        module = self.load.module[part]
+        first = self.row[self.load.start[chosen]] - self.rows.start[LLM]
+        column = (first // self.rows.per_column[LLM])[owner]
+        start = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(chosen)))])
+        parts = PartArrays(start, module, self.load.length[part], self.pairs[part])
+        levelled = level(parts, column, self.columns, self.rows.per_column, self.rows.length, self.prices)
+        if levelled is column:
+            return
+        if self.rows.per_column.max() == 1:
+            self.row[part] = self.rows.start[module] + levelled
+            return
+        changed = np.isin(levelled, np.concatenate([column, levelled])[np.tile(column != levelled, 2)])
+        row, _ = to_rows(module[changed], parts.length[changed], levelled[changed], self.rows.per_column)
+        self.row[part[changed]] = self.rows.start[module[changed]] + row
+
     def _take_head(self, chosen: np.ndarray, head: int, room: Room, goal: np.ndarray) -> None:
         """Put the head of the queue in the rows that next-fit has found, then what else was chosen where it fits."""
         room.slack[:] = 1
@@ -391,7 +461,13 @@ class _Chunk:
         reached = balance_nodes(cost, order, start, size, mean, ceiling, 0.0, column)
         for b in np.flatnonzero(~reached):
             in_block = order[start[b] : start[b + 1]]
-            column[in_block] = self._less_even(cost[in_block] / mean[b], int(size[b]), ceiling[b], capacity / mean[b])
+            relative = cost[in_block] / mean[b]
+            holds = capacity / mean[b]
+            # Where one long sample leaves a column no room for others that fill it, and none has room to spare, no
+            # weight of encoders helps. Samples have to go, fewest where the LLM counts most.
+            hopeless = holds[LLM] < 1 + _NO_ROOM and relative[:, LLM].max() > _LONG_SAMPLE
+            weights = _ENCODER_WEIGHTS[-1:] if hopeless and not self.all_weights else _ENCODER_WEIGHTS
+            column[in_block] = self._less_even(relative, column[in_block], int(size[b]), ceiling[b], holds, weights)
         part, owner = parts_in(chosen, self.load, -1)
         module = self.load.module[part]
         # Columns are numbered inside their block; `begin` makes that the number of all.
@@ -400,23 +476,37 @@ class _Chunk:
             row, _ = to_rows(module, self.load.length[part], group, self.rows.per_column)
         room.row[part] = self.rows.start[module] + row
 
-    def _less_even(self, relative: np.ndarray, columns: int, ceiling: np.ndarray, capacity: np.ndarray) -> np.ndarray:
-        """Choose the column of each sample where encoders may be less equal: a long text leaves them no room."""
+    def _less_even(
+        self,
+        relative: np.ndarray,
+        column: np.ndarray,
+        columns: int,
+        ceiling: np.ndarray,
+        capacity: np.ndarray,
+        weights: Sequence[float],
+    ) -> np.ndarray:
+        """Choose the column of each sample where encoders may be less equal: a long text leaves them no room.
+
+        column: that of each where encoders weigh as much as the LLM.
+        """
+
+        def excess_of(load: np.ndarray) -> float:
+            return float(np.maximum(load - np.maximum(capacity, 1.0)[:, None], 0).sum())
+
         # Kernels run over samples inside phases, so a phase's costs lie side by side.
         cost = np.ascontiguousarray(relative.T)
         every = np.arange(len(relative))
-        min_excess = np.inf
+        min_excess = excess_of(np.stack([np.bincount(column, phase, columns) for phase in cost]))
         weight = np.ones(len(cost))
-        for encoders in _ENCODER_WEIGHTS:
+        for encoders in weights:
+            if min_excess <= _ROUNDING:
+                break
             # The LLM's rows stay the strictest, while encoders' unevenness is charged less and less.
             weight[LLM + 1 :] = encoders
             candidate, load = balance(cost, every, np.ones(columns), weight, ceiling, ceiling)
-            excess = float(np.maximum(load - np.maximum(capacity, 1.0)[:, None], 0).sum())
-            if excess < min_excess:
+            if (excess := excess_of(load)) < min_excess:
                 min_excess = excess
                 column = candidate
-            if excess <= _ROUNDING:
-                break
         return column
 
 

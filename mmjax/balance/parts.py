@@ -54,6 +54,11 @@ class Parts:
         flat = np.bincount(self.sample() * modules + self.module, self.length, len(self) * modules)
         return np.rint(flat).astype(np.int64).reshape(len(self), modules)
 
+    def pairs_by_sample(self, modules: int) -> np.ndarray:
+        """Sum pairs per sample and module, float64 `[n, modules]`."""
+        flat = np.bincount(self.sample() * modules + self.module, self.pairs, len(self) * modules)
+        return flat.reshape(len(self), modules)
+
     def largest(self, modules: int) -> np.ndarray:
         """Return the longest part of each module, int64 `[modules]`; 0 where it has none."""
         longest = np.zeros(modules, np.int64)

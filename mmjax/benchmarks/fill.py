@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.parts import LLM, dist_ratio, fill
+from mmjax.balance.waits import mean_waits
 from mmjax.benchmarks.measurement import index_of_samples
 from mmjax.benchmarks.phases import check
 from mmjax.config import (
@@ -27,8 +28,9 @@ from mmjax.config import (
     Samples,
 )
 from mmjax.config.loading import copy_config, default_config, find_config, load
+from mmjax.data.plan.grouping import prices_of
 from mmjax.data.plan.length_index import LengthIndex, build_index, read_lengths
-from mmjax.data.plan.placement import MicrobatchPlan, Topology
+from mmjax.data.plan.placement import MicrobatchPlan, Topology, room_and_use, waits_of
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
@@ -62,6 +64,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     shapes: those in use; fill_*: useful positions / budget, alignment inside items is padding; aligned_*: it is none;
     dist_ratio_*: over ranks, OmniBal eq. 2; width_*: tokens that a rank may send to each peer, mean of microbatches;
+    wait, wait_bound, padding: as in `Waits`, mean of steps;
     wire_share: tokens that leave their rank, padding included, as a part of all that encoders make; idle_exchanges:
     those that send nothing but padding, as a part of all that encoders could have; split_steps: those that needed more
     microbatches than the config has; plan_ms: of a step.
@@ -132,6 +135,8 @@ def _measure(
     plans = [planner.plan(step) for step in range(steps)]
     seconds = time.perf_counter() - began
     microbatches = [m for plan in plans for m in plan.microbatches]
+    prices = prices_of(config, planner.grouper.budget)
+    waits = mean_waits([waits_of(plan.microbatches, prices, index) for plan in plans])
     room, useful = map(np.array, zip(*(room_and_use(m, index) for m in microbatches), strict=True))
     aligned = [np.bincount(m.module, m.length, len(modules)) for m in microbatches]
     figures = {
@@ -147,6 +152,9 @@ def _measure(
     del by_module["width_llm"]
     return {
         "steps": steps,
+        "wait": waits.wait,
+        "wait_bound": waits.bound,
+        "padding": waits.padding,
         "samples": float(np.mean([len(m.samples) for m in microbatches])),
         "shapes": len({m.shape for m in microbatches}),
         **by_module,
@@ -155,12 +163,6 @@ def _measure(
         "split_steps": sum(len(plan.microbatches) > config.batch.microbatches for plan in plans),
         "plan_ms": 1e3 * seconds / steps,
     }
-
-
-def room_and_use(m: MicrobatchPlan, index: LengthIndex) -> tuple[np.ndarray, np.ndarray]:
-    """Count positions that all ranks compute of each module, and those that hold something, int64 `[modules]` each."""
-    room = m.topology.ranks * np.multiply(m.rows, m.shape.lengths)
-    return room, np.bincount(m.module, index.useful(m.samples), len(m.rows)).astype(np.int64)
 
 
 def _count_moved_items(microbatch: MicrobatchPlan, modules: int) -> np.ndarray:

@@ -22,11 +22,16 @@ from mmjax.balance.phases import (
     usual_widths,
     wire,
 )
+from mmjax.balance.waits import Prices, wait_bound, wait_share
 from mmjax.benchmarks import measurement
+from mmjax.config.loading import find_config, load
+from mmjax.data.plan.attended_pairs import causal_pairs
 from mmjax.data.plan.length_index import omni_corpus, read_lengths
 from mmjax.errors import UserError
+from mmjax.planning.flops import pair_costs
 
 PHASES = ("llm_tokens", "vision", "audio")
+AUDIO_STRIDE = 2  # frames of a position in the layers
 
 
 def add_step_arguments(parser: argparse.ArgumentParser, per_rank: int = 60) -> None:
@@ -47,29 +52,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure a row for each way of placing samples; `bound` is the larger of a phase's mean and its longest part.
 
-    `ms`: of a core. `sorts`: how many times as long that is as sorting the same lengths by index.
+    `mean_*`, `worst_*`: dist ratios of positions. `wait`: the share of a step that ranks wait for the one with most
+    attention in each phase, in rows as long as the fullest rank needs, by the prices of omni_10b. `ms`: of a core.
+    `sorts`: how many times as long that is as sorting the same lengths by index.
     """
     check(args, "ranks", "steps", "per_rank", "scale", "samples")
     lengths = read(args)
     peers = args.ranks_per_node or args.ranks
     steps = [costs_of_step(lengths, sample, args.scale) for sample in draw(lengths, args)]
+    prices = pair_costs(load(find_config("omni_10b"), ()).model)
+    attention = [_attention(costs, prices) for costs in steps]
     sorting = np.median([_time_plan(_sort_lengths, costs)[1] for costs in steps])
     rows = []
     for name, plan in balances(args.ranks, peers).items():
         plan(steps[0])  # compiles
         over = args.ranks if name == "apart" else peers
-        ratios, sent, seconds = [], [], []
-        for costs in steps:
+        ratios, sent, seconds, waits = [], [], [], []
+        for costs, attended in zip(steps, attention, strict=True):
             placed, took = _time_plan(plan, costs)
             seconds.append(took)
-            ratios.append(dist_ratio(cost_per_rank(costs, placed, args.ranks).T))
+            positions = cost_per_rank(costs, placed, args.ranks).T
+            ratios.append(dist_ratio(positions))
+            rows_seconds = (prices.position * positions.max(1))[:, None]
+            waits.append(wait_share(rows_seconds + cost_per_rank(attended, placed, args.ranks).T))
             sent.append(wire(placed.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1))
         took = np.median(seconds)
-        cost = {"wire_share": float(np.mean(sent)), "ms": 1e3 * took, "sorts": took / sorting}
+        cost = {
+            "wait": float(np.mean(waits)),
+            "wire_share": float(np.mean(sent)),
+            "ms": 1e3 * took,
+            "sorts": took / sorting,
+        }
         rows.append(_row(name, np.array(ratios)) | cost)
     bounds = np.array([_bound(costs, args.ranks) for costs in steps])
-    rows.append(_row("bound", bounds) | {"wire_share": 0.0, "ms": 0.0, "sorts": 0.0})
+    waits = [
+        wait_bound(prices.position @ costs.sample.sum(0) / args.ranks, attended.sample, args.ranks)
+        for costs, attended in zip(steps, attention, strict=True)
+    ]
+    rows.append(_row("bound", bounds) | {"wait": float(np.mean(waits)), "wire_share": 0.0, "ms": 0.0, "sorts": 0.0})
     return rows
+
+
+def _attention(costs: Costs, prices: Prices) -> Costs:
+    """Return the seconds of the attention of samples and items of these lengths."""
+    llm = causal_pairs(costs.sample[:, LLM], 0) * prices.pair[LLM]
+    stride = np.where(costs.item_phase == PHASES.index("audio"), AUDIO_STRIDE, 1)
+    items = (costs.item_cost // stride) ** 2 * prices.pair[costs.item_phase]
+    return costs_of(llm, costs.item_sample, costs.item_phase, items, costs.item_tokens, costs.phases)
 
 
 def balances(ranks: int, peers: int) -> dict[str, Callable[[Costs], PhasePlan]]:

@@ -13,15 +13,16 @@ import numpy as np
 
 from mmjax.balance.parts import LLM, fill, overdispersion
 from mmjax.balance.phases import wire
+from mmjax.balance.waits import mean_waits
 from mmjax.benchmarks import measurement
-from mmjax.benchmarks.fill import rank_dist_ratios, room_and_use
+from mmjax.benchmarks.fill import rank_dist_ratios
 from mmjax.benchmarks.measurement import TILES, Measurement, index_of_samples
 from mmjax.benchmarks.phases import check
 from mmjax.config import Config, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
-from mmjax.config.loading import default_config, load
+from mmjax.config.loading import default_config, find_config, load
 from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import omni_corpus, read_lengths
-from mmjax.data.plan.placement import Balance, MicrobatchPlan, Placer, Topology
+from mmjax.data.plan.placement import Balance, MicrobatchPlan, Placer, Topology, room_and_use, waits_of
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner
 from mmjax.errors import UserError
 
@@ -32,6 +33,7 @@ BALANCES: dict[str, Balance] = {
     "llm": LlmBalance(),
     "none": NoBalance(),
 }
+PRICED = "mllm_9b", "omni_10b"  # configs without and with audio
 RANKS_PER_NODE = 8
 _COMPILED = {"ranks": 2 * RANKS_PER_NODE, "per_rank": 16, "ranks_per_node": 0, "steps": 2}  # planned before timing
 
@@ -47,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grouping", choices=tuple(GROUPINGS), default="pack")
     parser.add_argument("--balance", choices=tuple(BALANCES), default="post", help="off: post with locality=off")
     parser.add_argument("--steps", type=int, default=16, help="with pack raised to whole chunks (default: 16)")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step, which has so many times --per-rank")
+    parser.add_argument(
+        "--config",
+        default="",
+        help="whose model's positions and pairs are priced (default: mllm_9b, omni_10b with audio)",
+    )
 
 
 def run(args: argparse.Namespace) -> Measurement:
@@ -55,10 +63,11 @@ def run(args: argparse.Namespace) -> Measurement:
     grouping: drawing samples and choosing those of each step; placing: ranks, rows and offsets of their parts.
     first_step: from lengths in memory to the plan of the first step, row lengths and shapes included. By module: fill,
     useful positions / those that all ranks compute, of all steps and of the worst; dist_ratio, OmniBal eq. 2 over
-    ranks, mean of steps. longest_wait: steps. wire_share: tokens sent, padding included / tokens that encoders make.
+    ranks, mean of steps. wait, wait_bound, padding: as in `Waits`, with attention, mean of steps; worst_wait: of one.
+    longest_wait: steps. wire_share: tokens sent, padding included / tokens that encoders make.
     overdispersion: of the sources that the file names, about 1 for a shuffle.
     """
-    check(args, "ranks", "per_rank", "steps", "samples")
+    check(args, "ranks", "per_rank", "steps", "samples", "microbatches")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: give at least 0")
     per_node = args.ranks_per_node or math.gcd(RANKS_PER_NODE, args.ranks)
@@ -93,10 +102,10 @@ class _Planned:
 
 def _plan(args: argparse.Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str, str]) -> _Planned:
     available = len(read["llm_tokens"])
-    step = args.ranks * args.per_rank
+    step = args.ranks * args.per_rank * getattr(args, "microbatches", 1)
     samples = -(-2 * args.steps * step // available) * available  # whole chunks may be more than these steps
-    index = index_of_samples(read, tuple(encoders.values()), samples, 1)
     config = _config(args, tuple(encoders))
+    index = index_of_samples(read, tuple(encoders.values()), samples, 1, config.model)
     per_node = args.ranks_per_node or math.gcd(RANKS_PER_NODE, args.ranks)
 
     def first_step() -> StepPlanner:
@@ -126,14 +135,19 @@ def _place(placer: Placer, groups: Sequence[Group]) -> list[MicrobatchPlan]:
 
 
 def _config(args: argparse.Namespace, encoders: Sequence[str]) -> Config:
-    """Build a small model with these encoders: what it costs matters to balancing alone."""
+    """Build the config of a run with these encoders: of its model only what it costs matters."""
     config = load(default_config(), ())
-    model = replace(config.model, encoders={name: config.model.encoders[name] for name in encoders})
+    priced = load(find_config(getattr(args, "config", "") or PRICED["audio" in encoders]), ()).model
+    if missing := [name for name in encoders if name not in priced.encoders]:
+        raise UserError(f"--config {args.config}: the lengths are of {missing[0]}, which its model has not")
+    towers = {name: priced.encoders[name] for name in encoders}
+    model = replace(config.model, llm=priced.llm, encoders=towers, generators={})
+    microbatches = getattr(args, "microbatches", 1)
     batch = replace(
         config.batch,
-        size=Samples(args.ranks * args.per_rank),
+        size=Samples(args.ranks * args.per_rank * microbatches),
         rows=dict.fromkeys(("llm", *encoders), args.ranks),
-        microbatches=1,
+        microbatches=microbatches,
         alignment=1,
         grouping=GROUPINGS[args.grouping],
         balance=BALANCES[args.balance],
@@ -156,6 +170,9 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
             encoded += int(index.tokens(m.samples)[m.module != LLM].sum())
     used = np.array(step_use)
     room = np.array(step_room)
+    prices = planned.planner.placer.prices
+    waits = [waits_of(plan.microbatches, prices, index) for plan in planned.plans]
+    mean = mean_waits(waits)
     dist_ratio = np.array([rank_dist_ratios(plan.microbatches) for plan in planned.plans])
     sample = np.concatenate([plan.samples() for plan in planned.plans])
     step = np.repeat(np.arange(steps), [len(plan.samples()) for plan in planned.plans])
@@ -168,6 +185,10 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
         "worst_fill": _by_module(modules, (used / room).min(0)),
         "longest_wait": planned.longest_wait,
         "dist_ratio": _by_module(modules, dist_ratio.mean(0)),
+        "wait": mean.wait,
+        "worst_wait": max(w.wait for w in waits),
+        "wait_bound": mean.bound,
+        "padding": mean.padding,
         "wire_share": sent / max(encoded, 1),
         "overdispersion": None if source is None else overdispersion(source[sample % len(source)], step),
         "steps": steps,

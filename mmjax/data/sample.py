@@ -210,6 +210,7 @@ class SampleLengths:
     # (encoder, size): (height, width) in pixels, (frames, height, width) of a temporal patch, (samples,) of a clip
     items: tuple[tuple[str, tuple[int, ...]], ...]
     item_tokens: int | None = None  # LLM tokens of all items; None = all that their encoders make (no `ArrangedItems`)
+    branches: tuple[int, ...] | None = None  # text tokens of branches 1, 2, ...; None = read the sample to see
 
 
 class Source(Protocol):

@@ -196,7 +196,7 @@ class QuestionPrompts:
 
     def facts(self, index: int) -> SampleLengths:
         """Return the sample's items with the question's text."""
-        return replace(self.source.facts(index), text_tokens=text_tokens(self.sample(index)))
+        return replace(self.source.facts(index), text_tokens=text_tokens(self.sample(index)), branches=None)
 
     def sample(self, index: int) -> Sample:
         """Return the question."""
@@ -427,19 +427,20 @@ class PromptRows:
     def _plan(self, chunk: _Chunk) -> MicrobatchPlan:
         parts = chunk.parts
         rows = np.array(chunk.rows)
-        encoder_ranks = self._topology.ranks * self._topology.encoders_per_rank
+        # With 4 rows per rank, row 2 of rank 1 is row 1 * 4 + 2 = 6 of the batch.
+        row = (chunk.rank * rows[parts.module] + chunk.row).astype(np.int32)
         return MicrobatchPlan(
             samples=chunk.prompts,
             part_start=parts.sample_start,
             module=parts.module,
-            # With 4 rows per rank, row 2 of rank 1 is row 1 * 4 + 2 = 6 of the batch.
-            row=(chunk.rank * rows[parts.module] + chunk.row).astype(np.int32),
+            row=row,
             offset=chunk.offset,
             length=parts.length,
+            pairs=parts.pairs,
             shape=Shape(chunk.lengths, (0,) * (len(rows) - 1)),
             rows=chunk.rows,
             topology=self._topology,
-            unbalanced=np.zeros((len(rows), encoder_ranks), np.int64),
+            unbalanced_row=row,
         )
 
     def _row_length(self, encoder: str, module: int, positions: np.ndarray) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmjax.balance.waits import Prices
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import AudioConfig, DiffusionTransformerConfig, ModelConfig, Remat, UnetConfig, VisionConfig
 from mmjax.config.generators import Generator, Tower
@@ -18,9 +19,13 @@ from mmjax.config.model import adapted_modules, frozen_modules, layer_positions,
 from mmjax.cost import table
 from mmjax.cost.rates import UNITS, Cost, SameModel, TowerTrace
 from mmjax.kernels.tiles import padded_width
+from mmjax.planning.hardware import ATTENTION_EFFICIENCY, COMPUTE_EFFICIENCY, Rates
 from mmjax.planning.work import Work, connector_mlps, head_width, row_work, useful_work
 
 PAIRS = UNITS.index("pairs")
+
+# Of a GPU's data sheet, as parts of its FLOP/s.
+SHEET = Rates(flops=COMPUTE_EFFICIENCY, memory=np.inf, host=np.inf, attention=ATTENTION_EFFICIENCY)
 
 
 class Flops(NamedTuple):
@@ -327,6 +332,38 @@ def stage_flops(
     return flops
 
 
+def pair_costs(
+    model: ModelConfig, rates: Rates = SHEET, frozen: Set[str] = frozenset(), reference: bool = False
+) -> Prices:
+    """Compute what a position of each tower's rows and its connector takes, and what a pair does that attends.
+
+    Dense attention has no pairs: it computes those of whole rows, whatever they hold. rates: default: those assumed of
+    GPUs, at a data sheet's FLOP/s of 1.
+    """
+    shapes = _short_rows(model)
+
+    def seconds(name: str, length: int, pairs: float) -> float:
+        shape = {tower: (1, step) for tower, step in shapes.items()} | {name: (1, length)}
+        flops = executed(model, shape, frozen, pairs=dict.fromkeys(shapes, 0.0) | {name: pairs}, reference=reference)
+        return sum(rates.seconds(f.total, f.attention) for f in flops.values())
+
+    many = 1e6  # pairs
+    costs = []
+    for name, step in shapes.items():
+        none = seconds(name, step, 0.0)
+        # By a hundred steps more, as FLOPs of few positions are rounded.
+        position = (seconds(name, 101 * step, 0.0) - none) / (100 * step)
+        costs.append((position, (seconds(name, step, many) - none) / many))
+    return Prices(*np.array(costs).T)
+
+
+def _short_rows(model: ModelConfig) -> dict[str, int]:
+    """Return the positions of the shortest row that each tower can have; others are multiples of it."""
+    strides = {name: e.stride if isinstance(e, AudioConfig) else 1 for name, e in model.encoders.items()}
+    steps = {name: strides[name] * layer_positions(encoder) for name, encoder in model.encoders.items()}
+    return {"llm": 1} | steps | {name: generator.min_patches for name, generator in model.generators.items()}
+
+
 def relative_cost(
     model: ModelConfig, length: int = 128, frozen: Set[str] = frozenset(), reference: bool = False
 ) -> np.ndarray:
@@ -334,11 +371,8 @@ def relative_cost(
 
     float64. Attention makes it grow with the row: this is the cost at rows of about `length` positions.
     """
-    strides = {name: e.stride if isinstance(e, AudioConfig) else 1 for name, e in model.encoders.items()}
-    steps = {name: strides[name] * layer_positions(encoder) for name, encoder in model.encoders.items()}
-    steps |= {name: generator.min_patches for name, generator in model.generators.items()}
     # The other modules run on the shortest row that they can have.
-    short = {"llm": (1, 1)} | {name: (1, step) for name, step in steps.items()}
+    short = {name: (1, step) for name, step in _short_rows(model).items()}
     costs = []
     for name, (_, step) in short.items():
         # Rows must be whole steps, so the lengths are h and 3 h for a multiple h of the step near length / 2.

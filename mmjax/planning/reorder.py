@@ -18,8 +18,16 @@ from numba import njit
 
 from mmjax.config import Config, UnetConfig
 from mmjax.config.training import unit_devices
-from mmjax.planning.flops import layer_policies, stage_flops
-from mmjax.planning.schedules import ScheduleName, StageGraph, list_stages, make_schedule, schedule_name, unit_graph
+from mmjax.planning.flops import SHEET, Flops, layer_policies, stage_flops
+from mmjax.planning.schedules import (
+    ScheduleName,
+    StageGraph,
+    UnitStage,
+    list_stages,
+    make_schedule,
+    schedule_name,
+    unit_graph,
+)
 from mmjax.planning.simulate import list_needs, total_order
 
 SIMULATIONS = 512  # of exchanges, for one step
@@ -28,41 +36,68 @@ UNITS = 2**30  # of time, in the longest pass
 
 @dataclass(frozen=True)
 class Reordering:
-    """Times by which the microbatches of a step are ordered. A pass takes what its shape takes, padding included."""
+    """Times by which the microbatches of a step are ordered.
+
+    A pass takes what its shape takes, padding included, and its attention what the pairs of the fullest rank take.
+    """
 
     schedule: ScheduleName
     graph: StageGraph
     forward: np.ndarray  # int64 [stages, shapes], in units of time
     backward: np.ndarray
+    module: np.ndarray  # int64 [stages]: the LLM's is 0
+    pair: (
+        np.ndarray
+    )  # float64 [2, stages]: forward and backward, of a pair; 0: the shape has the attention of full rows
 
-    def order(self, shapes: Sequence[int]) -> list[int]:
-        """Order microbatches of these shapes, by number."""
+    def order(self, shapes: Sequence[int], pairs: np.ndarray) -> list[int]:
+        """Order microbatches of these shapes, by number. pairs: int `[modules, m]`, if each rank had the fullest's."""
         columns = np.asarray(shapes)
-        return reorder(self.schedule, self.graph, self.forward[:, columns], self.backward[:, columns]).tolist()
+        attention = np.rint(self.pair[:, :, None] * pairs[self.module]).astype(np.int64)
+        forward, backward = self.forward[:, columns] + attention[0], self.backward[:, columns] + attention[1]
+        return reorder(self.schedule, self.graph, forward, backward).tolist()
 
 
-def make_reordering(config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]]) -> Reordering:
+def make_reordering(
+    config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]], by_content: bool = True
+) -> Reordering:
     """Count what a config's stages run for microbatches of every shape.
 
-    rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module.
+    rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module. by_content: attention
+    counts by the pairs of each microbatch, else as in rows that one sample fills.
     """
-    towers = {"llm": config.model.llm, **config.model.item_modules}
     stages = list_stages(config)
-    flops = np.zeros((2, len(stages), len(lengths)))
+    names = ["llm", *config.model.item_modules]
+    seconds = np.zeros((2, len(stages), len(lengths)))
+    pair = np.zeros((2, len(stages)))
+    many = 1e6  # pairs
     for number, stage in enumerate(stages):
-        unit = config.units[stage.unit]
-        tower = towers[stage.tower]
-        policies = ()
-        if not isinstance(tower, UnetConfig):
-            policies = layer_policies(tower)[stage.layers.start : stage.layers.stop]
-        share = dict(zip(towers, rows, strict=True))[stage.tower] * unit.pipeline / unit_devices(unit)
+        devices = unit_devices(config.units[stage.unit]) / config.units[stage.unit].pipeline
         for k, shape in enumerate(lengths):
-            one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
-            flops[:, number, k] = stage_flops(config.model, stage.tower, stage.layers, policies, one_row)[:2]
-        flops[:, number] *= share
+            flops = _flops_of_row(config, stage, shape, 0.0 if by_content else None)
+            seconds[:, number, k] = np.array(flops[:2]) * rows[names.index(stage.tower)] / devices
+        if by_content:
+            none, some = (_flops_of_row(config, stage, lengths[0], pairs) for pairs in (0.0, many))
+            # As many FLOPs of products would take less time where a kernel computes attention.
+            slower = SHEET.flops / SHEET.attention if some.attention > none.attention else 1.0
+            pair[:, number] = (np.array(some[:2]) - np.array(none[:2])) / many * slower / devices
+    scale = UNITS / seconds.max()
     # Whole numbers, which all processes add up alike.
-    forward, backward = np.rint(flops / flops.max() * UNITS).astype(np.int64)
-    return Reordering(schedule_name(config), unit_graph(config), forward, backward)
+    forward, backward = np.rint(seconds * scale).astype(np.int64)
+    module = np.array([names.index(stage.tower) for stage in stages])
+    return Reordering(schedule_name(config), unit_graph(config), forward, backward, module, pair * scale)
+
+
+def _flops_of_row(config: Config, stage: UnitStage, shape: Sequence[int], pairs: float | None) -> Flops:
+    """Count what a stage runs for one row of every module; None: its attention is that of a row with one sample."""
+    towers = {"llm": config.model.llm, **config.model.item_modules}
+    tower = towers[stage.tower]
+    policies = ()
+    if not isinstance(tower, UnetConfig):
+        policies = layer_policies(tower)[stage.layers.start : stage.layers.stop]
+    one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
+    stage_pairs = None if pairs is None else dict.fromkeys(towers, 0.0) | {stage.tower: pairs}
+    return stage_flops(config.model, stage.tower, stage.layers, policies, one_row, pairs=stage_pairs)
 
 
 class _Program(NamedTuple):

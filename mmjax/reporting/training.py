@@ -266,9 +266,12 @@ def balance_figures(run: Run) -> Iterator[Figure]:
     unbalanced = curves.get("straggler_wait_before")
     if balanced is not None and unbalanced is not None:
         wait, wait_before = percent(balanced.typical()), percent(unbalanced.typical())
-        title = f"Ranks wait for each other {wait} of a step, without balancing {wait_before}"
+        title = f"Ranks wait for each other {wait} of a step"
+        if (padding := curves.get("padding")) is not None:
+            title += f", padding takes {percent(padding.typical())}"
+        title += f"; without balancing both would take {wait_before}"
         svg, colours = _compare(run, balanced, unbalanced, 3, percent, from_zero=True)
-        yield Figure(title, "By the cost model, over all phases.", svg, colours)
+        yield Figure(title, "By the cost model, attention in every phase of every microbatch.", svg, colours)
 
 
 def _compare(

@@ -17,8 +17,9 @@ from mmjax.config import Config, EmbeddedSource, Generator
 from mmjax.config.model import quantized_layers
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
-from mmjax.data.plan.grouping import StepGrouper, long_samples
+from mmjax.data.plan.grouping import StepGrouper, long_samples, prices_of
 from mmjax.data.plan.step_plan import RankLayout
+from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
 from mmjax.data.sample import Source
 from mmjax.data.sources.chat_files import ChatFiles
 from mmjax.data.sources.chat_source import ChatSource
@@ -95,7 +96,7 @@ def print_run_summary(
         f"rows   of each module, grouping {config.batch.grouping.kind}, {config.batch.microbatches} microbatch(es), "
         f"{len(layout.shapes)} shape(s)"
     )
-    fills = balance_scalars(first, modules, layout, loader.planner.placer.flops)
+    fills = balance_scalars(first, modules, layout, prices_of(config, loader.budget))
     lines = [("module", "rows", "lengths", "first batch", "fill")]
     for k, module in enumerate(modules):
         lengths = sorted({shape.lengths[k] for shape in layout.shapes})
@@ -107,6 +108,21 @@ def print_run_summary(
     print_lines(*table(lines))
     if layout.topology.ranks * layout.topology.encoders_per_rank > 1:
         print_lines(*_describe_ranks(config, layout))
+    for line in describe_waits(grouper, config, layout):
+        print_lines(f"       {line}")
+
+
+def describe_waits(grouper: StepGrouper, config: Config, layout: RankLayout) -> list[str]:
+    """Describe what makes ranks wait that no placing helps against, and what would help."""
+    names = ("llm", *config.model.item_modules)
+    topology = layout.topology
+    prices = prices_of(config, grouper.budget)
+    lines = ranks_without_rows(grouper, topology.ranks, names)
+    if advice := waiting_advice(grouper, prices, topology.ranks, names, topology.context):
+        lines.append(advice)
+    if grouper.budget.prices is None:
+        lines.append("rows are filled as this run began, by positions alone; those of a new run level attention too")
+    return lines
 
 
 def describe_attention(config: Config, layout: RankLayout) -> str:

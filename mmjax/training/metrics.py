@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.parts import LLM, dist_ratio, pad_ratio, sp_ratio
+from mmjax.balance.waits import Prices, padding_share, rank_seconds, wait_share
 from mmjax.config import Config
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
+from mmjax.data.plan.grouping import prices_of
 from mmjax.data.plan.placement import Topology
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.disk import atomic_write, json_lines, read_json_lines
@@ -35,19 +37,29 @@ from mmjax.runtime.step import Runner, StepReport
 Scalars = dict[str, float]
 
 
-def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayout, flops: np.ndarray) -> Scalars:
+def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayout, prices: Prices) -> Scalars:
     """Measure the fill of a step's rows and the balance of its ranks, whichever process holds them.
 
-    By module: fill, pad ratio (OmniBal eq. 1), dist ratio over ranks (eq. 2) and the fullest rank over the mean one;
-    the latter two also as they would be with balance `none`. sp_ratio: over the devices that share a rank's rows, of
-    encoders (OmniBal, appendix A.8). straggler_wait: the share of the step in which a rank
-    waits, on average, for the fullest one of each phase. flops: float64 `[modules]`, per position; they weigh the
-    phases.
+    By module: fill, pad ratio (OmniBal eq. 1), dist ratio over ranks (eq. 2) and the fullest rank over the mean one, in
+    positions and in pairs of attention; the positions' also as they would be with balance `none`. sp_ratio: over the
+    devices that share a rank's rows, of encoders (OmniBal, appendix A.8). straggler_wait: the share of the step in
+    which a rank waits, on average, for the one with most attention, in each phase of each microbatch: rows of one
+    length take equally long, whatever they hold. padding: the share of the rows' time for positions that hold nothing.
+    straggler_wait_before: what both would come to with balance `none`, in rows that its fullest rank needs. prices: of
+    the modules.
     """
     ranks = layout.topology.ranks
+    parts = layout.topology.encoders_per_rank
     scalars = Scalars()
     # All devices of a rank share its part of the LLM, while each encoder rank has its own part.
-    weights = np.where(np.arange(len(modules)) == LLM, flops / layout.topology.encoders_per_rank, flops)
+    share = np.where(np.arange(len(modules)) == LLM, 1 / parts, 1.0)
+    shared = Prices(prices.position * share, prices.pair * share)
+    room = loaded.lengths * np.where(np.arange(len(modules)) == LLM, layout.rows, np.array(layout.rows) / parts)
+    scalars["straggler_wait"] = wait_share(rank_seconds(shared, room, loaded.pairs))
+    scalars["padding"] = padding_share(prices, loaded.useful.sum(-1), loaded.lengths * ranks * np.array(layout.rows))
+    fullest = rank_seconds(shared, loaded.unbalanced.max(-1), loaded.unbalanced_pairs).max(-1).sum()
+    needed = rank_seconds(shared, loaded.unbalanced.mean(-1), loaded.unbalanced_pairs).mean(-1).sum()
+    scalars["straggler_wait_before"] = float(1 - needed / max(fullest, np.finfo(float).tiny))
     useful = budget = 0
     for k, module in enumerate(modules):
         rows = ranks * layout.rows[k]
@@ -65,8 +77,8 @@ def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayo
             scalars[f"dist_ratio{suffix}/{module}"] = float(dist_ratio(by_rank[k])) if any_work else 0.0
             maximum_over_mean = by_rank[k].max() / by_rank[k].mean() if any_work else 1.0
             scalars[f"max_over_mean{suffix}/{module}"] = float(maximum_over_mean)
-        # Ranks wait for each other between phases, so a step takes the sum of the phases' maxima.
-        scalars[f"straggler_wait{suffix}"] = float(1 - weights @ by_rank.mean(1) / (weights @ by_rank.max(1)))
+    for module, pairs in zip(modules, loaded.pairs.sum(0), strict=True):
+        scalars[f"max_pairs_over_mean/{module}"] = float(pairs.max() / pairs.mean()) if pairs.any() else 1.0
     if (context := layout.topology.context) > 1:
         for module, totals in zip(modules[1:], loaded.balanced.sum(0)[1:], strict=True):
             of_devices = totals.reshape(ranks, context, -1).sum(-1)
@@ -119,6 +131,7 @@ class StepMetrics:
         self._loader = loader
         self._programs = programs
         self._peak_flops = peak_flops
+        self._prices = prices_of(config, loader.budget)
         self._processes = [f"process {p} ({host})" for p, host in enumerate(coordination.hosts())]
         self.steps = 0
         self.total_seconds = 0.0
@@ -176,7 +189,7 @@ class StepMetrics:
             **{name: float(total / (report.weight.sum() or 1.0)) for name, total in report.measures.items()},
             "gradient_norm": float(report.gradient_norm),
             **{name: float(rate) for name, rate in hyper.items() if name.startswith("learning_rate/")},
-            **balance_scalars(loaded, modules, layout, self._loader.planner.placer.flops),
+            **balance_scalars(loaded, modules, layout, self._prices),
             **exchange_scalars(loaded, modules[1:], layout.topology, token_bytes),
             "epoch": float(loaded.epoch),
             **({f"epoch/{name}": epochs for name, epochs in own_epochs.items()} if len(own_epochs) > 1 else {}),

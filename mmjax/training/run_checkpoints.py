@@ -14,7 +14,7 @@ from mmjax.config import Config
 from mmjax.config.loading import to_json
 from mmjax.config.model import quantized_layers
 from mmjax.console import print_lines
-from mmjax.data.plan.step_plan import PLANNER
+from mmjax.data.plan.grouping import OLDER_PLANNERS, PLANNER
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.model import Model, merge, restrict
@@ -105,13 +105,16 @@ class RunCheckpoints:
         """Raise UserError where a checkpoint does not go with the data or the length of the run."""
         path = self._folder.path
         steps = self._config.training.steps
-        if saved.data.planner != PLANNER:
+        if saved.data.planner not in {PLANNER, *OLDER_PLANNERS}:
             raise UserError(
                 f"{path} was planned by another version of mmjax, which put other samples into its steps; "
                 "go on with that version, or start another run from its parameters with init_from="
             )
         current = asdict(self._data_state(saved.step))
-        changed = [key for key, value in asdict(saved.data).items() if current[key] != value]
+        # An older planner's budget has no prices, and such a run goes on without them.
+        unpriced = {"position_seconds": [], "pair_seconds": [], "planner": saved.data.planner}
+        saved_state = asdict(saved.data) | {"planner": PLANNER, "budget": unpriced | saved.data.budget}
+        changed = [key for key, value in saved_state.items() if current[key] != value]
         # A segment that begins here has other data, which the user permitted.
         if changed and self._data.launch.segment.first != saved.step:
             raise UserError(

@@ -19,7 +19,7 @@ from mmjax.config.loading import from_json, to_json, validate
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.data_change import WHOLE_RUN, Held, Segment, carried, still_due, write_due
-from mmjax.data.plan.grouping import Budget
+from mmjax.data.plan.grouping import Budget, make_budget
 from mmjax.data.plan.length_index import LengthIndex, cached_index
 from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.sampler import mixture_weights
@@ -187,6 +187,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     fingerprint = index.fingerprint()
     contents = contents_of(sources)
     segment = WHOLE_RUN
+    budget = make_budget(index, config, weights)
     if step and (last := launch_of_step(folder.history, step, folder.due_samples)) is not None:
         same = last.fingerprint == fingerprint and list(last.weights) == weights
         same = same and _grouping_settings(last.config) == _grouping_settings(config)
@@ -197,7 +198,10 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
                 "there is now by --new-data, or start another run from its parameters with init_from="
             )
         segment = last.segment if same else _next_segment(last, data, folder, step)
-    planner, layout = make_planner(index, config, weights, topology_of(config, mesh), segment=segment)
+        # Rows are filled as the run began, whatever is assumed of devices by now.
+        begun = {key: getattr(last.budget, key) for key in ("position_seconds", "pair_seconds", "planner")}
+        budget = replace(budget, **begun)
+    planner, layout = make_planner(index, config, weights, topology_of(config, mesh), budget, segment=segment)
     grouper = planner.grouper
     coordination.run_on_leader(lambda: _list_oversize(index, grouper.oversize, config.data, folder))
     loader = StepLoader(

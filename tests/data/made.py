@@ -164,7 +164,6 @@ def plan_of(parts: Parts, row: np.ndarray, lengths: tuple[int, ...], samples: np
     for place in set(zip(parts.module.tolist(), row.tolist(), strict=True)):
         at = (parts.module == place[0]) & (row == place[1])
         offset[at] = np.cumsum(parts.length[at]) - parts.length[at]
-    before = parts.totals(len(lengths)).sum(0)[:, None]
     shape = Shape(lengths, (0,) * (len(lengths) - 1))
-    placed = (parts.module, row, offset, parts.length)
-    return MicrobatchPlan(samples, parts.sample_start, *placed, shape, rows, Topology(), before)
+    placed = (parts.module, row, offset, parts.length, parts.length**2)
+    return MicrobatchPlan(samples, parts.sample_start, *placed, shape, rows, Topology(), row)

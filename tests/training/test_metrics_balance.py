@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mmjax.balance.waits import Prices
 from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.step_plan import RankLayout
@@ -15,11 +16,19 @@ MODULES = ("llm", "vision", "audio")
 LAYOUT = RankLayout(Topology(2, 2, 1), (2, 1, 1), (Shape((10, 8, 6), (3, 0)),))
 
 
-def work(useful, balanced, unbalanced, widths=(3, 0), moved=(2, 0), lengths=(10, 8, 6)) -> dict[str, np.ndarray]:
+def work(
+    useful, balanced, unbalanced, widths=(3, 0), moved=(2, 0), lengths=(10, 8, 6), pairs=None
+) -> dict[str, np.ndarray]:
     """The planned work of one microbatch, by the fields of LoadedStep."""
     fields = {"useful": useful, "lengths": lengths, "widths": widths, "moved": moved}
     fields |= {"balanced": balanced, "unbalanced": unbalanced}
+    pairs = np.zeros_like(balanced) if pairs is None else pairs
+    fields |= {"pairs": pairs, "unbalanced_pairs": pairs}
     return {name: np.array(values, np.int64) for name, values in fields.items()}
+
+
+def prices(*position: float, pair: tuple[float, ...] = (0.0, 0.0, 0.0)) -> Prices:
+    return Prices(np.array(position), np.array(pair))
 
 
 def step(*of: dict[str, np.ndarray]) -> LoadedStep:
@@ -32,7 +41,7 @@ TWO = work([[10, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]], [[10, 0], [4, 0], [0, 0]
 
 
 def test_rows_are_as_full_and_as_equal_as_they_are_counted():
-    scalars = balance_scalars(step(ONE), MODULES, LAYOUT, np.array([1.0, 2.0, 1.0]))
+    scalars = balance_scalars(step(ONE), MODULES, LAYOUT, prices(1.0, 2.0, 1.0))
     assert scalars["fill/llm"] == pytest.approx(30 / 40)
     assert scalars["fill/vision"] == pytest.approx(12 / 16)
     assert scalars["fill/audio"] == 0
@@ -43,7 +52,7 @@ def test_rows_are_as_full_and_as_equal_as_they_are_counted():
 
 
 def test_ranks_are_as_equal_as_they_are_counted_now_and_as_they_would_be_without_balance():
-    scalars = balance_scalars(step(ONE), MODULES, LAYOUT, np.array([1.0, 2.0, 1.0]))
+    scalars = balance_scalars(step(ONE), MODULES, LAYOUT, prices(1.0, 2.0, 1.0))
     assert scalars["dist_ratio/llm"] == 0
     assert scalars["dist_ratio/vision"] == pytest.approx(4 / 16)
     assert scalars["max_over_mean/vision"] == pytest.approx(8 / 6)
@@ -52,7 +61,6 @@ def test_ranks_are_as_equal_as_they_are_counted_now_and_as_they_would_be_without
     assert scalars["max_over_mean_before/llm"] == pytest.approx(20 / 15)
     for suffix in ("", "_before"):
         assert (scalars[f"dist_ratio{suffix}/audio"], scalars[f"max_over_mean{suffix}/audio"]) == (0, 1)
-    assert scalars["straggler_wait"] == pytest.approx(1 - (15 + 2 * 6) / (15 + 2 * 8))
     assert scalars["straggler_wait_before"] == pytest.approx(1 - (15 + 2 * 6) / (20 + 2 * 12))
 
 
@@ -60,28 +68,50 @@ def test_devices_that_share_rows_are_as_equal_in_encoders_as_they_are_counted_by
     layout = RankLayout(Topology(2, 2, 1, 4, context=2), (2, 4, 4), LAYOUT.shapes)
     balanced = [[15] * 8, [4, 4, 2, 2, 1, 3, 3, 1], [0] * 8]
     one = work([[10] * 8] * 3, balanced, balanced)
-    scalars = balance_scalars(step(one), MODULES, layout, np.ones(3))
+    scalars = balance_scalars(step(one), MODULES, layout, prices(1.0, 1.0, 1.0))
     assert scalars["sp_ratio/vision"] == pytest.approx((4 / 16 + 0) / 2)  # 8 and 4 positions of one rank, 4 and 4
     assert scalars["sp_ratio/audio"] == 0
     assert "sp_ratio/llm" not in scalars
-    assert "sp_ratio/vision" not in balance_scalars(step(ONE), MODULES, LAYOUT, np.ones(3))
+    assert "sp_ratio/vision" not in balance_scalars(step(ONE), MODULES, LAYOUT, prices(1.0, 1.0, 1.0))
 
 
 def test_microbatches_of_a_step_are_counted_together():
-    scalars = balance_scalars(step(ONE, TWO), MODULES, LAYOUT, np.ones(3))
+    scalars = balance_scalars(step(ONE, TWO), MODULES, LAYOUT, prices(1.0, 1.0, 1.0))
     assert scalars["fill/llm"] == pytest.approx(40 / 80)
     assert scalars["dist_ratio/llm"] == pytest.approx((25 - 20) / 25)
     assert scalars["dist_ratio/vision"] == pytest.approx((12 - 8) / 12)
     assert scalars["pad_ratio/vision"] == pytest.approx((4 / 16 + 4 / 8) / 2)
 
 
-def test_equal_ranks_leave_nobody_waiting_and_one_busy_rank_of_two_half_of_the_time():
+def test_rows_of_one_length_leave_nobody_waiting_however_full_and_what_is_empty_is_padding():
     equal = work([[10, 10, 10, 10], [8, 8, 0, 0], [6, 6, 0, 0]], *[[[20, 20], [8, 8], [6, 6]]] * 2)
-    scalars = balance_scalars(step(equal), MODULES, LAYOUT, np.array([3.0, 1.0, 1.0]))
+    scalars = balance_scalars(step(equal), MODULES, LAYOUT, prices(3.0, 1.0, 1.0))
     assert scalars["straggler_wait"] == 0
     assert all(scalars[f"fill/{module}"] == 1 for module in MODULES)
     alone = work([[10, 0, 0, 0], [0] * 4, [0] * 4], *[[[10, 0], [0, 0], [0, 0]]] * 2)
-    assert balance_scalars(step(alone), MODULES, LAYOUT, np.ones(3))["straggler_wait"] == pytest.approx(0.5)
+    scalars = balance_scalars(step(alone), MODULES, LAYOUT, prices(1.0, 1.0, 1.0))
+    assert scalars["straggler_wait"] == 0
+    assert scalars["padding"] == pytest.approx(1 - 10 / (40 + 16 + 12))
+
+
+def test_a_rank_with_one_long_sample_keeps_those_with_short_ones_waiting_in_every_microbatch():
+    """Of equal positions: one sample of 8,192 attends to 8 times as many pairs as eight of 1,024."""
+    layout = RankLayout(Topology(2, 2, 2), (1, 1, 1), (Shape((8192, 8, 8), (0, 0)),))
+    long, short = 8192 * 8193 // 2, 8 * 1024 * 1025 // 2
+    useful = [[8192, 8192], [0, 0], [0, 0]]
+    first, second = (
+        work(useful, useful, useful, (0, 0), (0, 0), (8192, 8, 8), [[*ranks], [0, 0], [0, 0]])
+        for ranks in ((long, short), (short, long))
+    )
+    of = prices(1.0, 1.0, 1.0, pair=(1 / 4096, 0.0, 0.0))
+    scalars = balance_scalars(step(first), MODULES, layout, of)
+    rows = 8192 + 8 + 8
+    longest, mean = rows + long / 4096, rows + (long + short) / 2 / 4096
+    assert scalars["straggler_wait"] == pytest.approx(1 - mean / longest)
+    assert scalars["straggler_wait"] > 0.2
+    assert scalars["max_pairs_over_mean/llm"] == pytest.approx(2 * long / (long + short))
+    # Over both microbatches the ranks have the same, but they meet in each.
+    assert balance_scalars(step(first, second), MODULES, layout, of)["straggler_wait"] == scalars["straggler_wait"]
 
 
 def test_a_padded_exchange_sends_its_width_between_all_pairs_of_peers():

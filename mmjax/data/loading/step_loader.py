@@ -23,11 +23,11 @@ from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import Arrays
 from mmjax.data.plan.data_change import WHOLE_RUN, Segment
-from mmjax.data.plan.grouping import Budget, StepGrouper
+from mmjax.data.plan.grouping import PLANNER, Budget, StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.sampler import mixture_weights
-from mmjax.data.plan.step_plan import PLANNER, RankLayout, StepPlan, StepPlanner, make_step_planner
+from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, make_step_planner
 from mmjax.data.sample import Sample, SampleLengths, Source, with_place
 from mmjax.data.sources.opening import check_records, open_sources
 from mmjax.data.storage.latent_store import StoredLatents
@@ -118,6 +118,8 @@ class LoadedStep(NamedTuple):
     moved: np.ndarray  # int64 [microbatches, encoders]: tokens encoded on another rank than their sample's
     balanced: np.ndarray  # int64 [microbatches, modules, encoder ranks]: as MicrobatchPlan.work, alignment included
     unbalanced: np.ndarray  # int64 [microbatches, modules, encoder ranks]: with balance `none`
+    pairs: np.ndarray  # int64 [microbatches, modules, encoder ranks]: of attention
+    unbalanced_pairs: np.ndarray  # int64 [microbatches, modules, encoder ranks]: with balance `none`
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ class StepLoader:
             moved=np.stack(moved),
             balanced=np.stack([m.work() for m in plan.microbatches]),
             unbalanced=np.stack([m.unbalanced for m in plan.microbatches]),
+            pairs=np.stack([m.per_rank(m.pairs, m.row) for m in plan.microbatches]),
+            unbalanced_pairs=np.stack([m.per_rank(m.pairs, m.unbalanced_row) for m in plan.microbatches]),
         )
 
     @cached_property

@@ -31,7 +31,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskRules:
-    """How the tokens of texts and of items attend in the LLM."""
+    """Rules by which the tokens of texts and of items attend in the LLM."""
 
     modules: tuple[str, ...]  # encoders, then generators
     generators: tuple[str, ...]
@@ -112,6 +112,17 @@ def _with_prefix(runs: Sequence[Run], prefix: int) -> list[Run]:
     return cut
 
 
+def branched_pairs(tokens: int, branches: Sequence[int], llm: DecoderConfig) -> int:
+    """Count the pairs of a sample without spans, with so many tokens before branches of so many."""
+
+    def pairs(shared: int, window: int) -> int:
+        # Every branch attends as if it were the only one behind what all share.
+        separate = sum(causal_pairs(shared + branch, window) for branch in branches)
+        return separate - (len(branches) - 1) * causal_pairs(shared, window)
+
+    return round(mean_pairs(llm, pairs, tokens))
+
+
 def sample_pairs(runs: Sequence[Run], llm: DecoderConfig) -> int:
     """Count the pairs of a sample of these runs."""
     if not any(run.kind >> FIRST_BRANCH_BIT or run.span for run in runs):  # plain causal attention
@@ -170,8 +181,8 @@ def _squares(positions: int, window: int) -> int:
     """Sum the squared lengths of the windows that so many positions are cut into, one where the window is 0."""
     if not window:
         return positions**2
-    whole, rest = divmod(positions, window)
-    return whole * window**2 + rest**2
+    windows, rest = divmod(positions, window)
+    return windows * window**2 + rest**2
 
 
 def pairs_by_length(tower: Tower | None, length: np.ndarray) -> np.ndarray:

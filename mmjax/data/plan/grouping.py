@@ -19,9 +19,12 @@ from mmjax.balance.lpt import split, to_rows
 from mmjax.balance.pack import columns_for, count_steps, oversize, pack
 from mmjax.balance.parts import Parts
 from mmjax.balance.permutation import Shuffler
+from mmjax.balance.waits import Prices
 from mmjax.config import BatchConfig, Config, IsfGrouping, NoGrouping, PackGrouping, Samples, Tokens
+from mmjax.config.training import repeats_forward
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.sampler import Draws, Due, Pool, Stream, pools_of, shares, typical_samples
+from mmjax.planning.flops import frozen_modules, pair_costs
 
 Lengths = tuple[int, ...]  # of every module, the LLM first
 
@@ -34,6 +37,12 @@ _FEW_STEPS = 8  # chunks of fewer are packed badly
 DRY_RUN = 512, 1_000_000  # at most so many steps, of at most so many samples, are placed to see what they need
 
 
+# Raised whenever the same config and data get other samples or rows than before.
+PLANNER = 11
+# Older ones whose runs can go on, for their budgets say how their steps are packed and their rows filled.
+OLDER_PLANNERS = frozenset({10})  # before attention was levelled
+
+
 @dataclass(frozen=True)
 class Budget:
     """Decided before step 0, and stored with the run: with the seed, it says which samples each step has."""
@@ -44,18 +53,51 @@ class Budget:
     longest: int  # a sample of more LLM tokens is not used
     minimum: Lengths = ()  # grouping isf: what a group must reach in one module (Q')
     notes: tuple[str, ...] = ()
+    # Of each module, by assumed rates, which no start reads anew: what a position of its rows and a pair take. Empty:
+    # of a run that began when only positions counted, whose steps keep their rows.
+    position_seconds: tuple[float, ...] = ()
+    pair_seconds: tuple[float, ...] = ()
+    planner: int = 10  # number of the planner that the run began with, if its steps have other samples by a later one
+
+    @property
+    def prices(self) -> Prices | None:
+        """Return the prices by which rows are levelled; None where they are not."""
+        if not self.pair_seconds:
+            return None
+        return Prices(np.array(self.position_seconds), np.array(self.pair_seconds))
 
     def room(self) -> Budgets:
         """Return the room of one microbatch."""
-        return Budgets(np.array(self.rows), np.array(self.lengths), self.samples_per_step)
+        return Budgets(
+            rows=np.array(self.rows),
+            length=np.array(self.lengths),
+            samples_per_step=self.samples_per_step,
+            prices=self.prices,
+            all_weights=self.planner < 11,
+        )
 
 
 def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) -> Budget:
-    """Choose rows and shapes of every module for the mixture of sources that `weights` say.
+    """Choose rows and shapes of every module for the mixture of sources that `weights` say, and price them.
 
     A sample of more LLM tokens than `data.max_tokens`, a microbatch of `batch.size` or the learned positions is not
     used. Raises UserError where a source that should be drawn from has none left.
     """
+    prices = _assumed_prices(config)
+    seconds = {"position_seconds": tuple(prices.position.tolist()), "pair_seconds": tuple(prices.pair.tolist())}
+    return replace(_fit_budget(index, config, weights), planner=PLANNER, **seconds)
+
+
+def prices_of(config: Config, budget: Budget) -> Prices:
+    """Return the prices of a run; those that are assumed now where it has none."""
+    return budget.prices or _assumed_prices(config)
+
+
+def _assumed_prices(config: Config) -> Prices:
+    return pair_costs(config.model, frozen=frozen_modules(config.model), reference=repeats_forward(config.loss))
+
+
+def _fit_budget(index: LengthIndex, config: Config, weights: Sequence[float]) -> Budget:
     batch = config.batch
     modules = ("llm", *config.model.item_modules)
     by_tokens = isinstance(batch.size, Tokens)

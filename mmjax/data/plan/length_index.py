@@ -22,6 +22,7 @@ from mmjax.config.generators import Tower
 from mmjax.data.media.patches import ItemModules, item_size, positions_per_token
 from mmjax.data.plan.attended_pairs import (
     MaskRules,
+    branched_pairs,
     causal_pairs,
     item_pairs,
     pairs_by_length,
@@ -388,7 +389,9 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules, llm: Decod
             item_tokens = [tokens for _, _, tokens, *_ in rows]
             extra.append(0 if facts.item_tokens is None else facts.item_tokens - sum(item_tokens))
             if rules is not None:
-                pairs.append(_sample_pairs(source, i, item_tokens, rules, llm) if facts.text_tokens or rows else 0)
+                used = facts.text_tokens or rows
+                tokens = facts.text_tokens + sum(item_tokens) + extra[-1]
+                pairs.append(_sample_pairs(source, i, facts, tokens, item_tokens, rules, llm) if used else 0)
     items = np.array(item_rows, _ITEM)
     # CSR: the items of sample i are item_start[i] : item_start[i + 1].
     item_start = np.concatenate([[0], np.cumsum(item_count, dtype=np.int64)])
@@ -425,8 +428,18 @@ def build_index(sources: Mapping[str, Source], encoders: ItemModules, llm: Decod
     )
 
 
-def _sample_pairs(source: Source, number: int, item_tokens: Sequence[int], rules: MaskRules, llm: DecoderConfig) -> int:
-    """Count the pairs of a sample by its outline, where the source has it, or by its text."""
+def _sample_pairs(
+    source: Source,
+    number: int,
+    facts: SampleLengths,
+    tokens: int,
+    item_tokens: Sequence[int],
+    rules: MaskRules,
+    llm: DecoderConfig,
+) -> int:
+    """Count the pairs of a sample of so many tokens: by its facts, its outline where the source has it, or its text."""
+    if facts.branches is not None and rules.items == "causal":
+        return branched_pairs(tokens - sum(facts.branches), facts.branches, llm)
     sample = getattr(source, "outline", source.sample)(number)
     return sample_pairs(runs_of(sample, item_tokens, rules), llm)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmjax.balance.level import PartArrays, level
 from mmjax.balance.lpt import split, to_rows
 from mmjax.balance.parts import LLM, Parts
 from mmjax.balance.phases import (
@@ -25,6 +26,7 @@ from mmjax.balance.phases import (
     usual_widths,
     widest,
 )
+from mmjax.balance.waits import Prices, Waits, least_fullest, padding_share, rank_seconds, wait_share
 from mmjax.config import LlmBalance, NoBalance, PostBalance
 from mmjax.data.plan.grouping import Group, Lengths
 from mmjax.data.plan.length_index import LengthIndex
@@ -68,14 +70,41 @@ class MicrobatchPlan:
     row: np.ndarray  # int32 [p]: rank * rows of the module on a rank + row on the rank
     offset: np.ndarray  # int64 [p]
     length: np.ndarray  # int64 [p]
+    pairs: np.ndarray  # int64 [p], of attention
     shape: Shape
     rows: Lengths  # of each module on one rank
     topology: Topology
-    unbalanced: np.ndarray  # int64 [modules, encoder ranks]: as `work` would be with balance `none`
+    unbalanced_row: np.ndarray  # int [p]: as `row` would be with balance `none`, on the same ranks at least
 
     def work(self) -> np.ndarray:
         """Count ranks' positions, int64 `[modules, encoder ranks]`; the LLM's stand at all encoder ranks of a rank."""
-        return _work(self.module, self.row, self.length, self.rows, self.topology)
+        return self.per_rank(self.length, self.row)
+
+    @property
+    def unbalanced(self) -> np.ndarray:
+        """Count ranks' positions with balance `none`, as `work` does."""
+        return self.per_rank(self.length, self.unbalanced_row)
+
+    def per_rank(self, amount: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Sum an amount of each part `[p]` in these rows over ranks, int64 `[modules, encoder ranks]`, as `work`."""
+        return _work(self.module, row, amount, self.rows, self.topology)
+
+    def seconds(self, prices: Prices) -> np.ndarray:
+        """Compute the seconds of each phase on each encoder rank, float64 `[modules, encoder ranks]`.
+
+        All encoder ranks of a rank have an equal part of its LLM.
+        """
+        parts = self.topology.encoders_per_rank
+        positions = np.multiply(self.rows, self.shape.lengths) / parts
+        pairs = self.per_rank(self.pairs, self.row).astype(np.float64)
+        pairs[LLM] /= parts
+        return rank_seconds(prices, positions, pairs)
+
+    def sample_pairs(self) -> np.ndarray:
+        """Sum each sample's pairs by module, int64 `[n, modules]`."""
+        modules = len(self.rows)
+        flat = np.bincount(self.sample_of() * modules + self.module, self.pairs, len(self.samples) * modules)
+        return np.rint(flat).astype(np.int64).reshape(-1, modules)
 
     def rank(self) -> np.ndarray:
         """Return the rank that processes each part, int32 `[p]`."""
@@ -123,6 +152,7 @@ class Placer:
     price: np.ndarray
     shapes: tuple[Shape, ...] = ()
     columns: int = 1  # of the rows of grouping: all parts of a sample lie in one
+    prices: Prices | None = None  # by which ranks are levelled; None: they are not
     # By the number of a generator, whose conditions go from rank to rank: tokens of text before each image that do too.
     generators: Mapping[int, int] = field(default_factory=dict)
 
@@ -142,7 +172,8 @@ class Placer:
             choices = [(*rank, placed) for placed in ways if (rank := self._shape(placed)) is not None]
             if choices:
                 _, number, placed = min(choices, key=lambda choice: choice[:2])
-                return [self._plan(group.samples, inputs, placed, self.shapes[number])]
+                shape = self.shapes[number]
+                return [self._plan(group.samples, inputs, self._level(inputs, placed, shape), shape)]
         if len(group.samples) < 2:
             raise AssertionError(f"sample {group.samples[0]} fits no compiled shape")
         # Two microbatches of half the samples each, and so on: a lone sample fits the last shape.
@@ -196,7 +227,7 @@ class Placer:
         costs = self._costs(inputs)
         if isinstance(self.balance, LlmBalance):
             return [self._place_phases(inputs, place_by_llm(costs, ranks))]
-        if self.balance.locality == "off":
+        if self._apart:
             return [self._place_phases(inputs, place_apart(costs, ranks))]
         plans = [place_jointly(costs, ranks, self.topology.peers, widths, in_order)]
         if plans[0].width.any():  # whether what it gains is worth an exchange, the shapes say
@@ -224,13 +255,57 @@ class Placer:
         rank[inputs.llm] = plan.sample_rank
         # Parts are in CSR order, items in that of `Costs`: both go sample by sample, so they line up.
         rank[inputs.parts.module != LLM] = plan.item_rank
-        return self._place_on_ranks(inputs, rank)
+        return self._place_on_ranks(inputs, self._level_apart(inputs, rank) if self._apart else rank)
 
     def _place_on_ranks(self, inputs: _Inputs, rank: np.ndarray) -> Placed:
         """Place parts on these ranks `[p]`, in the rows of each as evenly as longest first makes it."""
         if max(self.rows) == 1:
             return self._in_rows(inputs, rank)
         return self._in_rows(inputs, to_rows(inputs.parts.module, inputs.parts.length, rank, np.array(self.rows))[0])
+
+    def _level(self, inputs: _Inputs, placed: Placed, shape: Shape) -> Placed:
+        """Exchange samples between ranks so that their attention is as equal as can be in rows of this shape."""
+        settled = self.in_columns and inputs.row is not None  # grouping has levelled the columns
+        if self.prices is None or settled or isinstance(self.balance, NoBalance) or self._apart:
+            return placed
+        rank = self._ranks(inputs, placed.row)
+        levelled = self._exchange(inputs.parts, rank, np.array(shape.lengths))
+        if levelled is rank:
+            return placed
+        changed = np.isin(levelled, np.concatenate([rank[levelled != rank], levelled[levelled != rank]]))
+        row = placed.row.copy()
+        module, length = inputs.parts.module[changed], inputs.parts.length[changed]
+        row[changed], _ = to_rows(module, length, levelled[changed], np.array(self.rows))
+        exchanged = self._in_rows(inputs, row)
+        return exchanged if np.all(exchanged.needs <= np.array(shape.lengths + shape.widths)) else placed
+
+    @property
+    def _apart(self) -> bool:
+        """Tell whether every phase is placed by itself, on any rank."""
+        return isinstance(self.balance, PostBalance) and self.balance.locality == "off"
+
+    def _exchange(self, parts: Parts, rank: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Level the attention of ranks, whose parts stay together with their sample: the rank of each, int `[p]`."""
+        arrays = PartArrays(parts.sample_start, parts.module, parts.length, parts.pairs)
+        return level(arrays, rank, self.topology.ranks, np.array(self.rows), lengths, self.prices)
+
+    def _level_apart(self, inputs: _Inputs, rank: np.ndarray) -> np.ndarray:
+        """Level the attention of every phase by itself, where no rank gets more positions than the fullest has."""
+        if self.prices is None:
+            return rank
+        parts = inputs.parts
+        levelled = rank.copy()
+        for k, rows in enumerate(self.rows):
+            chosen = np.flatnonzero(parts.module == k)
+            fullest = np.bincount(rank[chosen], parts.length[chosen]).max(initial=0)
+            if self.shapes:
+                fullest = max(fullest, rows * self.shapes[0].lengths[k])
+            start = np.arange(len(chosen) + 1)
+            phase = PartArrays(start, np.zeros(len(chosen), np.int32), parts.length[chosen], parts.pairs[chosen])
+            prices = Prices(self.prices.position[k : k + 1], self.prices.pair[k : k + 1])
+            room = np.array([-(-int(fullest) // rows)])
+            levelled[chosen] = level(phase, rank[chosen], self.topology.ranks, np.array([rows]), room, prices)
+        return levelled
 
     def _spread(self, inputs: _Inputs) -> Placed:
         """Place one sample on the first rank, its items over all peers."""
@@ -329,11 +404,36 @@ class Placer:
             row=placed.row,
             offset=_offsets(placed.row.astype(np.int64) * len(self.rows) + parts.module, parts.length),
             length=parts.length,
+            pairs=parts.pairs,
             shape=shape,
             rows=self.rows,
             topology=self.topology,
-            unbalanced=_work(parts.module, unbalanced_row, parts.length, self.rows, self.topology),
+            unbalanced_row=unbalanced_row,
         )
+
+
+def waits_of(plans: Sequence[MicrobatchPlan], prices: Prices, index: LengthIndex) -> Waits:
+    """Compute how long ranks wait in a step of these microbatches."""
+    seconds = [m.seconds(prices) for m in plans]
+    bound = total = 0.0
+    for m, by_rank in zip(plans, seconds, strict=True):
+        parts = m.topology.encoders_per_rank
+        rows = prices.position * np.multiply(m.rows, m.shape.lengths)
+        fullest = least_fullest(m.sample_pairs(), m.topology.ranks)
+        bound += float((rows + prices.pair * fullest).sum()) / parts
+        total += float(by_rank.mean(1).sum())
+    room, useful = zip(*(room_and_use(m, index) for m in plans), strict=True)
+    return Waits(
+        wait=wait_share(np.concatenate(seconds)),
+        bound=max(0.0, 1 - total / max(bound, np.finfo(float).tiny)),
+        padding=padding_share(prices, np.array(useful), np.array(room)),
+    )
+
+
+def room_and_use(m: MicrobatchPlan, index: LengthIndex) -> tuple[np.ndarray, np.ndarray]:
+    """Count positions that all ranks compute of each module, and those that hold something, int64 `[modules]` each."""
+    room = m.topology.ranks * np.multiply(m.rows, m.shape.lengths)
+    return room, np.bincount(m.module, index.useful(m.samples), len(m.rows)).astype(np.int64)
 
 
 def _work(module: np.ndarray, row: np.ndarray, length: np.ndarray, rows: Lengths, topology: Topology) -> np.ndarray:

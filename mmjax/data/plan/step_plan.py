@@ -85,6 +85,7 @@ def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Pla
         price=price,
         shapes=layout.shapes,
         columns=grouper.columns,
+        prices=grouper.budget.prices,
         generators={
             number: generator.text_tokens
             for number, generator in enumerate(config.model.generators.values(), 1 + len(config.model.encoders))
@@ -208,10 +209,6 @@ def _alignments(grouper: StepGrouper, config: Config, context: int) -> np.ndarra
     return np.array(rows + [min(alignment, WIDTH_ALIGNMENT)] * len(per_token))
 
 
-# Raised whenever the same config and data get other samples or rows than before: older runs then can't go on.
-PLANNER = 10
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """One optimizer update, before anything is loaded."""
@@ -246,7 +243,9 @@ class StepPlanner:
         microbatches = tuple(m for group in self.grouper.step(step) for m in self.placer.place(group))
         if self.reordering is not None:
             shapes = [self.placer.shapes.index(m.shape) for m in microbatches]
-            microbatches = tuple(microbatches[number] for number in self.reordering.order(shapes))
+            fullest = [m.per_rank(m.pairs, m.row).max(1) * m.topology.ranks for m in microbatches]
+            order = self.reordering.order(shapes, np.stack(fullest, axis=1))
+            microbatches = tuple(microbatches[number] for number in order)
         return StepPlan(step, microbatches)
 
     def plan_once(self, samples: np.ndarray) -> list[MicrobatchPlan]:
@@ -289,5 +288,6 @@ def make_step_planner(grouper: StepGrouper, config: Config, layout: RankLayout) 
     reordering = None
     if config.units and config.pipeline.reorder:
         rows = [layout.topology.ranks * count for count in layout.rows]
-        reordering = make_reordering(config, rows, [shape.lengths for shape in layout.shapes])
+        lengths = [shape.lengths for shape in layout.shapes]
+        reordering = make_reordering(config, rows, lengths, by_content=grouper.budget.prices is not None)
     return StepPlanner(grouper, make_placer(grouper, config, layout), reordering)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import ChatFormat, DataConfig, LossConfig, MediaLimits
+from mmjax.config import ChatFormat, CrossEntropy, DataConfig, LossConfig, MediaLimits
 from mmjax.data.media.patches import ItemModules
 from mmjax.data.sample import PICTURE, SOUND, BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
 from mmjax.data.sources.media_sizes import (
@@ -33,7 +33,7 @@ from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, Me
 from mmjax.data.sources.sound import WithSound
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import Conversations, FileRef, Unreadable, hash_strings
-from mmjax.data.text.chat import Chat, load_chat, outline_tokens, outlined_sample
+from mmjax.data.text.chat import Chat, load_chat, outline_tokens, outlined_branches, outlined_sample
 from mmjax.data.text.chat_template import ASSISTANT
 from mmjax.disk import append_json_lines, read_json_lines, remove_path
 from mmjax.errors import BadMedia, UserError
@@ -341,15 +341,19 @@ class ChatSource:
         tokens = int(self._text.tokens[index])
         if self._may_write_text[index] and self._writes_text(index):
             tokens = text_tokens(self.sample(index))  # also what is written between the items of its media
-        return self._media.facts(index, tokens)
+        branches = () if isinstance(self.chat.loss, CrossEntropy) else outlined_branches(self._codes(index))
+        return self._media.facts(index, tokens, branches)
 
     def outline(self, index: int) -> Sample:
         """Return the sample with all tokens 0: what its attention depends on, without reading its text again."""
         if self._may_write_text[index] and self._writes_text(index):
             return self.sample(index)
-        codes = self._text.outline[self._outline_start[index] : self._outline_start[index + 1]].tolist()
+        codes = self._codes(index)
         kinds = ["image" if kind == PICTURE else kind for kind, _ in self._sizes(index) if kind != SOUND]
         return self._media.place(index, lambda encoders, _: outlined_sample(codes, kinds, encoders))
+
+    def _codes(self, index: int) -> list[int]:
+        return self._text.outline[self._outline_start[index] : self._outline_start[index + 1]].tolist()
 
     @cached_property
     def _outline_start(self) -> np.ndarray:

@@ -213,11 +213,13 @@ class MediaProcessors:
         # Cut after resampling, as `_items` does from the header's length.
         return tuple(wave[start:stop] for start, stop in split_clip(encoder, len(wave)))
 
-    def facts(self, text_tokens: int, media: Sequence[MediaItems]) -> SampleLengths:
-        """Return the lengths of a sample with these media."""
+    def facts(
+        self, text_tokens: int, media: Sequence[MediaItems], branches: tuple[int, ...] | None = None
+    ) -> SampleLengths:
+        """Return the lengths of a sample with these media, and of its branches where they are known."""
         arranged = any(medium.tokens is not None for medium in media)
         tokens = sum(medium.count(self.encoders) for medium in media) if arranged else None
-        return SampleLengths(text_tokens, tuple(item for medium in media for item in medium.items), tokens)
+        return SampleLengths(text_tokens, tuple(item for medium in media for item in medium.items), tokens, branches)
 
 
 class SampleMedia:
@@ -240,10 +242,10 @@ class SampleMedia:
         images = sum(kind == "image" for kind, _ in sizes)
         return [self._processors.items(kind, size, images) for kind, size in sizes]
 
-    def facts(self, sample: int, text_tokens: int) -> SampleLengths:
+    def facts(self, sample: int, text_tokens: int, branches: tuple[int, ...] | None = None) -> SampleLengths:
         """Return the lengths of a sample with so much text. Raises BadSample where its media cannot be used."""
         try:
-            return self._processors.facts(text_tokens, self.items(sample))
+            return self._processors.facts(text_tokens, self.items(sample), branches)
         except BadMedia as bad:
             raise BadSample(str(bad)) from None
 

@@ -74,11 +74,11 @@ class Tokens:
 
     def outline(self) -> list[int]:
         """List the tokens between media, as `Chat.outlines` does."""
-        before, after = map(len, self.around)
+        prefix, suffix = map(len, self.around)
         trained = int(np.argmax(self.weights > 0)) if self.weights.any() else -1
         codes: list[int] = []
-        begin = -before
-        ends = [*zip(self.media.tolist(), self.kinds, strict=True), (len(self.ids) + after, None)]
+        begin = -prefix
+        ends = [*zip(self.media.tolist(), self.kinds, strict=True), (len(self.ids) + suffix, None)]
         for end, kind in ends:
             if begin <= trained < end:
                 codes += [trained - begin, TRAINED]
@@ -507,6 +507,12 @@ def _kinds(conversation: Conversation) -> list[str]:
 def outline_tokens(codes: Sequence[int]) -> int:
     """Count the text tokens of an outline."""
     return sum(code for code in codes if code > 0)
+
+
+def outlined_branches(codes: Sequence[int]) -> tuple[int, ...]:
+    """List the tokens of each branch of an outline."""
+    begin = codes.index(BRANCH) if BRANCH in codes else len(codes)
+    return tuple(code for code in codes[begin:] if code > 0)
 
 
 def outlined_sample(codes: Sequence[int], kinds: Sequence[str], encoders: Sequence[Sequence[str]]) -> Sample:

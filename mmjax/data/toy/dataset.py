@@ -151,11 +151,13 @@ class EmbeddedDataset:
 
     def facts(self, index: int) -> SampleLengths:
         recipe = self.recipe(index)
-        branches = sum([len(ask.text) + len(ask.answer) + 1 for ask in recipe.asks])
-        text = sum(map(len, recipe.words)) + len(recipe.passage) + branches
+        branches = tuple([len(ask.text) + len(ask.answer) + 1 for ask in recipe.asks])
+        text = sum(map(len, recipe.words)) + len(recipe.passage) + sum(branches)
         sizes = [(m.samples,) if isinstance(m, Clip) else (m.height, m.width) for m in recipe.media]
         return SampleLengths(
-            text, tuple([(ENCODER[type(m)], size) for m, size in zip(recipe.media, sizes, strict=True)])
+            text,
+            tuple([(ENCODER[type(m)], size) for m, size in zip(recipe.media, sizes, strict=True)]),
+            branches=branches,
         )
 
     def sample(self, index: int) -> Sample:

@@ -45,10 +45,11 @@ def index_of_size(samples: int) -> LengthIndex:
         source_start=np.array([0, samples]),
         text_tokens=made.text_tokens[chosen],
         totals=made.totals[chosen],
+        pairs=made.pairs[chosen],
         item_start=np.concatenate([[0], np.cumsum(np.diff(made.item_start)[chosen])]),
         **{
             f"item_{key}": getattr(made, f"item_{key}")[of_items]
-            for key in ("encoder", "positions", "useful", "tokens")
+            for key in ("encoder", "positions", "useful", "tokens", "pairs")
         },
     )
 

@@ -21,7 +21,7 @@ from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, Roll
 from mmjax.data.sources.array_records import from_header, to_header
 from mmjax.data.sources.chat_files import parse_preference, parse_rollouts
 from mmjax.data.sources.opening import open_conversations, source_of
-from mmjax.data.text.chat import Chat, load_chat, outlined_sample
+from mmjax.data.text.chat import Chat, load_chat, outlined_branches, outlined_sample
 
 IMAGE = MediaPlace("image")
 PAIR = {"prompt": "What is it?", "chosen": "A cat.", "rejected": "A dog.", "images": ["a.png"]}
@@ -163,7 +163,7 @@ def test_a_pair_is_its_prompt_once_and_two_branches_that_read_as_each_answer_alo
     rules = MaskRules(("vision",), (), "isolated")
     runs, outlined = (runs_of(s, [9], rules) for s in (sample, outlined_sample(outline, ["image"], [["vision"]])))
     assert runs == outlined  # so that the index counts what each branch attends
-    assert [run.tokens for run in runs][-2:] == [len(tokens_of(sample.segments, branch)) for branch in (1, 2)]
+    assert outlined_branches(outline) == tuple(len(tokens_of(sample.segments, branch)) for branch in (1, 2))
     prompt = chat.prompt(Conversation(SAID.messages[:1]), [["vision"]])
     shared = tokens_of(sample.segments, 0)
     assert sum(not isinstance(s, Text) for s in sample.segments) == 1
