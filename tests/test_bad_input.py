@@ -212,7 +212,7 @@ def test_a_run_that_began_before_attention_was_levelled_goes_on_with_its_rows_an
     with pytest.MonkeyPatch.context() as older:
         older.setattr(grouping, "PLANNER", 10)
         older.setattr(run_checkpoints, "PLANNER", 10)
-        prices = {"position_seconds": (), "pair_seconds": (), "planner": 10}
+        prices = dict.fromkeys(grouping.OF_START, ()) | {"planner": 10}
         older.setattr(run_data, "make_budget", lambda *given: replace(grouping.make_budget(*given), **prices))
         words = ["training.steps=2", "training.evaluate_every=0", "schedule.warmup=0"]
         assert run(capsys, train.main, TINY, f"run={runs / 'older'}", *words).code == 0

@@ -14,7 +14,7 @@ from mmjax.config import Config
 from mmjax.config.loading import to_json
 from mmjax.config.model import quantized_layers
 from mmjax.console import print_lines
-from mmjax.data.plan.grouping import OLDER_PLANNERS, PLANNER
+from mmjax.data.plan.grouping import OF_START, OLDER_PLANNERS, PLANNER
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.model import Model, merge, restrict
@@ -112,7 +112,7 @@ class RunCheckpoints:
             )
         current = asdict(self._data_state(saved.step))
         # An older planner's budget has no prices, and such a run goes on without them.
-        unpriced = {"position_seconds": [], "pair_seconds": [], "planner": saved.data.planner}
+        unpriced = {name: [] for name in OF_START} | {"planner": saved.data.planner}
         saved_state = asdict(saved.data) | {"planner": PLANNER, "budget": unpriced | saved.data.budget}
         changed = [key for key, value in saved_state.items() if current[key] != value]
         # A segment that begins here has other data, which the user permitted.

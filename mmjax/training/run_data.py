@@ -199,8 +199,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
             )
         segment = last.segment if same else _next_segment(last, data, folder, step)
         # Rows are filled as the run began, whatever is assumed of devices by now.
-        begun = {key: getattr(last.budget, key) for key in ("position_seconds", "pair_seconds", "planner")}
-        budget = replace(budget, **begun)
+        budget = replace(budget, **last.budget.of_start())
     planner, layout = make_planner(index, config, weights, topology_of(config, mesh), budget, segment=segment)
     grouper = planner.grouper
     coordination.run_on_leader(lambda: _list_oversize(index, grouper.oversize, config.data, folder))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from mmjax.config import BatchConfig, Config, IsfGrouping, NoGrouping, PackGroup
 from mmjax.config.training import repeats_forward
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.sampler import Draws, Due, Pool, Stream, pools_of, shares, typical_samples
-from mmjax.planning.flops import frozen_modules, pair_costs
+from mmjax.planning.flops import frozen_modules, pair_costs, relative_cost
 
 Lengths = tuple[int, ...]  # of every module, the LLM first
 
@@ -43,6 +43,9 @@ PLANNER = 11
 OLDER_PLANNERS = frozenset({10})  # before attention was levelled
 
 
+OF_START = ("position_flops", "position_seconds", "pair_seconds", "planner")  # fields that no start decides anew
+
+
 @dataclass(frozen=True)
 class Budget:
     """Decided before step 0, and stored with the run: with the seed, it says which samples each step has."""
@@ -53,11 +56,17 @@ class Budget:
     longest: int  # a sample of more LLM tokens is not used
     minimum: Lengths = ()  # grouping isf: what a group must reach in one module (Q')
     notes: tuple[str, ...] = ()
-    # Of each module, by assumed rates, which no start reads anew: what a position of its rows and a pair take. Empty:
-    # of a run that began when only positions counted, whose steps keep their rows.
+    # What a position of each module's rows executes, and what it and a pair take by assumed rates. No start reads them
+    # anew, for versions of JAX count elementwise operations otherwise. Empty: of a run that began before they were
+    # stored; without seconds its rows are not levelled.
+    position_flops: tuple[float, ...] = ()
     position_seconds: tuple[float, ...] = ()
     pair_seconds: tuple[float, ...] = ()
     planner: int = 10  # number of the planner that the run began with, if its steps have other samples by a later one
+
+    def of_start(self) -> dict[str, Any]:
+        """Return what a run keeps of its beginning, whatever is counted and assumed by now."""
+        return {name: getattr(self, name) for name in OF_START}
 
     @property
     def prices(self) -> Prices | None:
@@ -84,8 +93,18 @@ def make_budget(index: LengthIndex, config: Config, weights: Sequence[float]) ->
     used. Raises UserError where a source that should be drawn from has none left.
     """
     prices = _assumed_prices(config)
-    seconds = {"position_seconds": tuple(prices.position.tolist()), "pair_seconds": tuple(prices.pair.tolist())}
-    return replace(_fit_budget(index, config, weights), planner=PLANNER, **seconds)
+    return replace(
+        _fit_budget(index, config, weights),
+        planner=PLANNER,
+        position_flops=tuple(position_flops(config).tolist()),
+        position_seconds=tuple(prices.position.tolist()),
+        pair_seconds=tuple(prices.pair.tolist()),
+    )
+
+
+def position_flops(config: Config) -> np.ndarray:
+    """Count the FLOPs that one more position of each module's rows executes, float64 `[M]`."""
+    return relative_cost(config.model, frozen=frozen_modules(config.model), reference=repeats_forward(config.loss))
 
 
 def prices_of(config: Config, budget: Budget) -> Prices:

@@ -17,12 +17,10 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.phases import Aim
 from mmjax.balance.shapes import choose_shapes
 from mmjax.config import Config, NoGrouping, PostBalance
-from mmjax.config.training import repeats_forward
 from mmjax.data.plan.data_change import WHOLE_RUN, Segment
-from mmjax.data.plan.grouping import Budget, Group, Lengths, StepGrouper, make_budget
+from mmjax.data.plan.grouping import Budget, Group, Lengths, StepGrouper, make_budget, position_flops
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import ONE_RANK, Balance, MicrobatchPlan, Placer, Shape, Topology
-from mmjax.planning.flops import frozen_modules, relative_cost
 from mmjax.planning.reorder import Reordering, make_reordering
 
 DRY_RUN_STEPS = 512
@@ -73,8 +71,8 @@ def _rows_of_rank(count: int, topology: Topology, llm: bool) -> int:
 
 def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Placer:
     """Make the placer of the grouper's microbatches for this layout."""
-    frozen = frozen_modules(config.model)
-    flops = relative_cost(config.model, frozen=frozen, reference=repeats_forward(config.loss))
+    stored = grouper.budget.position_flops
+    flops = np.array(stored) if stored else position_flops(config)
     price = _price(grouper, flops, layout)
     return Placer(
         index=grouper.index,

@@ -8,12 +8,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from made import ONE_RANK
+from made import ONE_RANK, config
 from planned import BALANCES, GROUPINGS, KINDS, SPREAD, TOPOLOGIES, one_of_all, planner, samples_of, some_index
 
 from mmjax.config import Config, EmbeddedSource, NoGrouping, PostBalance, Samples, Tokens
 from mmjax.config.loading import default_config, load
-from mmjax.data.plan.grouping import PLANNER
+from mmjax.data.plan.grouping import PLANNER, make_budget
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner, make_step_planner
@@ -181,11 +181,11 @@ def test_planning_takes_little_time():
 
 KNOWN = {
     ("pack", 1): 598500732878269624,
-    ("pack", 8): 2268053265518039218,
+    ("pack", 8): 1276945795208799235,
     ("isf", 1): 981207165968923331,
-    ("isf", 8): 1805459637372634302,
-    ("none", 1): 1283602966739342613,
-    ("none", 8): 1309338051842348593,
+    ("isf", 8): 1551354586546767996,
+    ("none", 1): 96598655080309922,
+    ("none", 8): 984665793223535070,
 }
 
 
@@ -194,6 +194,10 @@ KNOWN = {
 def test_plans_are_those_of_this_planners_number(grouping, topology):
     """Where this fails because plans are meant to change, raise PLANNER and write down the new hashes."""
     assert PLANNER == 11
-    planned = planner(grouping=grouping, topology=topology, size=Samples(6 if topology.ranks == 1 else 16))
+    changes = {"grouping": grouping, "size": Samples(6 if topology.ranks == 1 else 16)}
+    # Costs of the program differ a little between versions of JAX.
+    costs = {"position_flops": (4.5e6, 2e6, 1.3e6), "position_seconds": (5.8e6, 3.6e6, 2.2e6)}
+    budget = replace(make_budget(some_index(), config(**changes), [1.0]), **costs, pair_seconds=(9e3, 9e3, 9e3))
+    planned = planner(budget=budget, topology=topology, **changes)
     digest = sum(planned.plan(step).digest() for step in range(30)) % 2**61
     assert digest == KNOWN[grouping.kind, topology.ranks]
