@@ -212,7 +212,7 @@ def row_of(model: ModelConfig, tower: str) -> Row:
     if isinstance(config, Generator):
         return _row_of_images(config.min_patches, config.condition_tokens)
     if tower == "llm":
-        length = positions = 4096 * PRIME
+        length = positions = 2 * MAX_BLOCK * PRIME
         return Row(length, {"positions": positions, "pairs": positions**2}, {"length": PRIME})
     stride = config.stride if isinstance(config, AudioConfig) else 1
     multiple = config.chunk or 1 if isinstance(config, AudioConfig) else config.window**2 or 1

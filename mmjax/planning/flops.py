@@ -120,7 +120,7 @@ def _stack(trace: TowerTrace, numbers: range, layers: Layers) -> Cost:
 
 def _without_adapters(trace: TowerTrace, layers: int) -> tuple[TowerTrace, Layers]:
     """Return what is traced of a tower that runs as a reference: a forward pass without adapters."""
-    modules = frozenset({trace.tower, f"{trace.tower}.connector"})
+    modules = frozenset({trace.tower, f"{trace.tower}.connector"} - {"llm.connector"})
     plain = replace(trace, model=replace(trace.model, lora={}), frozen=modules, upstream=False)
     return plain, [("none", False)] * layers
 
