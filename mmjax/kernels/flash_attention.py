@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float
 
-from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs, pad_mask
+from mmjax.kernels.masks import BlockLists, MaskSpec, allowed, block_pairs, pad_mask, select_mask
 from mmjax.kernels.tiles import TILES, KernelTiles, Tiles, padded_width
 
 _LOG2_E = math.log2(math.e)  # exp(x) = exp2(x * log2(e)): GPUs have an instruction for exp2 alone
@@ -51,13 +51,6 @@ class BlockPlan(NamedTuple):
     d_query: BlockLists
     d_key: BlockLists
     index: Array | None = None  # int32 []
-
-    def of_mask(self) -> BlockPlan:
-        """Take the mask at `index`, if there are several."""
-        if self.index is None:
-            return self
-        take = partial(lax.dynamic_index_in_dim, index=self.index, axis=1, keepdims=False)
-        return BlockPlan._make((*jax.tree.map(take, self[:-1]), None))
 
 
 def plan_blocks(mask: MaskSpec, tiles: KernelTiles, k_mask: MaskSpec | None = None) -> BlockPlan:
@@ -348,7 +341,7 @@ def padded_forward(
 ) -> tuple[Array, Array]:
     """Compute the output in `dtype`, and float32 `[B, N, T]`, log2 of the sums of exponents."""
     rows, length, heads, width = q.shape
-    plan = plan.of_mask()
+    plan = select_mask(plan)
     specs = _specs(q, k)
     tiles = scores.tiles.forward
     return pl.pallas_call(
@@ -379,7 +372,7 @@ def padded_gradients(
     dtype: jnp.dtype,
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients of q, k and v in `dtype`."""
-    plan = plan.of_mask()
+    plan = select_mask(plan)
     rows, length, heads, width = q.shape
     specs = _specs(q, k)
     tiles = scores.tiles.d_query

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 
 from mmjax.kernels.flash_attention import Scores, padded_forward, padded_gradients
 from mmjax.kernels.masked_tiles import COMPUTING, KEYS, QUERIES, ROWS, TILE, WORDS, TileLists, TilePlan
+from mmjax.kernels.masks import select_mask
 
 _LOG2_E = math.log2(math.e)
 _STAGES = 2  # of a ring of blocks in shared memory
@@ -44,7 +45,7 @@ def hopper_attention(
     are float32. scores.tiles: of the Triton kernel, which takes masks that leave no room for their bits.
     """
     length, width = q.shape[1], q.shape[3]
-    plan = plan.of_mask()
+    plan = select_mask(plan)
     extra = plan.triton.q_fields.shape[-1] - length, -width % 16  # products take multiples of 16 channels
     q, k, v = (jnp.pad(x, ((0, 0), (0, extra[0]), (0, 0), (0, extra[1]))) for x in (q, k, v))
     return _attend(q, k, v, plan, scores)[:, :length, :, :width]

@@ -90,13 +90,6 @@ class TilePlan(NamedTuple):
     triton: BlockPlan
     index: Array | None = None
 
-    def of_mask(self) -> TilePlan:
-        """Take the mask at `index`, if there are several."""
-        if self.index is None:
-            return self
-        take = partial(lax.dynamic_index_in_dim, index=self.index, axis=1, keepdims=False)
-        return TilePlan._make((*jax.tree.map(take, self[:-1]), None))
-
 
 def plan_tiles(mask: MaskSpec, triton: BlockPlan) -> TilePlan:
     """List the blocks that the kernels visit under this mask, padded to whole tiles, and make the masks of its parts.

@@ -6,11 +6,15 @@ pairs, in which nothing is masked, and partial ones, in which `allowed` is evalu
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
+
+Plan = TypeVar("Plan", bound=Any)
 
 PADDING = -1  # `sample` of positions that hold nothing
 _UNLIMITED = 2**30  # a window of more tokens than any row has
@@ -63,6 +67,17 @@ class BlockLists(NamedTuple):
         order = jnp.argsort(jnp.where(whole, 0, jnp.where(live, 1, 2)), axis=-1, stable=True)
         count = jnp.stack([whole.sum(-1), live.sum(-1)], axis=-1)
         return cls(order.astype(jnp.int32), count.astype(jnp.int32))
+
+
+def select_mask(plan: Plan) -> Plan:
+    """Take the mask at `index` of a plan of several masks, whose arrays are `[B, masks, ...]`; one of a single, itself.
+
+    plan: a named tuple whose last field is `index`, int32 [] or None.
+    """
+    if plan.index is None:
+        return plan
+    take = partial(lax.dynamic_index_in_dim, index=plan.index, axis=1, keepdims=False)
+    return type(plan)._make((*jax.tree.map(take, plan[:-1]), None))
 
 
 def pad_mask(mask: MaskSpec, length: int) -> MaskSpec:

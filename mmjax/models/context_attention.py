@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from mmjax.kernels.flash_attention import BlockPlan
-from mmjax.kernels.masks import MaskSpec, block_pairs
+from mmjax.kernels.masks import MaskSpec, block_pairs, select_mask
 from mmjax.parallel.sharding import CONTEXT
 
 MAX_PIECES = 4  # in which keys and values arrive, the own first: each more is one more pass over the output to merge
@@ -52,13 +52,6 @@ class ContextPlan(NamedTuple):
     needed: Slices | None = None
     asked: Slices | None = None
     index: Array | None = None
-
-    def of_mask(self) -> ContextPlan:
-        """Take the mask at `index`, if there are several."""
-        if self.index is None:
-            return self
-        take = partial(lax.dynamic_index_in_dim, index=self.index, axis=1, keepdims=False)
-        return ContextPlan._make((*jax.tree.map(take, self[:-1]), None))
 
 
 def plan_specs(devices: int, rows: Any, flash: bool, ragged: bool, stacked: bool = False) -> ContextPlan:
@@ -254,7 +247,7 @@ def _over_pieces(
 
 
 def _forward(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tuple[Array, Array]:
-    plan = plan.of_mask()
+    plan = select_mask(plan)
     local = plan.pieces[0]
 
     def attend(merged: tuple[Array, Array] | None, number: int, k: Array, v: Array) -> tuple[tuple[Array, Array], None]:
@@ -287,7 +280,7 @@ def _keep(q: Array, k: Array, v: Array, plan: ContextPlan, kernel: Kernel) -> tu
 def _backward(kernel: Kernel, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, plan, out, lse = residuals
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    plan = plan.of_mask()
+    plan = select_mask(plan)
     local = plan.pieces[0]
 
     def gradients(d_q: Array | None, number: int, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
