@@ -17,7 +17,7 @@ from mmjax.kernels.masks import MaskSpec
 from mmjax.kernels.tiles import tiles_for
 from mmjax.planning.hardware import parse_cluster
 
-CASES = ((28, 4, 128, 0.0), (8, 8, 80, 0.0), (8, 2, 64, 30.0))
+CASES = ((28, 4, 128, 0.0), (8, 8, 80, 0.0), (8, 2, 64, 30.0), (4, 2, 16, 0.0), (4, 2, 96, 0.0))
 LENGTH = 4096
 
 
