@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -67,6 +67,8 @@ def plan_key(config: Config, mesh: Mesh) -> dict[str, Any]:
         "remat": {name: tower.remat for name, tower in towers.items()},
         "loss_chunks": config.training.loss_chunks,
     }
+    if config.units:
+        key["units"] = {name: asdict(unit) for name, unit in config.units.items()}
     return json.loads(json.dumps(key))
 
 

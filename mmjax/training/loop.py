@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, simulate_stag
 from mmjax.pipeline.units import place_stages, tower_rows
 from mmjax.planning.hardware import find_device
 from mmjax.planning.memory import GB
-from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan
+from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan, with_policies
 from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.checkpoint_commit import saved_steps
 from mmjax.runtime.compiler_options import compiler_options
@@ -175,7 +176,9 @@ class Trainer:
 
         self.profiled = False  # whether stages are planned by measured times of their layers
         with activity("predicting memory"):
-            self.stages, self.memory_plan = self.plan_units() if config.units else ((), self.plan_memory(profile))
+            self.stages, self.memory_plan = (
+                self.plan_units(profile) if config.units else ((), self.plan_memory(profile))
+            )
         self.executor: Runner = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
         if isinstance(self.executor, PipelineExecutor):
             watchdog.follow(self.executor.passes.progress, self.executor.passes.roles)
@@ -242,11 +245,14 @@ class Trainer:
             compiler_options=self.compiler_options,
         )
 
-    def plan_units(self) -> tuple[list[StagePlan], MemoryPlan]:
-        """Choose remat policies that fit every stage's devices."""
+    def plan_units(self, profile: bool) -> tuple[list[StagePlan], MemoryPlan]:
+        """Choose remat policies that fit every stage's devices, or take over a resumed run's."""
         config, layout = self.config, self.loader.layout
         device = self.mesh.devices.flat[0]
         loss_chunks = config.training.loss_chunks or 1
+        if stored := self.stored_decision(profile):
+            config = replace(config, model=with_policies(config.model, stored.policies))
+            loss_chunks = stored.loss_chunks
         speed = device_speed(config, profiled_shapes(config, [layout]), device, profile=False)
         self.profiled = bool(speed.measured)
         available = coordination.run_on_leader(lambda: available_memory(config.mesh, device))
@@ -255,18 +261,18 @@ class Trainer:
         return stages, memory_plan_of(config, stages, limit, loss_chunks)
 
     def plan_memory(self, profile: bool) -> MemoryPlan:
-        """Choose remat policies and loss chunks that fit the devices.
-
-        A resumed run takes over those it was started with: others would be other programs, with other bits.
-        """
-        decision = None
-        if self.first_step and not profile:
-            key = plan_key(self.config, self.mesh)
-            stored = coordination.run_on_leader(lambda: read_memory_plan(self.folder.memory_plan, key))
-            decision = MemoryDecision.of(stored) if stored else None
+        """Choose remat policies and loss chunks that fit the devices, or take over a resumed run's."""
         layout_of = partial(self.data.layout_of, mesh=self.mesh)
         longest = self.data.index.longest(self.loader.budget.longest)
-        return plan_memory_on_mesh(self.config, self.mesh, layout_of, profile, decision, longest)
+        return plan_memory_on_mesh(self.config, self.mesh, layout_of, profile, self.stored_decision(profile), longest)
+
+    def stored_decision(self, profile: bool) -> MemoryDecision | None:
+        """Return what a resumed run was started with: other policies would be other programs, with other bits."""
+        if not self.first_step or profile:
+            return None
+        key = plan_key(self.config, self.mesh)
+        stored = coordination.run_on_leader(lambda: read_memory_plan(self.folder.memory_plan, key))
+        return MemoryDecision.of(stored) if stored else None
 
     def init_state(self) -> Any:
         """Restore or make the first state, and open the log. No file changes before. Raises DamagedCheckpoint."""

@@ -19,8 +19,10 @@ from restarts import last, steps_of
 from started import Ended, finish, launch, process_of, wait_until
 
 from mmjax import inspect, train
+from mmjax.disk import read_sealed, write_sealed
 from mmjax.planning.simulate import list_needs
 from mmjax.report import report
+from mmjax.runtime.run_dir import RunFolder
 from mmjax.training.pass_times import read_timelines
 
 STAGES = ("units.llm.pipeline=2", "batch.microbatches=2")
@@ -105,6 +107,21 @@ def test_reordered_microbatches_give_the_same_losses_and_are_resumed_and_inspect
         shown = run(capsys, inspect.main, reordered, "--step", step)
         assert shown.code == 0, shown.err
         assert "as it was logged" in shown.out
+
+
+@pytest.mark.exhaustive
+def test_resumed_stages_take_over_the_policies_that_the_run_was_started_with(runs, capsys, monkeypatch):
+    words = (TINY, *STAGES, "training.evaluate_every=0", f"run={runs / 'staged'}")
+    monkeypatch.setattr("mmjax.training.loop.choose_devices", lambda device: jax.devices()[:2])
+    assert run(capsys, train.main, *words, "training.steps=4").code == 0
+    stored = RunFolder(runs / "staged").memory_plan
+    plan = read_sealed(stored)
+    assert set(plan["policies"]["llm"]) == {"none"}
+    write_sealed(stored, plan | {"policies": {tower: ["full"] * len(p) for tower, p in plan["policies"].items()}})
+    for changes, expected in (((), "full"), (("units.llm.cuts=(1,)",), "none")):
+        steps = f"training.steps={6 if not changes else 8}"
+        assert run(capsys, train.main, *words, "--resume", steps, *changes).code == 0
+        assert set(read_sealed(stored)["policies"]["llm"]) == {expected}
 
 
 def together(processes: int, *words: object, devices: int, monkeypatch: pytest.MonkeyPatch) -> Ended:

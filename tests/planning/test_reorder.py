@@ -89,6 +89,12 @@ def test_an_encoder_as_long_as_the_other_stages_waits_several_percent_less_and_n
         assert np.mean(shares) <= bar
 
 
+def test_stages_of_one_worker_keep_their_order():
+    graph = StageGraph(((0, 2), (1, 2)), (0, 0, 0))
+    forward, backward = np.random.default_rng(0).integers(1, 1000, (2, 3, 8))
+    assert reorder("1f1b", graph, forward, backward).tolist() == list(range(8))
+
+
 def test_equal_microbatches_stay_in_their_order():
     forward = np.array([[10, 1, 10, 1, 1, 10, 1, 1], [5] * 8])
     order = reorder("1f1b", StageGraph(((0, 1),), (0, 1)), forward, 2 * forward)
