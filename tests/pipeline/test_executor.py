@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_run import load_steps, make_executor, one_shape, tiny_config, weight, weights, worst_leaf
+from tiny_run import load_steps, make_executor, one_shape, tiny_config, weight, weights, with_answers, worst_leaf
 
-from mmjax.batch import Microbatch, TextBatch
+from mmjax.batch import Microbatch
 from mmjax.config import (
     AdamW,
     Config,
@@ -31,7 +31,7 @@ from mmjax.config import (
     Muon,
     Unit,
 )
-from mmjax.config.training import loss_inputs, unit_devices
+from mmjax.config.training import unit_devices
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
 from mmjax.parallel.sharding import ShardingRules
@@ -125,16 +125,6 @@ def fill_adapters(state: Any) -> Any:
         return p + 0.02 if "['lora']['b']" in jax.tree_util.keystr(path) else p
 
     return jax.tree.map_with_path(fill, state)
-
-
-def with_answers(batches: Sequence[Microbatch], loss: LossConfig) -> list[Microbatch]:
-    """The microbatches with numbers of every token for a loss of answers, the same wherever the token stands."""
-
-    def of(number: int, text: TextBatch) -> np.ndarray:
-        return np.where(text.weight > 0, np.sin(3.0 * number + 7 * text.owner + text.offset), 0).astype(np.float32)
-
-    texts = [b.text._replace(loss_inputs={x: of(n, b.text) for n, x in enumerate(loss_inputs(loss))}) for b in batches]
-    return [batch._replace(text=text) for batch, text in zip(batches, texts, strict=True)]
 
 
 def assert_same_gradients(

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from commands import TINY
-from drawing import PICTURE, drawing_config
+from drawing import PICTURE, UNET, drawing_config
 from restarts import steps_of as steps_of_run
 from started import finish, launch
 from test_executor import assert_same_gradients, make_pipeline, steps_of
@@ -21,7 +21,7 @@ from test_pipeline_processes import assert_same_gradients as assert_gradients_of
 from test_runs import go_back
 from tiny_run import make_executor
 
-from mmjax.config import Config, MeshConfig, NoGrouping, PixelLatents, Samples, UnetConfig, Unit
+from mmjax.config import Config, MeshConfig, NoGrouping, Samples, Unit
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
@@ -43,17 +43,6 @@ UNITS = {
     "with the llm": {"vision": Unit(), "llm": Unit(modules=("llm", "picture"), pipeline=2, tensor=2)},
     "interleaved": {"vision": Unit(), "llm": Unit(pipeline=2, virtual=2), "picture": Unit(pipeline=2)},
 }
-UNET = UnetConfig(
-    condition_width=24,
-    widths=(16, 32),
-    heads=(2, 4),
-    attending=(True, False),
-    blocks=1,
-    groups=8,
-    size=(8, 16),
-    latents=PixelLatents(channels=1),
-    queries=4,
-)
 
 
 def config_of(units: str, frozen: Sequence[str] = (), **changes: Any) -> Config:

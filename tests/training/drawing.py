@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tiny_run import tiny_config
 
-from mmjax.config import Config, DiffusionTransformerConfig, EmbeddedSource, FunctionSource, PixelLatents
+from mmjax.config import Config, DiffusionTransformerConfig, EmbeddedSource, FunctionSource, PixelLatents, UnetConfig
 
 PICTURE = DiffusionTransformerConfig(
     layers=2,
@@ -20,6 +20,18 @@ PICTURE = DiffusionTransformerConfig(
     text_tokens=12,
     grid=4,
     biases=("query", "value", "output", "up", "down"),  # a key's has a gradient of rounding alone
+)
+
+UNET = UnetConfig(
+    condition_width=24,
+    widths=(16, 32),
+    heads=(2, 4),
+    attending=(True, False),
+    blocks=1,
+    groups=8,
+    size=(8, 16),
+    latents=PixelLatents(channels=1),
+    queries=4,
 )
 
 
