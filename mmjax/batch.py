@@ -114,5 +114,5 @@ class ItemBatch(NamedTuple):
 class Microbatch(NamedTuple):
     """The rows of every module for one forward and backward pass."""
 
-    text: TextBatch
-    items: dict[str, ItemBatch]  # by encoder and generator
+    text: TextBatch  # None: of a pipeline's stage without the LLM
+    items: dict[str, ItemBatch]  # by encoder and generator; of a pipeline's stage its own

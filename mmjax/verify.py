@@ -46,8 +46,9 @@ from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
 from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
+from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import Optimizer, all_parameters
-from mmjax.runtime.step import Accumulated, Executor, loss_weights
+from mmjax.runtime.step import Executor, loss_weights
 from mmjax.startup import activity
 from mmjax.training.run_checkpoints import RunCheckpoints
 from mmjax.training.run_data import open_data
@@ -194,7 +195,7 @@ def compare_states(actual: Sequence[States], expected: Sequence[States], index: 
     return differences
 
 
-def compare_gradients(actual: Accumulated, expected: Accumulated) -> Differences:
+def compare_gradients(actual: Sums, expected: Sums) -> Differences:
     """Compare every leaf of the gradients, of whole lists of microbatches."""
     leaves = jax.tree.leaves_with_path(expected.gradients)
     # Some are 0 but for the rounding of what cancels in them, as those of key biases.
@@ -357,7 +358,7 @@ class Programs:
         put = put_rows(batch, self.executor.mesh, self.executor.rules)
         return input_states(batch) | jax.device_get(self._layer_states(all_parameters(self.run.state), put))
 
-    def gradients(self, batches: Sequence[Microbatch]) -> Accumulated:
+    def gradients(self, batches: Sequence[Microbatch]) -> Sums:
         """Return the gradients of all microbatches together, on the host."""
         executor, state = self.executor, self.run.state
         model = executor.model.config

@@ -40,8 +40,9 @@ from mmjax.planning.hardware import DEVICES, USABLE, Cluster
 from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport
+from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor, loss_weights
+from mmjax.runtime.step import Executor, loss_weights
 
 WHEELS = "jax_cuda13_plugin"
 INSTALL = 'pip install "mmjax[aot]"'
@@ -136,8 +137,8 @@ class StepPrograms:
 
     executor: Executor
     state: TrainState
-    accumulated: Accumulated | None  # added to; None with one microbatch
-    gradients: Accumulated  # of all microbatches
+    accumulated: Sums | None  # added to; None with one microbatch
+    gradients: Sums  # of all microbatches
     microbatch: Microbatch
     microbatches: int
     hyper: Hyperparameters

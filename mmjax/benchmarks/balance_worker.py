@@ -30,8 +30,9 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, local_ranks, make_mesh, replicated
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter
+from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor
+from mmjax.runtime.step import Executor
 
 CORES_LEFT = -1  # in place of a core's number: do not pin
 
@@ -57,7 +58,7 @@ class Trainer:
 
     executor: Executor
     state: TrainState
-    accumulated: Accumulated | None
+    accumulated: Sums | None
     hyper: Hyperparameters
 
     def step(self, step: Prepared) -> bool:

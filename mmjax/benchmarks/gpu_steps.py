@@ -246,7 +246,7 @@ def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()
         "of it forward and backward, s": gradients,
         "LLM tokens / s": useful / step,
         "MFU": needed / step / peak_flops(devices, config.training.precision),
-        "loss": float(report.loss.sum() / report.weight.sum()),
+        "loss": report.mean_loss,
         "memory predicted, GB": plan.device / GB,
         "memory used at most, GB": None if peak is None else peak / GB,
         **kernels,

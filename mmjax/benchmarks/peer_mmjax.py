@@ -58,7 +58,7 @@ class GatedTrainer(Trainer):
             return {}
         _, loaded, _, report = self.running
         report = jax.device_get(report)
-        return {"loss": float(report.loss.sum() / report.weight.sum()), "numbers": loaded.samples.tolist()}
+        return {"loss": report.mean_loss, "numbers": loaded.samples.tolist()}
 
 
 def words(task: Task) -> tuple[str, list[str]]:

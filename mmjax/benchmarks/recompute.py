@@ -145,7 +145,7 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, 
     weight = {"llm": np.float32(batch.shape["llm"][1])}
 
     def step() -> jax.Array:
-        return executor.accumulate(*states[runs], None, arrays, weight).loss
+        return executor.accumulate(*states[runs], None, arrays, weight).losses.loss
 
     return step
 

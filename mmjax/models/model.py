@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -137,27 +136,6 @@ class Model:
         module = self.module(params)
         return module.decode(microbatch.text, module.encode(microbatch.items, noise), noise)
 
-    def outputs(
-        self,
-        params: Params,
-        microbatch: Microbatch,
-        noise: Noise | None = None,
-        accumulators: Params | None = None,
-        features: Mapping[str, Float[Array, "r m e"]] = MappingProxyType({}),
-    ) -> Outputs:
-        """Compute what losses are made of.
-
-        accumulators: float32 sums of gradients of scanned stacks' parameters. The gradient with respect to them is the
-        new sums, and these parameters get none. features: encoders' tokens, where they are known.
-        """
-        module = self.module(params)
-        seed = accumulate_in_scans(module, accumulators)
-        unknown = {name: items for name, items in microbatch.items.items() if name not in features}
-        features = {**features, **module.encode(unknown, noise)}
-        hidden, table = module.hidden_and_table(microbatch.text, features, noise)
-        errors = module.generator_errors(hidden, microbatch.text, microbatch.items, noise)
-        return Outputs(seed(hidden), table, module.llm.layers.routing, errors)
-
     def encode(
         self, params: Params, items: dict[str, ItemBatch], noise: Noise | None = None
     ) -> dict[str, Float[Array, "r m e"]]:
@@ -191,7 +169,7 @@ class Model:
 
 
 def accumulate_in_scans(module: MultimodalModel, accumulators: Params | None) -> Callable[[Array], Array]:
-    """Give scanned stacks their accumulators, as `Model.outputs` takes them.
+    """Give scanned stacks their accumulators, as `Stage.run` takes them.
 
     The loss must depend on what the returned function makes of the last layer's output, which is the same.
     """

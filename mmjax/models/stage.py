@@ -1,19 +1,24 @@
-"""Stages of a multimodal model for pipelines, as pure functions of their own parameters."""
+"""Stages of a multimodal model: consecutive layers of one tower or several, as pure functions of their own parameters.
+
+A model on one mesh is the stage of all layers. In a pipeline a stage takes activations of the stages before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from itertools import pairwise
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import UnetConfig, VisionConfig
+from mmjax.batch import Microbatch, TextBatch
+from mmjax.config import ModelConfig, VisionConfig
 from mmjax.config.model import layers_of
-from mmjax.models.decoder import logits_of
 from mmjax.models.generation import (
     condition_of,
     draw,
@@ -23,31 +28,31 @@ from mmjax.models.generation import (
     query_states,
     velocity_errors,
 )
-from mmjax.models.layer_stacks import Params
+from mmjax.models.layer_stacks import LayerStack, Params
 from mmjax.models.layers import Noise
-from mmjax.models.model import Model, accumulate_in_scans
+from mmjax.models.model import Model, Outputs, accumulate_in_scans, merge
 from mmjax.models.multimodal import MultimodalModel
-from mmjax.parallel.sharding import encoding
+from mmjax.parallel.sharding import constrain, encoding
 
 # Of a stage, by name, as it takes and makes them.
 Activations = dict[str, Float[Array, "_ _ _"]]
+Values = dict[str, Any]  # activations, and what losses are made of
+HIDDEN, TABLE, ROUTING = "llm.hidden", "llm.table", "llm.routing"  # values, as in `Outputs`
 
 
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """Layers `start` to `stop` of one tower as a pure function: `stage(stage.select(params), inputs, batch)`.
+@dataclass(frozen=True)
+class Piece:
+    """Layers `start` to `stop` of one tower, with what stands before its first and behind its last layer.
 
-    Takes and returns dicts of arrays by name, each made by one stage and taken by one: "vision.2" and "llm.2" are the
-    activations `[R, L, D]` that enter layer 2, "vision" is an encoder's tokens, which its last stage makes and the
-    LLM's first takes. Of a deepstack, "vision.deeper.1" goes from the stage with the layer that is taken out to the
-    LLM's stage with layer 1, to whose output it is added. The LLM's last stage returns float32 "logits", or makes the
-    hidden states that generators take, by the generator's name. What all layers of a generator take of the images
-    beside their activations, "picture.2.images" and "picture.2.condition", goes from stage to stage with these; its
-    last stage returns the "picture.error" `[R, L, 1]` of every patch. `batch` is the tower's: a TextBatch or an
-    ItemBatch.
+    Takes and makes arrays by name, each made by one piece and taken by one: "vision.2" and "llm.2" are the activations
+    `[R, L, D]` that enter layer 2, "vision" is an encoder's tokens, which its last piece makes and the LLM's first
+    takes. Of a deepstack, "vision.deeper.1" goes from the piece with the layer that is taken out to the LLM's with
+    layer 1, to whose output it is added. The LLM's last piece makes the hidden states that generators take, by the
+    generator's name. What all layers of a generator take of the images beside their activations, "picture.2.images"
+    and "picture.2.condition", goes from piece to piece with these.
     """
 
-    model: Model
+    config: ModelConfig
     tower: str
     start: int
     stop: int
@@ -58,25 +63,25 @@ class Stage:
 
     @property
     def last(self) -> bool:
-        return self.stop == layers_of(self.model.config, self.tower)
+        return self.stop == layers_of(self.config, self.tower)
 
     @property
     def generates(self) -> bool:
-        """Return whether the stage is a generator's."""
-        return self.tower in self.model.config.generators
+        """Return whether the tower is a generator."""
+        return self.tower in self.config.generators
 
     @property
     def makes_loss(self) -> bool:
-        """Return whether a loss is made of the stage's output: the LLM's, or a generator's."""
+        """Return whether a loss is made of the output: the LLM's, or a generator's."""
         return self.last and (self.tower == "llm" or self.generates)
 
     @property
     def layers_output(self) -> str:
-        """Name what the stage's last layer makes, where another stage goes on from it."""
+        """Name what the last layer makes, where another piece goes on from it."""
         return f"{self.tower}.{self.stop}"
 
     def passed(self, layer: int) -> tuple[str, ...]:
-        """Name what a generator's layer takes of the stage before it."""
+        """Name what a generator's layer takes of the piece before it."""
         return tuple(f"{self.tower}.{layer}{part}" for part in ("", ".images", ".condition"))
 
     @property
@@ -89,49 +94,48 @@ class Stage:
     @property
     def outputs(self) -> tuple[str, ...]:
         if self.tower == "llm":
-            return self.sends_states or (("logits",) if self.last else (self.layers_output,))
+            return self.sends_states if self.last else (self.layers_output,)
         if self.generates:
-            return (f"{self.tower}.error",) if self.last else self.passed(self.stop)
+            return () if self.last else self.passed(self.stop)
         outgoing = () if self.last else (self.layers_output,)
         return (*outgoing, *self._tokens(self.tower))
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """Name the encoders whose tokens the stage takes."""
-        return tuple(name for name in self.model.config.encoders if self.tower == "llm" and self._tokens(name))
+        """Name the encoders whose tokens the piece takes."""
+        return tuple(name for name in sorted(self.config.encoders) if self.tower == "llm" and self._tokens(name))
 
     @property
     def embeds_queries(self) -> tuple[str, ...]:
-        """Name the generators whose learned queries the stage embeds."""
-        return tuple(self.model.config.generators) if self.tower == "llm" and self.first else ()
+        """Name the generators whose learned queries the piece embeds."""
+        return tuple(self.config.generators) if self.tower == "llm" and self.first else ()
 
     @property
     def sends_states(self) -> tuple[str, ...]:
-        """Name the generators that take the stage's hidden states."""
-        return tuple(self.model.config.generators) if self.tower == "llm" and self.last else ()
+        """Name the generators that take hidden states of the piece."""
+        return tuple(self.config.generators) if self.tower == "llm" and self.last else ()
 
     def _tokens(self, encoder: str) -> list[str]:
-        """Name the tokens of an encoder that the stage makes or, in the LLM, takes."""
+        """Name the tokens of an encoder that the piece makes or, in the LLM, takes."""
         embedding = self.first if self.tower == "llm" else self.last
         return [encoder] * embedding + [f"{encoder}.deeper.{n}" for n in self._deeper(encoder)]
 
     def _deeper(self, encoder: str) -> list[int]:
-        """Number an encoder's `deepstack` layers whose outputs the stage takes out or, in the LLM, adds."""
-        config = self.model.config.encoders[encoder]
+        """Number an encoder's `deepstack` layers whose outputs the piece takes out or, in the LLM, adds."""
+        config = self.config.encoders[encoder]
         layers = config.deepstack if isinstance(config, VisionConfig) else ()
         if self.tower != "llm":
             return [n for n, layer in enumerate(layers) if self.start <= layer < self.stop]
-        # Those for which there is no layer end in the last stage, which adds them to nothing.
+        # Those for which there is no layer end in the last piece, which adds them to nothing.
         return [n for n in range(len(layers)) if self.start <= n and (n < self.stop or self.last)]
 
-    def select(self, params: Params) -> Params:
-        """Select the stage's parameters. Tied embeddings are in the LLM's first and last stage: add their gradients."""
+    def select(self, params: Params, stacks: tuple[LayerStack, ...]) -> Params:
+        """Select the parameters; tied embeddings are in the LLM's first and last piece. stacks: of the tower."""
+        runs = {name for run in stacks if self.start <= run.start < self.stop for name in run.parts}
         if self.generates:
-            return self._select_generator(params)
+            return self._select_generator(params, runs)
         tower = params["llm"] if self.tower == "llm" else params["encoders"][self.tower]
-        tied = self.tower == "llm" and self.model.config.llm.tied
-        stacks = [run for run in self.model.runs[self.tower] if self.start <= run.start < self.stop]
-        runs = {name for run in stacks for name in run.parts}
+        tied = self.tower == "llm" and self.config.llm.tied
         # The same nesting as the full parameters, so that `Model.module` can merge it.
         part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
         if self.first or (self.last and tied):
@@ -149,122 +153,237 @@ class Stage:
             selected["deeper"] = deeper
         return {"encoders": {self.tower: part}} | ({"connectors": {self.tower: selected}} if selected else {})
 
-    def _select_generator(self, params: Params) -> Params:
-        """Select a generator's layers; what stands before them and behind them; in the first stage its connector."""
+    def _select_generator(self, params: Params, runs: set[str]) -> Params:
+        """Select a generator's layers and what stands before and behind them; its connector and VAE with the first."""
         tower = params["generators"][self.tower]
         part = dict(tower)
         if "layers" in tower:
-            stacks = [run for run in self.model.runs[self.tower] if self.start <= run.start < self.stop]
-            runs = {name: tower["layers"]["runs"][name] for run in stacks for name in run.parts}
             ends = {name for name in tower if name != "layers" and (self.last if name == "head" else self.first)}
-            part = {"layers": {"runs": runs}} | {name: tower[name] for name in sorted(ends)}
+            part = {"layers": {"runs": {name: tower["layers"]["runs"][name] for name in sorted(runs)}}}
+            part |= {name: tower[name] for name in sorted(ends)}
         selected = {"generators": {self.tower: part}}
         if self.first:
             connector = params["connectors"][self.tower]
             selected["connectors"] = {self.tower: {k: v for k, v in connector.items() if k != "queries"}}
+            if self.tower in params.get("vaes", {}):
+                selected["vaes"] = {self.tower: params["vaes"][self.tower]}
         return selected
 
-    def __call__(
-        self,
-        params: Params,
-        inputs: Activations,
-        batch: TextBatch | ItemBatch,
-        noise: Noise | None = None,
-        accumulators: Params | None = None,
-    ) -> Activations:
-        """Compute the stage's outputs. `noise` as in `Model.logits`, `accumulators` as in `Model.outputs`."""
-        module = self.model.module(params)
-        seed = accumulate_in_scans(module, accumulators)
-        if self.generates:
-            with encoding():
-                return dict(zip(self.outputs, self._generate(module, seed, inputs, batch, noise), strict=True))
-        if self.tower == "llm":
-            x = seed(self._llm_layers(module, inputs, batch, noise))
-            if not self.last:
-                return {self.layers_output: x}
-            hidden, table = module.llm.hidden_and_table(x)
-            if self.sends_states:
-                return self.query_states(hidden, batch)
-            return {"logits": logits_of(hidden, table, self.model.config.llm.logit_cap)}
-        tower = module.encoders[self.tower]
-        numbers = self._deeper(self.tower)
-        with encoding():
-            x = tower.embedded(batch) if self.first else inputs[self.inputs[0]]
-            context = module.context(self.tower, batch, noise)
-            layers = [module.connectors[self.tower].deepstack[n] for n in numbers]
-            *deeper, x = tower.layers.outputs(x, context, layers, self.start, self.stop)
-            x = seed(x)
-            arrays = [] if self.last else [x]
-            if names := self._tokens(self.tower):
-                deeper = dict(zip(numbers, deeper, strict=True))
-                tokens = module.connected(self.tower, x if self.last else None, deeper, batch)
-                arrays += jnp.split(tokens, len(names), axis=-1) if names[1:] else [tokens]
-        return dict(zip(self.outputs, arrays, strict=True))
+    def run(self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None) -> Values:
+        """Compute what the piece makes of the values so far. `noise` as in `Model.logits`."""
+        with jax.named_scope(self.tower):
+            if self.tower == "llm":
+                return self._decode(module, values, batch.text, noise)
+            run = self._generate if self.generates else self._encode
+            return run(module, values, batch, noise)
 
-    def hidden_and_table(
-        self,
-        params: Params,
-        inputs: Activations,
-        text: TextBatch,
-        noise: Noise | None = None,
-        accumulators: Params | None = None,
-    ) -> tuple[Float[Array, "b t d"], Float[Array, "*p v d"]]:
-        """Return what the LLM's last stage makes the logits of, as `Model.outputs`."""
-        module = self.model.module(params)
-        seed = accumulate_in_scans(module, accumulators)
-        return module.llm.hidden_and_table(seed(self._llm_layers(module, inputs, text, noise)))
-
-    def query_states(self, hidden: Float[Array, "b t d"], text: TextBatch) -> Activations:
-        """Bring the hidden states of generators' queries to the rows of these, by name."""
-        return {name: query_states(hidden, text, name) for name in self.sends_states}
-
-    def _generate(
-        self,
-        module: MultimodalModel,
-        seed: Callable[[Array], Array],
-        inputs: Activations,
-        items: ItemBatch,
-        noise: Noise | None,
-    ) -> tuple[Array, ...]:
-        """Run a generator's stage; return its `outputs`."""
-        generator = module.generators[self.tower]
-        config = generator.config
-        draws = draw(np.zeros(2, np.uint32) if noise is None else noise, self.tower, config, items)
-        clean = latents_of(config, items)
-        if self.first:
-            condition = condition_of(module.connectors[self.tower], inputs[self.tower], items, draws.dropped)
-        if isinstance(config, UnetConfig):
-            return (velocity_errors(generator, items, clean, condition, draws)[..., None],)
-        if self.first:
-            x = generator.embedded(noised_latents(clean, items, draws), items)
-            context = generator.context(items, draws.time, condition)
-        else:
-            x, *images = (inputs[name] for name in self.inputs)
-            context = generator.resumed_context(items, *images)
-        x = seed(generator.layers(x, context, self.start, self.stop))
-        if not self.last:
-            return (x, *generator.passed_on(context))
-        return (flow_errors(clean, items, draws, generator.finished(x, items, context))[..., None],)
-
-    def _llm_layers(self, module: MultimodalModel, inputs: Activations, text: TextBatch, noise: Noise | None) -> Array:
-        features = {}
-        for encoder in self.encoders:
-            tokens = [inputs[name] for name in self._tokens(encoder)]
-            # One exchange for all of an encoder's tokens.
-            features[encoder] = jnp.concatenate(tokens, axis=-1) if tokens[1:] else tokens[0]
+    def _decode(self, module: MultimodalModel, values: Values, text: TextBatch, noise: Noise | None) -> Values:
+        encoded = [encoder for encoder in self.encoders if self._tokens(encoder)[0] in values]
+        features = {encoder: self._features(values, encoder) for encoder in encoded}
         if self.first:
             x, add = module.embedded(text, features)
         else:
-            x = inputs[self.inputs[0]]
+            x = values[self.inputs[0]]
             add = module.additions(text, features)
-        return module.llm.layers(x, module.context("llm", text, noise), self.start, self.stop, add)
+        x = module.llm.layers(x, module.context("llm", text, noise), self.start, self.stop, add)
+        if not self.last:
+            return {self.layers_output: x}
+        return dict(zip((HIDDEN, TABLE), module.llm.hidden_and_table(x), strict=True))
+
+    def _features(self, values: Values, encoder: str) -> Array:
+        """Return all of an encoder's tokens that the piece takes as one array, for one exchange."""
+        tokens = [values[name] for name in self._tokens(encoder)]
+        joined = values.get(_joined(encoder))
+        if joined is not None and joined.shape[-1] == sum(x.shape[-1] for x in tokens):
+            return joined
+        return jnp.concatenate(tokens, axis=-1) if tokens[1:] else tokens[0]
+
+    def _encode(self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None) -> Values:
+        tower = module.encoders[self.tower]
+        items = batch.items[self.tower]
+        numbers = self._deeper(self.tower)
+        names = self._tokens(self.tower)
+        made: Values = {}
+        # Encoders may be sharded over other axes than the LLM (`mesh.encoders`).
+        with encoding():
+            x = tower.embedded(items) if self.first else values[self.inputs[0]]
+            context = module.context(self.tower, items, noise)
+            layers = [module.connectors[self.tower].deepstack[n] for n in numbers]
+            *deeper, x = tower.layers.outputs(x, context, layers, self.start, self.stop)
+            if not self.last:
+                made[self.layers_output] = x
+            if names:
+                by_number = dict(zip(numbers, deeper, strict=True))
+                tokens = module.connected(self.tower, x if self.last else None, by_number, items)
+        if names:
+            tokens = constrain(tokens, "token_rows", None, "width")
+            if self.first and self.last:
+                made[_joined(self.tower)] = tokens
+            made |= zip(names, jnp.split(tokens, len(names), axis=-1) if names[1:] else [tokens], strict=True)
+        return made
+
+    def _generate(self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None) -> Values:
+        generator = module.generators[self.tower]
+        items = batch.items[self.tower]
+        config = generator.config
+        with encoding():
+            draws = draw(np.zeros(2, np.uint32) if noise is None else noise, self.tower, config, items)
+        states = _states(values, batch, self.tower) if self.first else None
+        with encoding():
+            vae = module.vaes.get(self.tower) if self.first else None
+            clean = latents_of(config, items) if vae is None else vae(items, draws.posterior)
+            if self.first:
+                condition = condition_of(module.connectors[self.tower], states, items, draws.dropped)
+            if self.first and self.last:
+                return {_error(self.tower): velocity_errors(generator, items, clean, condition, draws)}
+            if self.first:
+                x = generator.embedded(noised_latents(clean, items, draws), items)
+                context = generator.context(items, draws.time, condition)
+            else:
+                x, *images = (values[name] for name in self.inputs)
+                context = generator.resumed_context(items, *images)
+            x = generator.layers(x, context, self.start, self.stop)
+            if not self.last:
+                return dict(zip(self.outputs, (x, *generator.passed_on(context)), strict=True))
+            return {_error(self.tower): flow_errors(clean, items, draws, generator.finished(x, items, context))}
+
+
+def _joined(encoder: str) -> str:
+    """Name all tokens of an encoder as one array, which its pieces do not cut."""
+    return f"{encoder}.joined"
+
+
+def _error(generator: str) -> str:
+    """Name the errors `[R, L]` of a generator's patches."""
+    return f"{generator}.error"
+
+
+def _states(values: Values, batch: Microbatch, generator: str) -> Array:
+    """Return the hidden states that a generator takes, of another stage or of this stage's LLM."""
+    return values[generator] if generator in values else query_states(values[HIDDEN], batch.text, generator)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Pieces that run one after the other on one mesh.
+
+    Of a microbatch it reads what its pieces take: the text, and the items of its encoders and generators.
+    """
+
+    model: Model
+    pieces: tuple[Piece, ...]  # each behind those whose arrays it takes
+
+    @classmethod
+    def whole(cls, model: Model) -> Stage:
+        """Return the stage of all layers of a model."""
+        config = model.config
+        towers = (*sorted(config.encoders), "llm", *config.generators)
+        return cls(model, tuple(Piece(config, tower, 0, layers_of(config, tower)) for tower in towers))
+
+    def of(self, model: Model) -> Stage:
+        """Return the stage of another model of the same layers."""
+        return Stage(model, tuple(replace(piece, config=model.config) for piece in self.pieces))
+
+    def split(self, towers: Set[str]) -> tuple[Stage, Stage]:
+        """Return the stage of the pieces of these towers, and that of the others."""
+        parts = ([p for p in self.pieces if (p.tower in towers) == wanted] for wanted in (True, False))
+        first, second = (Stage(self.model, tuple(pieces)) for pieces in parts)
+        return first, second
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Name what other stages make for this one."""
+        made = {name for piece in self.pieces for name in piece.outputs}
+        return tuple(name for piece in self.pieces for name in piece.inputs if name not in made)
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Name what the stage makes for others."""
+        taken = {name for piece in self.pieces for name in piece.inputs}
+        return tuple(name for piece in self.pieces for name in piece.outputs if name not in taken)
+
+    @cached_property
+    def losses(self) -> tuple[str, ...]:
+        """Name the towers whose loss is made here."""
+        return tuple(piece.tower for piece in self.pieces if piece.makes_loss)
+
+    @property
+    def description(self) -> str:
+        """Name the layers of every piece: "vision[2:4] + llm[0:1]"."""
+        return " + ".join(f"{piece.tower}[{piece.start}:{piece.stop}]" for piece in self.pieces)
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """Name the towers of the pieces."""
+        return tuple(piece.tower for piece in self.pieces)
+
+    @cached_property
+    def text(self) -> tuple[Piece, ...]:
+        """Return the pieces of the LLM."""
+        return tuple(piece for piece in self.pieces if piece.tower == "llm")
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Name the encoders whose tokens are exchanged here."""
+        return tuple(sorted({encoder for piece in self.text for encoder in piece.encoders}))
+
+    @property
+    def embeds_queries(self) -> tuple[str, ...]:
+        """Name the generators whose learned queries are embedded here."""
+        return tuple(dict.fromkeys(name for piece in self.text for name in piece.embeds_queries))
+
+    @property
+    def sends_states(self) -> tuple[str, ...]:
+        """Name the generators of other stages that take hidden states of this one."""
+        return tuple(name for piece in self.text for name in piece.sends_states if name in self.outputs)
+
+    @property
+    def holds_llm(self) -> bool:
+        """Return whether all of the LLM's layers are here."""
+        return any(piece.first and piece.last for piece in self.text)
+
+    def select(self, params: Params) -> Params:
+        """Select the stage's parameters. Where tied embeddings are in two stages, add their gradients."""
+        return reduce(merge, (piece.select(params, self.model.runs[piece.tower]) for piece in self.pieces))
+
+    def run(
+        self,
+        params: Params,
+        inputs: Mapping[str, Array],
+        batch: Microbatch,
+        noise: Noise | None = None,
+        accumulators: Params | None = None,
+    ) -> tuple[Values, Callable[[Array], Array]]:
+        """Compute what all pieces make, by name, and `outputs` among it.
+
+        noise: as in `Model.logits`. accumulators: float32 sums of gradients of scanned stacks' parameters. The gradient
+        with respect to them is the new sums, and these parameters get none, if the loss depends on what the function
+        makes, which is also returned, of one of the values: the same value. Towers without items do not run.
+        """
+        module = self.model.module(params)
+        seed = accumulate_in_scans(module, accumulators)
+        values = dict(inputs)
+        for piece in self.pieces:
+            if piece.tower == "llm" or piece.tower in batch.items:
+                values |= piece.run(module, values, batch, noise)
+        if "llm" in self.losses:
+            values[ROUTING] = module.llm.layers.routing if self.holds_llm else None
+            values |= {name: _states(values, batch, name) for name in self.sends_states}
+        return values, seed
+
+    def operands(self, values: Values, seed: Callable[[Array], Array]) -> Outputs:
+        """Return what the losses of the LLM and of generators here are made of."""
+        errors = {name: values[_error(name)] for name in self.losses if _error(name) in values}
+        if "llm" not in self.losses:
+            return Outputs(None, None, None, {name: seed(error) for name, error in errors.items()})
+        return Outputs(seed(values[HIDDEN]), values[TABLE], values[ROUTING], errors)
 
 
 def cut_in_stages(model: Model, tower: str, cuts: tuple[int, ...]) -> list[Stage]:
-    """Cut a tower before the layers in `cuts`, which must be borders of its stacks."""
+    """Cut a tower before the layers in `cuts`, which must be borders of its stacks, into stages of one piece each."""
     borders = {run.start for run in model.runs[tower]}
     # Layer 0 is a border, but a cut before it would leave an empty stage.
     if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
         raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
     ends = [0, *sorted(cuts), layers_of(model.config, tower)]
-    return [Stage(model, tower, start, stop) for start, stop in pairwise(ends)]
+    return [Stage(model, (Piece(model.config, tower, start, stop),)) for start, stop in pairwise(ends)]

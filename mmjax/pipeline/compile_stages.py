@@ -15,7 +15,7 @@ import numpy as np
 
 from mmjax.autotune.compile_memory import table_structs
 from mmjax.autotune.memory_plan import apply_memory_plan
-from mmjax.batch import ItemBatch, TextBatch
+from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import Callbacks, Config
 from mmjax.config.training import loss_inputs
 from mmjax.cost.trace import tower_batch
@@ -26,12 +26,12 @@ from mmjax.parallel.sharding import ShardingRules, replicated, row_ranks
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.pipeline.stage_plan import memory_plan_of
-from mmjax.pipeline.stages import StageProgram
 from mmjax.pipeline.units import batch_shardings, place_stages, select_tables
 from mmjax.planning.memory import LOADED
 from mmjax.planning.remat import StagePlan
 from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.compiler_options import compiler_options
+from mmjax.runtime.stage_program import StageProgram
 from mmjax.runtime.state import Hyperparameters, hyperparameters, make_optimizer
 
 
@@ -81,7 +81,7 @@ def compile_stages(
     compiled: dict[Any, tuple[dict[str, int], int]] = {}
     by_stage = {}
     for number, plan in enumerate(plans):
-        shape = _longest_shape(config, layout, pipeline.stages[number].stage.tower)
+        shape = _longest_shape(config, layout, pipeline.stages[number].stage.pieces[0].tower)
         key = _program_texts(pipeline, number, shape, hyper)
         if key not in compiled:
             programs, residuals = compile_stage(pipeline, number, shape, hyper)
@@ -156,19 +156,25 @@ def stage_parameters(pipeline: PipelineExecutor, number: int) -> tuple[Any, Any]
     return put_shapes(trainable, program.shardings[0]), put_shapes(frozen, program.shardings[1])
 
 
-def stage_batch(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> TextBatch | ItemBatch:
+def stage_batch(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> Microbatch:
     """Return the shapes of a stage's microbatch."""
     _, stage, mesh = pipeline.stages[number]
     config = pipeline.model.config
-    batch = tower_batch(config, stage.tower, shape.towers[stage.tower])
-    if stage.tower == "llm":
+
+    def put(batch: TextBatch | ItemBatch) -> TextBatch | ItemBatch:
+        return put_shapes(batch, batch_shardings(batch, mesh, pipeline.rules))
+
+    text = None
+    if stage.text:
+        text = tower_batch(config, "llm", shape.towers["llm"])
         modules = config.item_modules
         devices = row_ranks(mesh, pipeline.rules.token_rows)
         rows = {name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in modules}
-        tables = table_structs(modules, batch.token, mesh, pipeline.rules, rows, shape.widths, row_ranks(mesh))
-        inputs = dict.fromkeys(loss_inputs(pipeline.loss), batch.weight)
-        batch = select_tables(batch._replace(**tables, loss_inputs=inputs), stage)
-    return put_shapes(batch, batch_shardings(batch, mesh, pipeline.rules))
+        tables = table_structs(modules, text.token, mesh, pipeline.rules, rows, shape.widths, row_ranks(mesh))
+        inputs = dict.fromkeys(loss_inputs(pipeline.loss), text.weight)
+        text = put(select_tables(text._replace(**tables, loss_inputs=inputs), stage))
+    towers = [tower for tower in stage.towers if tower != "llm"]
+    return Microbatch(text, {tower: put(tower_batch(config, tower, shape.towers[tower])) for tower in towers})
 
 
 def stage_inputs(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> dict[str, jax.ShapeDtypeStruct]:
@@ -178,7 +184,8 @@ def stage_inputs(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> 
         program = pipeline.programs[producer]
         operands = stage_inputs(pipeline, producer, shape), stage_batch(pipeline, producer, shape)
         params = merge(*stage_parameters(pipeline, producer))
-        output, _ = jax.eval_shape(program.forward_only, params, *operands, *_scalars(program))
+        operands = *operands, *_scalars(program), program.sums.losses
+        output, _ = jax.eval_shape(program.forward_only, params, *operands)
         taken = {name: x for name, x in output.items() if pipeline.passes.consumer[name] == number}
         layouts = pipeline.programs[number].layouts
         inputs |= put_shapes(taken, {name: layouts[name] for name in taken})
@@ -189,11 +196,13 @@ def lower_first(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> j
     """Lower the first program that a stage runs of a microbatch: forward, or both passes where the loss is."""
     program, mesh = pipeline.programs[number], pipeline.stages[number].mesh
     params = stage_parameters(pipeline, number)
-    operands = *(f(pipeline, number, shape) for f in (stage_inputs, stage_batch)), *_scalars(program)
+    inputs, batch = (f(pipeline, number, shape) for f in (stage_inputs, stage_batch))
+    noise, weights = _scalars(program)
     # Newer JAX asks the mesh in use which GPU a kernel is lowered for.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         if program.is_sink:
-            return program.forward_backward.lower(*params, program.sums, *operands)
+            return program.forward_backward.lower(*params, program.sums, batch, weights, noise, inputs)
+        operands = inputs, batch, noise, weights, program.sums.losses
         if program.has_backward:
             return program.forward.lower(*params, *operands)
         return program.forward_only.lower(merge(*params), *operands)
@@ -220,10 +229,12 @@ def compile_stage(
     residuals: Any = None
     programs = {"forward_backward" if program.is_sink else "forward": first}
     if program.has_backward and not program.is_sink:
-        params, sums = stage_parameters(pipeline, number), program.sums
+        params = stage_parameters(pipeline, number)
+        sums = program.sums.gradients
         inputs, batch = (f(pipeline, number, shape) for f in (stage_inputs, stage_batch))
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            outputs, residuals, _ = jax.eval_shape(program.forward, *params, inputs, batch, *_scalars(program))
+            operands = inputs, batch, *_scalars(program), program.sums.losses
+            outputs, residuals, _ = jax.eval_shape(program.forward, *params, *operands)
             residuals = put_shapes(residuals, first.output_shardings[1])
             trained = program.trained & set(outputs)
             gradients = put_shapes(*({name: x[name] for name in trained} for x in (outputs, program.layouts)))
@@ -231,7 +242,7 @@ def compile_stage(
     if hyper is not None:
         programs["update"] = lower_update(pipeline, number, hyper).compile()
         if program.sums_by_rank:
-            programs["reduce"] = program.reduce.lower(program.sums).compile()
+            programs["reduce"] = program.reduce.lower(program.sums.gradients).compile()
     return programs, residuals
 
 
@@ -242,8 +253,8 @@ def put_shapes(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def _scalars(program: StageProgram) -> tuple[np.ndarray | None, jax.ShapeDtypeStruct | None]:
-    """Return the noise and the loss weight that a stage takes."""
+def _scalars(program: StageProgram) -> tuple[np.ndarray | None, dict[str, jax.ShapeDtypeStruct]]:
+    """Return the noise and the loss weights that a stage takes."""
     weight = jax.ShapeDtypeStruct((), np.float32, sharding=replicated(program.mesh))
     noise = np.zeros(2, np.uint32) if program.stage.model.is_random else None
-    return noise, weight if program.stage.makes_loss else None
+    return noise, dict.fromkeys(program.stage.losses, weight)

@@ -7,9 +7,8 @@ on all devices, so that either every stage updates or none does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial, reduce
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mmjax.batch import Microbatch, TextBatch
+from mmjax.batch import Microbatch
 from mmjax.config import CrossEntropy, Exchange, LossConfig
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.config.training import Carrier
@@ -28,13 +27,13 @@ from mmjax.models.model import Model, merge, modules_of, partition, restrict
 from mmjax.models.quantization import cast_frozen
 from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding, tokens_sharding
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
-from mmjax.pipeline.stages import LossSums, zeros_like
 from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
 from mmjax.pipeline.units import TowerRows, put_batch
 from mmjax.planning.schedules import ScheduleName
 from mmjax.runtime.device_batch import ProcessReport, isolate_rows, merge_unreadable, put_report, weigh, weigh_images
-from mmjax.runtime.losses import MAX_WORST
-from mmjax.runtime.objectives import measures_of
+from mmjax.runtime.losses import Losses
+from mmjax.runtime.objectives import TextObjective
+from mmjax.runtime.stage_program import Sums, zeros_like
 from mmjax.runtime.state import (
     Hyperparameters,
     Optimizer,
@@ -43,7 +42,7 @@ from mmjax.runtime.state import (
     parameter_shardings,
     shardings_with_moments,
 )
-from mmjax.runtime.step import Accumulated, StepReport, is_valid, loss_weights, report_step
+from mmjax.runtime.step import StepReport, is_valid, loss_weights, report_step
 
 
 class PipelineState(NamedTuple):
@@ -88,8 +87,7 @@ class PipelineExecutor:
             rules,
             sources=sources,
             exchange=exchange,
-            loss=loss,
-            loss_chunks=loss_chunks,
+            objective=TextObjective(model, loss, loss_chunks),
             compiler_options=compiler_options,
         )
         self.programs = self.passes.programs
@@ -112,13 +110,13 @@ class PipelineExecutor:
         firsts = {mesh.devices.flat[0] for mesh in meshes}
         self._counts = np.array([device in firsts for device in devices], np.float32)
         # The stages that make the losses, by tower, and the number of a device of each.
-        self._losses = {placed.stage.tower: n for n, placed in enumerate(stages) if placed.stage.makes_loss}
+        self._losses = {tower: n for n, placed in enumerate(stages) for tower in placed.stage.losses}
         numbers = {device: number for number, device in enumerate(devices)}
-        self._loss_devices = {tower: numbers[stages[n].mesh.devices.flat[0]] for tower, n in self._losses.items()}
+        self._loss_devices = {n: numbers[stages[n].mesh.devices.flat[0]] for n in self._losses.values()}
 
         # A tied table has one owner, the first stage, which has its moments. Two tables that are each updated by a
         # program of their own would drift apart, as programs order sums differently.
-        first = next(n for n, (_, stage, _) in enumerate(stages) if stage.tower == "llm" and stage.first)
+        first = next(n for n, (_, stage, _) in enumerate(stages) for piece in stage.text if piece.first)
         self._tied = (first, self._losses["llm"]) if model.config.llm.tied and first != self._losses["llm"] else None
         self._owned = [self._drop_tied(n, program.abstract) for n, program in enumerate(self.programs)]
         self.shardings = tuple(
@@ -127,7 +125,7 @@ class PipelineExecutor:
             )
             for n, program in enumerate(self.programs)
         )
-        self._sums = [self._drop_tied(n, (program.sums, {}))[0] for n, program in enumerate(self.programs)]
+        self._sums = [self._drop_tied(n, (program.sums.gradients, {}))[0] for n, program in enumerate(self.programs)]
         self._jit_step_programs()
 
     def _jit_step_programs(self) -> None:
@@ -145,7 +143,7 @@ class PipelineExecutor:
         self.updates = [
             jax.jit(
                 partial(self._update_stage, n),
-                out_shardings=(shardings, jax.tree.map(lambda x: x.sharding, sums)),
+                out_shardings=(shardings, Sums(shardings_of(sums), self.programs[n].sums_shardings.losses)),
                 donate_argnums=(0, 1),
             )
             for n, (sums, shardings) in enumerate(zip(self._sums, self.shardings, strict=True))
@@ -154,7 +152,7 @@ class PipelineExecutor:
     def _check_agreement(self) -> None:
         """Raise UserError where processes would walk other passes: they would wait for each other for ever."""
         stages = [
-            (name, stage.start, stage.stop, mesh.shape_tuple, [device.id for device in mesh.devices.flat])
+            (name, stage.description, mesh.shape_tuple, [device.id for device in mesh.devices.flat])
             for name, stage, mesh in self.stages
         ]
         # The order of passes is a function of these and of a step's microbatches, which its plan's digest covers.
@@ -304,9 +302,12 @@ class PipelineExecutor:
             states, {"llm": {"embed": self.passes.wait(move(table, shardings, (self._walks, "table")))}}
         )
 
-    def zeros(self) -> list[Params]:
-        """Make zero gradients, by stage."""
-        return [program.zeros() if local else {} for local, program in zip(self.local, self.programs, strict=True)]
+    def zeros(self) -> list[Sums]:
+        """Make zero gradients and losses, by stage."""
+        return [
+            program.zeros() if local else Sums({}, None)
+            for local, program in zip(self.local, self.programs, strict=True)
+        ]
 
     # ----------------------------------------------------------------------------------------------------- a step
 
@@ -317,12 +318,12 @@ class PipelineExecutor:
     def step(
         self,
         state: PipelineState,
-        sums: list[Params],
+        sums: list[Sums],
         batches: Sequence[StagedBatch],
         hyper: Hyperparameters,
         process_report: ProcessReport | None = None,
         noise: np.ndarray | None = None,
-    ) -> tuple[PipelineState, list[Params], StepReport]:
+    ) -> tuple[PipelineState, list[Sums], StepReport]:
         """Update once, as `runtime.step.Executor.step`. `sums` are `zeros()` before and after."""
         reports = self.put_report(process_report or ProcessReport())
         weights, batches, unreadable = self.weigh_batches(batches, reports)
@@ -350,19 +351,19 @@ class PipelineExecutor:
             # Replicated on all devices, so each of the stage's has a copy: nothing is sent.
             on_stage = [view(x, replicated(self.stages[number].mesh)) for x in unreadable]
             for batch in weighed:
-                part = batch[number]
-                if isinstance(part, TextBatch):
-                    totals[tower], weight = self._weigh[tower](totals[tower], part.weight, part.owner, *on_stage)
-                    batch[number] = part._replace(weight=weight)
+                text, items = batch[number]
+                if tower == "llm":
+                    totals[tower], weight = self._weigh[tower](totals[tower], text.weight, text.owner, *on_stage)
+                    batch[number] = Microbatch(text._replace(weight=weight), items)
                 else:
-                    totals[tower], item = self._weigh[tower](totals[tower], part, *on_stage)
-                    batch[number] = part._replace(item=item)
+                    totals[tower], item = self._weigh[tower](totals[tower], items[tower], *on_stage)
+                    batch[number] = Microbatch(text, items | {tower: items[tower]._replace(item=item)})
         return totals, [tuple(batch) for batch in weighed], unreadable
 
     def gradients(
         self,
         state: PipelineState,
-        sums: Sequence[Params],
+        sums: Sequence[Sums],
         batches: Sequence[StagedBatch],
         weights: Mapping[str, jax.Array],
         noise: np.ndarray | None,
@@ -396,14 +397,16 @@ class PipelineExecutor:
         shapes = self.programs[last].abstract[0]["llm"]["embed"]
         layouts = [self.programs[n].shardings[0]["llm"]["embed"] for n in (last, first)]
         if self.local[last]:
-            copy = run.sums[last]["llm"]["embed"]
-            run.sums[last] = self._drop_tied(last, (run.sums[last], {}))[0]
+            gradients = run.sums[last].gradients
+            copy = gradients["llm"]["embed"]
+            run.sums[last] = run.sums[last]._replace(gradients=self._drop_tied(last, (gradients, {}))[0])
         else:
             copy = jax.tree.map(lambda x, layout: without_shards(x.shape, jnp.float32, layout), shapes, layouts[0])
         arrived = move(copy, layouts[1], (self._walks, "table gradient"))
         if self.local[first]:
-            total = self.passes.wait(jax.tree.map(_add_on_mesh, run.sums[first]["llm"]["embed"], arrived))
-            run.sums[first] = merge(run.sums[first], {"llm": {"embed": total}})
+            gradients = run.sums[first].gradients
+            total = self.passes.wait(jax.tree.map(_add_on_mesh, gradients["llm"]["embed"], arrived))
+            run.sums[first] = run.sums[first]._replace(gradients=merge(gradients, {"llm": {"embed": total}}))
 
     def update(
         self,
@@ -412,26 +415,27 @@ class PipelineExecutor:
         hyper: Hyperparameters,
         reports: ProcessReport,
         unreadable: tuple[jax.Array, jax.Array],
-    ) -> tuple[PipelineState, list[Params], StepReport]:
+    ) -> tuple[PipelineState, list[Sums], StepReport]:
         """Update every stage, or none, from a step's gradients."""
         report, valid = self._settle_gradients(gradients, reports, unreadable)
         states, sums = [], []
         for number, (_, _, mesh) in enumerate(self.stages):
             if not self.local[number]:
                 states.append(state.stages[number])
-                sums.append({})
+                sums.append(Sums({}, None))
                 continue
             # Both are on all devices already: the update of a stage waits for no other stage's.
             norm, may = (view(x, replicated(mesh)) for x in (report.gradient_norm, valid))
             new, cleared = self.passes.wait(
-                self.updates[number](state.stages[number], gradients.sums[number], hyper, norm, may)
+                self.updates[number](state.stages[number], gradients.sums[number].gradients, hyper, norm, may)
             )
             states.append(new)
             sums.append(cleared)
         if self._tied is not None and not self._tied_is_frozen:
             last = self._tied[1]
             if self.local[last]:
-                sums[last] = merge(sums[last], {"llm": {"embed": self._tied_zeros()}})
+                zeros = merge(sums[last].gradients, {"llm": {"embed": self._tied_zeros()}})
+                sums[last] = sums[last]._replace(gradients=zeros)
             return self.from_parts(states), sums, report
         return PipelineState(tuple(states), state.tied), sums, report
 
@@ -446,66 +450,76 @@ class PipelineExecutor:
         ):
             if not local:
                 continue
-            squares[mesh] = (
-                self.passes.wait(square(sums)) if mesh not in squares else _add_on_mesh(squares[mesh], square(sums))
-            )
+            norm = square(sums.gradients)
+            squares[mesh] = _add_on_mesh(squares[mesh], norm) if mesh in squares else self.passes.wait(norm)
         # The arrays of all meshes become one by the shards that devices have already.
         norms = self._on_all_devices(list(squares.values()), jax.ShapeDtypeStruct((1,), jnp.float32))
         losses = {}
-        for tower, number in self._losses.items():
-            parts = (gradients.reports[number],) if number in gradients.reports else ()
-            structs = jax.ShapeDtypeStruct((2,), jnp.float32)
-            if tower == "llm":
-                structs = loss_structs(self.sources, measures_of(self.loss))
-            losses[tower] = jax.tree.map(
-                lambda s, *x: self._on_all_devices([y.reshape(-1) for y in x], s), structs, *parts
+        for number in self._loss_devices:
+            parts = (gradients.sums[number].losses,) if self.local[number] else ()
+            losses[number] = jax.tree.map(
+                lambda s, *x: self._on_all_devices([y.reshape(-1) for y in x], s),
+                self.programs[number].sums.losses,
+                *parts,
             )
         return self.passes.wait(self._settle(*self._meet((norms, losses)), reports, unreadable))
 
     @cached_property
     def _tied_zeros(self) -> Any:
-        table = self.programs[self._losses["llm"]].sums["llm"]["embed"]
-        return jax.jit(lambda: zeros_like(table), out_shardings=jax.tree.map(lambda x: x.sharding, table))
+        table = self.programs[self._losses["llm"]].sums.gradients["llm"]["embed"]
+        return jax.jit(lambda: zeros_like(table), out_shardings=shardings_of(table))
 
     def _on_all_devices(self, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
-        """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others."""
+        """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others.
+
+        struct: of n numbers.
+        """
         shards = {shard.device: shard.data for part in parts for shard in part.addressable_shards}
-        zeros = np.zeros(struct.shape, struct.dtype)
+        zeros = np.zeros(struct.size, struct.dtype)
         local = [shards[d] if d in shards else jax.device_put(zeros, d) for d in self.mesh.local_devices]
         return jax.make_array_from_single_device_arrays((self.mesh.size * len(zeros),), self.per_device, local)
 
     def _settle_step(
-        self, norms: jax.Array, losses: dict[str, Any], reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
+        self,
+        norms: jax.Array,
+        losses: dict[int, Losses],
+        reports: ProcessReport,
+        unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[StepReport, jax.Array]:
         """Report the step, and whether it may update. norms: squares `[devices]`; losses: `[devices * n]` each."""
         norm = jnp.sqrt(jnp.sum(norms * self._counts))
-        # Only the devices of the stages that make them have the losses.
-        by_device = jax.tree.map(lambda x: x.reshape(self.mesh.size, -1), losses)
-        losses = {tower: jax.tree.map(itemgetter(self._loss_devices[tower]), loss) for tower, loss in by_device.items()}
-        loss = losses.pop("llm")
-        measures = {name: x[0] for name, x in loss.measures.items()}
-        loss = loss._replace(not_finite=loss.not_finite[0], measures=measures)
-        sums = Accumulated(gradients={}, **loss._asdict(), images=losses)
-        report = report_step(sums, norm, reports, unreadable)
-        patches = sum(count for _, count in losses.values())
-        return report, is_valid(report, loss.weight.sum() + patches)
+        total = Losses()
+        images: dict[str, jax.Array] = {}
+        for number, device in self._loss_devices.items():
+            # Only the devices of the stage that makes them have the losses.
+            part = jax.tree.map(
+                lambda x, struct, device=device: x.reshape(self.mesh.size, -1)[device].reshape(struct.shape),
+                losses[number],
+                self.programs[number].sums.losses,
+            )
+            images |= part.images
+            total = part if part.loss is not None else total
+        report = report_step(total._replace(images=images), norm, reports, unreadable)
+        patches = sum(count for _, count in images.values())
+        return report, is_valid(report, total.weight.sum() + patches)
 
     def _update_stage(
-        self, number: int, state: TrainState, sums: Params, hyper: Hyperparameters, norm: Any, valid: Any
-    ) -> tuple[TrainState, Params]:
+        self, number: int, state: TrainState, gradients: Params, hyper: Hyperparameters, norm: Any, valid: Any
+    ) -> tuple[TrainState, Sums]:
         stored = self.optimizer.load(state.optimizer)
         with activations_on(self.stages[number].mesh, self.rules):
-            params, moments, _ = self.optimizer.update(sums, stored, state.trainable, hyper, norm)
+            params, moments, _ = self.optimizer.update(gradients, stored, state.trainable, hyper, norm)
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, stored)
         )
-        return TrainState(state.step + valid, params, state.frozen, moments), zeros_like(self._sums[number])
+        sums = zeros_like(Sums(self._sums[number], self.programs[number].sums.losses))
+        return TrainState(state.step + valid, params, state.frozen, moments), sums
 
     def owners(self, batch: StagedBatch) -> np.ndarray:
         """Return every token's sample, of all rows."""
         last = self._losses["llm"]
         # Every process bisects the same rows, so each needs the samples of all.
-        owner = batch[last].owner
+        owner = batch[last].text.owner
         if not self.local[last]:
             owner = without_shards(owner.shape, owner.dtype, tokens_sharding(self.stages[last].mesh, self.rules))
         self._walks += 1
@@ -522,8 +536,7 @@ class PipelineExecutor:
         """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
         owners = self.owners(batch)
         isolated = tuple(
-            self._isolate((part,), owners, rows)[0] if local else part
-            for local, part in zip(self.local, batch, strict=True)
+            self._isolate(part, owners, rows) if local else part for local, part in zip(self.local, batch, strict=True)
         )
         gradients = self.gradients(state, self.zeros(), [isolated], weight, noise if self.model.is_random else None)
         report, _ = self._settle_gradients(gradients, self.put_report(ProcessReport()), self._none_unreadable())
@@ -533,7 +546,7 @@ class PipelineExecutor:
         return self.passes.wait(self._merge_unreadable(self._meet(self.put_report(ProcessReport()).unreadable)))
 
     def compile(
-        self, state: PipelineState, sums: list[Params], batches: Sequence[Microbatch], hyper: Hyperparameters
+        self, state: PipelineState, sums: list[Sums], batches: Sequence[Microbatch], hyper: Hyperparameters
     ) -> None:
         """Compile all programs ahead, by running the passes of two microbatches of each shape, and the update."""
         noise = np.zeros(2, np.uint32) if self.model.is_random else None
@@ -549,7 +562,9 @@ class PipelineExecutor:
             if not self.local[number]:
                 continue
             scalars = (jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh)) for dtype in (jnp.float32, jnp.bool))
-            self.updates[number].lower(state.stages[number], gradients.sums[number], hyper, *scalars).compile()
+            self.updates[number].lower(
+                state.stages[number], gradients.sums[number].gradients, hyper, *scalars
+            ).compile()
         self.parts(state)  # moments in host memory are loaded by programs of their own
         if self._tied is not None and not self._tied_is_frozen:
             if self.local[self._losses["llm"]]:
@@ -562,12 +577,9 @@ def _without_shards(part: TrainState) -> TrainState:
     return jax.tree.map(lambda x: without_shards(x.shape, x.dtype, x.sharding), part)
 
 
-def loss_structs(sources: int, measures: Iterable[str]) -> LossSums:
-    """Return shapes and dtypes of a step's losses and of what is measured beside them, each of one dimension."""
-    f32, i32 = jnp.float32, jnp.int32
-    shapes = ((sources, f32), (sources, f32), (MAX_WORST, i32), (MAX_WORST, f32), (1, i32))
-    measured = {name: jax.ShapeDtypeStruct((1,), f32) for name in measures}
-    return LossSums(*(jax.ShapeDtypeStruct((n,), dtype) for n, dtype in shapes), measured)
+def shardings_of(structs: Any) -> Any:
+    """Return where arrays of these shapes lie."""
+    return jax.tree.map(lambda x: x.sharding, structs)
 
 
 def _square_norm(sums: Params) -> jax.Array:

@@ -153,7 +153,7 @@ def _place_stages(
     for sharded, plan in zip(shard_stages(config), plans, strict=True):
         mesh = dict(sharded.mesh.shape)
         sharding = ModelSharding(mesh["fsdp"] * mesh["context"] * mesh["tensor"], mesh["tensor"], mesh["tensor"])
-        tower = sharded.stage.tower
+        tower = sharded.piece.tower
         chunks = config.training.loss_chunks or 1
         machine = ClusterRun(cluster, mesh, sharding, speed, activation, chunks, config.mesh.context_attention)
         runs.append(

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import Exchange, LossConfig
+from mmjax.batch import Microbatch
+from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import merge, modules_of, partition
-from mmjax.models.stage import Activations, Stage
-from mmjax.parallel.sharding import ShardingRules, replicated
-from mmjax.pipeline.stages import LossSums, Report, Residuals, StageProgram
+from mmjax.models.stage import Activations, Piece, Stage
+from mmjax.parallel.sharding import ShardingRules
 from mmjax.pipeline.transfer import move_array, without_shards
 from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import total_order
-from mmjax.runtime.losses import highest_losses
+from mmjax.runtime.objectives import TextObjective
+from mmjax.runtime.stage_program import Residuals, StageProgram, Sums
 
 
 class PlacedStage(NamedTuple):
@@ -38,7 +37,7 @@ class PlacedStage(NamedTuple):
     mesh: Mesh
 
 
-StagedBatch = tuple[TextBatch | ItemBatch, ...]  # by stage; of shapes alone where the stage is of other processes
+StagedBatch = tuple[Microbatch, ...]  # by stage; of shapes alone where the stage is of other processes
 
 
 def stage_graph(stages: Sequence[PlacedStage]) -> StageGraph:
@@ -58,35 +57,40 @@ def trained_activations(stages: Sequence[Stage]) -> frozenset[str]:
     """
     trained: set[str] = set()
     for stage in stages:
-        abstract = stage.select(stage.model.abstract)
-        trainable = partition(abstract, stage.model.frozen & modules_of(abstract))[0]
-        # A connector's tokens go to the LLM: what goes into the encoder's next layer is none of its making.
-        connector = trainable.pop("connectors", {}) if stage.tower != "llm" else {}
-        layers = bool(jax.tree.leaves(trainable))
-        if stage.generates:
-            # Layers attend the condition; what time makes of images depends on the generator alone.
-            x, images, condition = stage.passed(stage.stop)
-            condition_mlp = "condition_mlp" in trainable.get("generators", {}).get(stage.tower, {})
-            conditioned = connector or condition_mlp or not trained.isdisjoint((stage.tower, stage.inputs[-1]))
-            outputs = {x: layers or conditioned, images: layers, condition: conditioned}
-            trained |= {name for name, is_trained in outputs.items() if is_trained}
-        else:
-            reached = layers or not trained.isdisjoint(stage.inputs)
-            trained |= {name for name in stage.outputs if reached or (connector and name != stage.layers_output)}
+        model = stage.model
+        for piece in stage.pieces:
+            abstract = piece.select(model.abstract, model.runs[piece.tower])
+            trainable = partition(abstract, model.frozen & modules_of(abstract))[0]
+            trained |= _trained_outputs(piece, trainable, trained)
     return frozenset(trained)
+
+
+def _trained_outputs(piece: Piece, trainable: Params, trained: Set[str]) -> set[str]:
+    """Name the outputs of a piece that depend on its trainable parameters, or on what is trained before."""
+    # A connector's tokens go to the LLM: what goes into the encoder's next layer is none of its making.
+    connector = trainable.pop("connectors", {}) if piece.tower != "llm" else {}
+    layers = bool(jax.tree.leaves(trainable))
+    if piece.generates and not piece.last:
+        # Layers attend the condition; what time makes of images depends on the generator alone.
+        x, images, condition = piece.outputs
+        condition_mlp = "condition_mlp" in trainable.get("generators", {}).get(piece.tower, {})
+        conditioned = connector or condition_mlp or not trained.isdisjoint((piece.tower, piece.inputs[-1]))
+        outputs = {x: layers or conditioned, images: layers, condition: conditioned}
+        return {name for name, is_trained in outputs.items() if is_trained}
+    reached = layers or not trained.isdisjoint(piece.inputs)
+    return {name for name in piece.outputs if reached or (connector and name != piece.layers_output)}
 
 
 class Gradients:
     """One step's gradients on their way: what has arrived at every stage, and what is kept for backward."""
 
-    def __init__(self, sums: Sequence[Params], step: int) -> None:
-        self.sums = list(sums)  # by stage, float32
+    def __init__(self, sums: Sequence[Sums], step: int) -> None:
+        self.sums = list(sums)  # by stage
         self.step = step
         self.inputs: dict[tuple[int, int], Activations] = defaultdict(dict)  # by stage and microbatch, as the others
         self.input_shapes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], Any]]] = {}  # and dtypes
         self.output_gradients: dict[tuple[int, int], Activations] = defaultdict(dict)
         self.residuals: dict[tuple[int, int], Residuals] = {}
-        self.reports: dict[int, Any] = {}  # of the losses, by the stage that makes each
         self.in_flight: Counter[int] = Counter()  # by stage: the most residuals at a time
 
 
@@ -101,8 +105,7 @@ class Passes:
         *,
         sources: int,
         exchange: Exchange,
-        loss: LossConfig,
-        loss_chunks: int,
+        objective: TextObjective,
         compiler_options: Mapping[str, bool | int | float | str] | None,
     ) -> None:
         self.stages = tuple(stages)
@@ -119,20 +122,14 @@ class Passes:
                 placed.stage,
                 placed.mesh,
                 rules,
+                objective,
                 trained=trained,
                 sources=sources,
                 exchange=exchange,
-                loss=loss,
-                loss_chunks=loss_chunks,
                 compiler_options=compiler_options,
             )
             for placed in stages
         ]
-        self._merge_reports = {
-            n: jax.jit(_merge_reports, out_shardings=replicated(placed.mesh), donate_argnums=0)
-            for n, placed in enumerate(stages)
-            if placed.stage.makes_loss
-        }
         self._structs: dict[Any, dict[str, jax.ShapeDtypeStruct]] = {}  # of outputs by stage and shapes of inputs
         # This process's passes with the seconds of the wall clock at their start and end, where somebody wants them.
         self.times: list[tuple[Action, float, float]] | None = None
@@ -154,7 +151,7 @@ class Passes:
     def run(
         self,
         parameters: Sequence[tuple[Params, Params]],
-        sums: Sequence[Params],
+        sums: Sequence[Sums],
         batches: Sequence[StagedBatch],
         weights: Mapping[str, jax.Array],
         noise: np.ndarray | None,
@@ -183,7 +180,8 @@ class Passes:
         self._position = (len(self.order(len(batches))), None, {})
         for number, program in enumerate(self.programs):
             if self.local[number] and program.sums_by_rank:
-                run.sums[number] = self.wait(program.reduce(run.sums[number]))
+                gradients = self.wait(program.reduce(run.sums[number].gradients))
+                run.sums[number] = run.sums[number]._replace(gradients=gradients)
         return run
 
     def _arrivals(self, run: Gradients, action: Action) -> Activations:
@@ -226,7 +224,7 @@ class Passes:
         run: Gradients,
         action: Action,
         parameters: tuple[Params, Params],
-        batch: TextBatch | ItemBatch,
+        batch: Microbatch,
         weights: Mapping[str, jax.Array],
         noise: np.ndarray | None,
     ) -> None:
@@ -236,40 +234,37 @@ class Passes:
         # Popped: an array that was sent or used up is dropped as soon as the devices are done with it.
         inputs = run.inputs.pop((number, microbatch), {})
         run.input_shapes[number, microbatch] = {name: (x.shape, x.dtype) for name, x in inputs.items()}
-        placed = self.stages[number].stage
-        weight = weights[placed.tower] if placed.makes_loss else None
+        weights = {tower: weights[tower] for tower in self.stages[number].stage.losses}
         if program.is_sink:
             gradients: Activations = {}
             if self.local[number]:
-                run.sums[number], gradients, report = self.wait(
-                    program.forward_backward(*parameters, run.sums[number], inputs, batch, noise, weight)
+                run.sums[number], gradients = self.wait(
+                    program.forward_backward(*parameters, run.sums[number], batch, weights, noise, inputs)
                 )
-                self._add_report(run, number, report)
             self._send_gradients(run, action, gradients)
             return
         # Of what a stage of other processes makes only the shape is known here, and a transfer is planned by that.
         if not self.local[number]:
-            structs = self._output_structs(number, parameters, inputs, batch, noise, weight)
+            structs = self._output_structs(number, parameters, inputs, batch, noise, weights)
             outputs = {name: without_shards(x.shape, x.dtype, program.layouts[name]) for name, x in structs.items()}
-        elif program.has_backward:
-            outputs, residuals, report = self.wait(program.forward(*parameters, inputs, batch, noise, weight))
-            self._add_report(run, number, report)
-            run.residuals[number, microbatch] = residuals
-            count = sum(stage == number for stage, _ in run.residuals)
-            run.in_flight[number] = max(run.in_flight[number], count)
         else:
-            outputs, report = self.wait(program.forward_only(merge(*parameters), inputs, batch, noise, weight))
-            self._add_report(run, number, report)
+            losses = run.sums[number].losses
+            if program.has_backward:
+                outputs, residuals, losses = self.wait(
+                    program.forward(*parameters, inputs, batch, noise, weights, losses)
+                )
+                run.residuals[number, microbatch] = residuals
+                count = sum(stage == number for stage, _ in run.residuals)
+                run.in_flight[number] = max(run.in_flight[number], count)
+            else:
+                outputs, losses = self.wait(
+                    program.forward_only(merge(*parameters), inputs, batch, noise, weights, losses)
+                )
+            run.sums[number] = run.sums[number]._replace(losses=losses)
         for name in self.stages[number].stage.outputs:
             consumer = self.consumer[name]
             arrived = move_array(outputs[name], self.programs[consumer].layouts[name], (run.step, *action, name))
             run.inputs[consumer, microbatch][name] = arrived
-
-    def _add_report(self, run: Gradients, number: int, report: Report) -> None:
-        """Add a microbatch's report of a loss, if the stage makes one, to those before."""
-        if report is not None:
-            total = run.reports.get(number)
-            run.reports[number] = report if total is None else self._merge_reports[number](total, report)
 
     def _output_structs(
         self,
@@ -278,18 +273,16 @@ class Passes:
         inputs: Activations,
         batch: Any,
         noise: np.ndarray | None,
-        weight: jax.Array | None,
+        weights: Mapping[str, jax.Array],
     ) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of what a stage of other processes makes."""
-        operands = (merge(*parameters), inputs, batch, noise, weight)
+        operands = (merge(*parameters), inputs, batch, noise, weights, self.programs[number].sums.losses)
         key = (number, tuple(x.shape for x in jax.tree.leaves((inputs, batch))))
         if key not in self._structs:
             self._structs[key] = self.programs[number].forward_only.eval_shape(*operands)[0]
         return self._structs[key]
 
-    def backward(
-        self, run: Gradients, action: Action, parameters: tuple[Params, Params], batch: TextBatch | ItemBatch
-    ) -> None:
+    def backward(self, run: Gradients, action: Action, parameters: tuple[Params, Params], batch: Microbatch) -> None:
         """Run a stage's backward pass, if it has one and is here, and send the gradients of its inputs."""
         _, number, microbatch = action
         program = self.programs[number]
@@ -300,9 +293,10 @@ class Passes:
         output_gradients = run.output_gradients.pop((number, microbatch))
         if self.local[number]:
             residuals = run.residuals.pop((number, microbatch))
-            run.sums[number], gradients = self.wait(
-                program.backward(*parameters, run.sums[number], batch, residuals, output_gradients)
+            sums, gradients = self.wait(
+                program.backward(*parameters, run.sums[number].gradients, batch, residuals, output_gradients)
             )
+            run.sums[number] = run.sums[number]._replace(gradients=sums)
         self._send_gradients(run, action, gradients)
 
     def _send_gradients(self, run: Gradients, action: Action, gradients: Activations) -> None:
@@ -319,20 +313,3 @@ class Passes:
                 arrived = move_array(gradient, self.programs[producer].layouts[name], (run.step, *action, name))
                 # Every array has one consumer: where a stage made several, its backward pass adds up their gradients.
                 run.output_gradients[producer, microbatch][name] = arrived
-
-
-def _merge_reports(total: LossSums | jax.Array, loss: LossSums | jax.Array) -> LossSums | jax.Array:
-    if not isinstance(total, LossSums):
-        return total + loss
-    worst = highest_losses(
-        jnp.concatenate([total.worst_samples, loss.worst_samples]),
-        jnp.concatenate([total.worst_losses, loss.worst_losses]),
-    )
-    return LossSums(
-        loss=total.loss + loss.loss,
-        weight=total.weight + loss.weight,
-        worst_samples=worst[0],
-        worst_losses=worst[1],
-        not_finite=total.not_finite + loss.not_finite,
-        measures=jax.tree.map(jnp.add, total.measures, loss.measures),
-    )

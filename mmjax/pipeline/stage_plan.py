@@ -29,7 +29,7 @@ from mmjax.errors import UserError
 from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model, modules_of, partition
 from mmjax.models.quantization import cast_frozen, parameter_shapes
-from mmjax.models.stage import Stage, cut_in_stages
+from mmjax.models.stage import Piece, Stage, cut_in_stages
 from mmjax.parallel.sharding import AXES, CONTEXT, TENSOR, ShardingRules, row_ranks, sharding
 from mmjax.pipeline.passes import trained_activations
 from mmjax.planning.flops import frozen_modules, layer_policies, recompute_flops, stage_flops
@@ -74,13 +74,18 @@ class ShardedStage(NamedTuple):
     moments: float  # bytes on each device
     has_backward: bool
 
+    @property
+    def piece(self) -> Piece:
+        """Return the layers of its tower."""
+        return self.stage.pieces[0]
+
 
 def shard_stages(config: Config) -> list[ShardedStage]:
     """Cut a model into the stages of its units, and its parameters over their meshes."""
     cuts = stage_cuts(config)
     model = Model.build(config.model, jnp.dtype(config.training.precision), cuts)
     stages = {
-        (tower, stage.start): stage
+        (tower, stage.pieces[0].start): stage
         for tower in ("llm", *config.model.item_modules)
         for stage in cut_in_stages(model, tower, cuts.get(tower, ()))
     }
@@ -112,7 +117,7 @@ def _shard_stage(
     frozen = frozenset(model.frozen) & modules_of(abstract)
     parts, part_layouts = partition(abstract, frozen), partition(layouts, frozen)
     owned, owned_layouts = parts, part_layouts
-    if stage.tower == "llm" and model.config.llm.tied and not stage.first:
+    if stage.text and model.config.llm.tied and not stage.text[0].first:
         # The first stage owns the table and has its moments.
         owned, owned_layouts = (
             tuple(
@@ -170,7 +175,7 @@ def _plan_stage(
     tracer: ActivationTracer,
 ) -> StagePlan:
     sharded = stages[number]
-    stage, mesh = sharded.stage, sharded.mesh
+    stage, mesh = sharded.piece, sharded.mesh
     tower = stage.tower
     rows = _rows_on_device(config, layout, stages, mesh if tower == "llm" else None)
     batch = _longest_batch(config, layout, rows, tower)
@@ -284,7 +289,7 @@ def _fixed_bytes(
 
     unsaved: bytes that one layer saves without remat.
     """
-    stage, mesh = sharded.stage, sharded.mesh
+    stage, mesh = sharded.piece, sharded.mesh
     tower, trainable = stage.tower, sharded.trainable
     activation = ACTIVATION[config.training.precision]
     work = row_work(config.model, batch.shape)[tower]
@@ -338,13 +343,13 @@ def _deepstack_bytes(
     config: Config, stages: Sequence[ShardedStage], number: int, layout: RankLayout, schedule: Schedule
 ) -> float:
     """Count the bytes of deepstack tokens that wait on each device of an LLM's stage for their layers' outputs."""
-    stage, mesh = stages[number].stage, stages[number].mesh
+    stage, mesh = stages[number].piece, stages[number].mesh
     producers = {name: n for n, placed in enumerate(stages) for name in placed.stage.outputs}
     rows = _rows_on_device(config, layout, stages)
     bytes_ = 0.0
     for name in stage.inputs:
         source = stages[producers[name]]
-        tower = source.stage.tower
+        tower = source.piece.tower
         # Beside activations and the embeddings of an encoder's tokens.
         if stage.tower == "llm" and tower not in (stage.tower, name):
             shape = _longest_batch(config, layout, rows, tower).shape
@@ -360,7 +365,7 @@ def _rows_on_device(
     config: Config, layout: RankLayout, stages: Sequence[ShardedStage], receiver: AbstractMesh | None = None
 ) -> dict[str, int]:
     """Count the rows of every tower on each of its devices; with a receiver, those whose tokens each of its gets."""
-    meshes = {sharded.stage.tower: receiver or sharded.mesh for sharded in stages}
+    meshes = {sharded.piece.tower: receiver or sharded.mesh for sharded in stages}
     totals = [layout.topology.ranks * rows for rows in layout.rows]
     return {
         name: total // row_ranks(meshes[name], RULES.rows if name == "llm" else RULES.item_rows)
@@ -380,7 +385,7 @@ def _seconds(
     config: Config, sharded: ShardedStage, policies: Sequence[Remat], batch: DeviceBatch, speed: Speed
 ) -> tuple[float, float]:
     """Estimate the seconds of a stage's passes: of its layers as measured, or by their operations."""
-    stage = sharded.stage
+    stage = sharded.piece
     tower, count = stage.tower, stage.stop - stage.start
     parts = sharded.mesh.shape[TENSOR]
     measured = speed.layer(tower, batch.shape[tower])

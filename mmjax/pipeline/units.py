@@ -35,7 +35,9 @@ def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) ->
     cuts = stage_cuts(config)
     towers = ("llm", *config.model.item_modules)
     stages = {
-        (tower, stage.start): stage for tower in towers for stage in cut_in_stages(model, tower, cuts.get(tower, ()))
+        (tower, stage.pieces[0].start): stage
+        for tower in towers
+        for stage in cut_in_stages(model, tower, cuts.get(tower, ()))
     }
     meshes = unit_meshes(config, devices)
     return [
@@ -57,23 +59,30 @@ def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str
 def put_batch(
     stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[str, TowerRows] | None, rules: ShardingRules
 ) -> StagedBatch:
-    """Bring a packed microbatch to the devices: to each stage what its tower takes.
+    """Bring a packed microbatch to the devices: to each stage what its towers take.
 
     rows: which of each tower's rows this process packs; None: all. Stages of other processes get shapes alone.
     """
-    put: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
+    done: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
+
+    def put(part: TextBatch | ItemBatch, tower: str, mesh: Mesh, *read: Any) -> TextBatch | ItemBatch:
+        key = (mesh, tower, read)
+        if key not in done:
+            if any(device.process_index == jax.process_index() for device in mesh.devices.flat):
+                of_tower = None if rows is None else rows[tower]
+                done[key] = _put_rows(part, of_tower, batch_shardings(part, mesh, rules))
+            else:
+                done[key] = _row_shapes(part, tower, rows, mesh.shape[CONTEXT])
+        return done[key]
+
     batches = []
     for _, stage, mesh in stages:
-        part = select_tables(batch.text, stage) if stage.tower == "llm" else batch.items[stage.tower]
-        key = (mesh, stage.tower, stage.encoders, stage.first, stage.makes_loss)
-        if key not in put:
-            local = any(device.process_index == jax.process_index() for device in mesh.devices.flat)
-            if local:
-                tower = None if rows is None else rows[stage.tower]
-                put[key] = _put_rows(part, tower, batch_shardings(part, mesh, rules))
-            else:
-                put[key] = _row_shapes(part, stage.tower, rows, mesh.shape[CONTEXT])
-        batches.append(put[key])
+        text = None
+        if stage.text:
+            read = (stage.encoders, stage.embeds_queries, stage.sends_states)
+            text = put(select_tables(batch.text, stage), "llm", mesh, *read)
+        towers = [tower for tower in stage.towers if tower != "llm"]
+        batches.append(Microbatch(text, {tower: put(batch.items[tower], tower, mesh) for tower in towers}))
     return tuple(batches)
 
 

@@ -140,12 +140,10 @@ def weigh_images(
     return total + (item >= 0).sum(dtype=jnp.float32), item
 
 
-def isolate_rows(
-    batches: Sequence[TextBatch | ItemBatch], owner: jax.Array, rows: jax.Array
-) -> tuple[TextBatch | ItemBatch, ...]:
+def isolate_rows(batch: Microbatch, owner: jax.Array, rows: jax.Array) -> Microbatch:
     """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely.
 
-    owner: of the text's tokens, int32 `[R, T]`.
+    owner: of the text's tokens, int32 `[R, T]`. Of a stage without the LLM the text is None.
     """
     # A weight of zero would not do: where a derivative is infinite, zero times it is NaN.
 
@@ -155,17 +153,17 @@ def isolate_rows(
 
     # Owners of removed rows become PADDING - 1, which is the owner of no item, not even of padding.
     owners = select(owner, rows, PADDING - 1)
-    isolated: list[TextBatch | ItemBatch] = []
-    for batch in batches:
-        if isinstance(batch, ItemBatch):
-            mask = jnp.isin(batch.owner, owners)
-            values, item = select(batch.values, mask, 0), select(batch.item, mask, PADDING)
-            isolated.append(batch._replace(values=values, item=item))
-        else:
-            plain = {f: select(getattr(batch, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
-            slots = {e: jax.tree.map(lambda x: select(x, rows, PADDING), slot) for e, slot in batch.slots.items()}
-            isolated.append(batch._replace(**plain, sample=select(batch.sample, rows, PADDING), slots=slots))
-    return tuple(isolated)
+    items = {}
+    for name, of_tower in batch.items.items():
+        mask = jnp.isin(of_tower.owner, owners)
+        values = select(of_tower.values, mask, 0)
+        items[name] = of_tower._replace(values=values, item=select(of_tower.item, mask, PADDING))
+    text = batch.text
+    if text is not None:
+        plain = {f: select(getattr(text, f), rows, 0) for f in ("token", "weight", "span", "kind", "sees")}
+        slots = {e: jax.tree.map(lambda x: select(x, rows, PADDING), slot) for e, slot in text.slots.items()}
+        text = text._replace(**plain, sample=select(text.sample, rows, PADDING), slots=slots)
+    return Microbatch(text, items)
 
 
 def put_report(report: ProcessReport, mesh: Mesh) -> ProcessReport:

@@ -5,7 +5,7 @@ A sample's loss is the mean over its tokens, which stand side by side in one row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import ExpertsConfig, ModelConfig
+from mmjax.config import DecoderConfig, ExpertsConfig, ModelConfig
 from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing, balance_loss, z_loss
 from mmjax.models.matmul import on_one_cpu
@@ -30,6 +30,60 @@ class ExpertSums(NamedTuple):
     balance: jax.Array  # float32 []: mean of the microbatches' balance losses by their loss weight
     z: jax.Array  # float32 []: the same of the router's z losses
     extra_turns: jax.Array  # float32 []: in which tokens went to the devices of their experts, beyond one a layer
+
+
+class Losses(NamedTuple):
+    """The losses of a step's microbatches; of a stage, those that it makes."""
+
+    loss: jax.Array | None = None  # float32 [sources]: weighted sum over each source's tokens; None: no LLM's loss
+    weight: jax.Array | None = None  # float32 [sources]: sum of the loss weights
+    worst_samples: jax.Array | None = None  # int32 [MAX_WORST]: ids with the highest losses, in descending order
+    worst_losses: jax.Array | None = None  # float32 [MAX_WORST]: theirs; 0 = no sample, Inf = not finite
+    not_finite: jax.Array | None = None  # int32 []: number of samples whose loss is not finite
+    experts: ExpertSums | None = None  # where all of the LLM's layers with experts are in one program
+    images: Mapping[str, jax.Array] = {}  # float32 [2] by generator: sum of errors, patches
+    measures: Mapping[str, jax.Array] = {}  # float32 [] by name: sums of `objectives.Measures` over tokens
+
+
+def zero_losses(
+    model: ModelConfig, towers: Sequence[str], sources: int, measures: Sequence[str], experts: bool
+) -> Losses | None:
+    """Make zeros to add the losses of these towers to; None where there are none. experts: whether theirs are known."""
+    if not towers:
+        return None
+    images = {name: jnp.zeros(2) for name in towers if name != "llm"}
+    if "llm" not in towers:
+        return Losses(images=images)
+    return Losses(
+        loss=jnp.zeros(sources),
+        weight=jnp.zeros(sources),
+        worst_samples=jnp.zeros(MAX_WORST, jnp.int32),
+        worst_losses=jnp.zeros(MAX_WORST),
+        not_finite=jnp.zeros((), jnp.int32),
+        experts=_zero_expert_sums(model.llm) if experts else None,
+        images=images,
+        measures={name: jnp.zeros(()) for name in measures},
+    )
+
+
+def _zero_expert_sums(config: DecoderConfig) -> ExpertSums | None:
+    if config.experts is None:
+        return None
+    tokens = jnp.zeros((sum(config.expert_layers), config.experts.count))
+    return ExpertSums(tokens, *[jnp.zeros(())] * 3)
+
+
+def add_losses(total: Losses | None, part: Losses | None) -> Losses | None:
+    """Add a microbatch's losses."""
+    if total is None:
+        return None
+    worst: tuple[jax.Array | None, jax.Array | None] = (None, None)
+    if total.loss is not None:
+        samples = jnp.concatenate([total.worst_samples, part.worst_samples])
+        worst = highest_losses(samples, jnp.concatenate([total.worst_losses, part.worst_losses]))
+    samples_of = {"worst_samples": None, "worst_losses": None}
+    added = jax.tree.map(jnp.add, total._replace(**samples_of), part._replace(**samples_of))
+    return added._replace(worst_samples=worst[0], worst_losses=worst[1])
 
 
 def expert_sums(routing: Routing | None, share: jax.Array) -> ExpertSums | None:

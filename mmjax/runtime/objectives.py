@@ -8,7 +8,7 @@ that a model has drawn, and the loss is PPO's (Schulman et al. 2017, equation 7)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -21,6 +21,7 @@ from mmjax.config.training import repeats_forward
 from mmjax.models.layer_stacks import Params
 from mmjax.models.layers import Noise
 from mmjax.models.model import Model, Outputs, restrict
+from mmjax.models.stage import Stage, Values
 from mmjax.parallel.sharding import in_row_order
 from mmjax.runtime.losses import losses_in_chunks
 
@@ -59,25 +60,34 @@ class TextObjective:
         return cls(model, loss, chunks, reference)
 
     def __call__(
+        self, params: Params, batch: Microbatch, noise: Noise | None = None
+    ) -> tuple[Outputs, jax.Array, Measures]:
+        """Compute the whole model's outputs, and every token's weighted loss `[R, T]`."""
+        stage = Stage.whole(self.model)
+        values, seed, reference = self.run(stage, params, {}, batch, noise)
+        outputs = stage.operands(values, seed)
+        return outputs, *self.token_losses(outputs, batch.text, reference)
+
+    def run(
         self,
+        stage: Stage,
         params: Params,
+        inputs: Mapping[str, jax.Array],
         batch: Microbatch,
         noise: Noise | None = None,
         accumulators: Params | None = None,
-    ) -> tuple[Outputs, jax.Array, Measures]:
-        """Compute the model's outputs, and every token's weighted loss `[R, T]`. Arguments as of `Model.outputs`."""
+    ) -> tuple[Values, Callable[[jax.Array], jax.Array], Outputs | None]:
+        """Run a stage as `Stage.run`; also return the outputs of the frozen reference, where there is one."""
         if self.reference is None:
-            outputs = self.model.outputs(params, batch, noise, accumulators)
-            return outputs, *self.token_losses(outputs, batch.text)
+            return *stage.run(params, inputs, batch, noise, accumulators), None
         # Encoders without adapters run once for both passes: all other parameters are frozen.
         adapted = {module.partition(".")[0] for module in adapted_modules(self.model.config)}
-        shared = {name: items for name, items in batch.items.items() if name not in adapted}
+        shared, own = stage.split({*self.model.config.encoders} - adapted)
         frozen = restrict(params, self.reference.abstract)
-        features = self.reference.encode(frozen, shared) if shared else {}
-        outputs = self.model.outputs(params, batch, noise, accumulators, features)
-        return outputs, *self.token_losses(
-            outputs, batch.text, self.reference.outputs(frozen, batch, features=features)
-        )
+        inputs = {**inputs, **shared.of(self.reference).run(frozen, inputs, batch)[0]}
+        values, seed = own.run(params, inputs, batch, noise, accumulators)
+        reference = own.of(self.reference)
+        return values, seed, reference.operands(*reference.run(frozen, inputs, batch))
 
     def token_losses(
         self, outputs: Outputs, text: TextBatch, reference: Outputs | None = None

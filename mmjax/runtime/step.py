@@ -21,8 +21,9 @@ from mmjax.batch import Microbatch
 from mmjax.config import CrossEntropy, Exchange, LossConfig, ModelConfig
 from mmjax.config.model import adapted_modules, module_names
 from mmjax.errors import UserError
-from mmjax.models.layer_stacks import Params, split_scanned
+from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge, modules_of, partition
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, rows_sharding, tokens_sharding
 from mmjax.runtime.compiler_options import initial_compiler_options
 from mmjax.runtime.device_batch import (
@@ -35,18 +36,10 @@ from mmjax.runtime.device_batch import (
     weigh_images,
 )
 from mmjax.runtime.devices import check_ram
-from mmjax.runtime.losses import (
-    MAX_WORST,
-    ExpertSums,
-    expert_loss,
-    expert_sums,
-    highest_losses,
-    image_loss,
-    step_loss,
-    worst_samples,
-)
-from mmjax.runtime.objectives import TextObjective, measures_of
+from mmjax.runtime.losses import Losses
+from mmjax.runtime.objectives import TextObjective
 from mmjax.runtime.program_cache import CachedProgram
+from mmjax.runtime.stage_program import StageProgram, Sums
 from mmjax.runtime.state import (
     Hyperparameters,
     Optimizer,
@@ -59,28 +52,10 @@ from mmjax.runtime.state import (
 )
 
 
-class Accumulated(NamedTuple):
-    """Accumulate the gradients and losses of a step's microbatches."""
-
-    gradients: Params  # float32; of one microbatch, as in `Executor.zero_sums`
-    loss: jax.Array  # float32 [sources]: weighted sum over each source's tokens
-    weight: jax.Array  # float32 [sources]: sum of the loss weights
-    worst_samples: jax.Array  # int32 [MAX_WORST]: ids of the samples with the highest losses, in descending order
-    worst_losses: jax.Array  # float32 [MAX_WORST]: theirs; 0 = no sample, Inf = not finite
-    not_finite: jax.Array  # int32 []: number of samples whose loss is not finite
-    experts: ExpertSums | None = None  # where the LLM has any, on one mesh
-    images: Mapping[str, jax.Array] = {}  # float32 [2] by generator: sum of errors, patches
-    measures: Mapping[str, jax.Array] = {}  # float32 [] by name: sums of `objectives.Measures` over tokens
-
-
 class StepReport(NamedTuple):
     """Report one update, the same on every process."""
 
-    loss: jax.Array  # this and the next four as in Accumulated
-    weight: jax.Array
-    worst_samples: jax.Array
-    worst_losses: jax.Array
-    not_finite: jax.Array
+    losses: Losses
     gradient_norm: jax.Array  # float32 []: before clipping
     agreed: jax.Array  # bool []: every process had planned the same step; where not, nothing was updated
     finite: jax.Array  # bool []: loss and gradient are; where not, nothing was updated
@@ -90,9 +65,11 @@ class StepReport(NamedTuple):
     batch_seconds: jax.Array  # float32 [devices]: of each device's process
     unreadable: jax.Array  # int32 [MAX_UNREADABLE]: ids of the samples that some process could not read, -1 = none
     unreadable_count: jax.Array  # int32 []: where it is more than MAX_UNREADABLE nothing was updated
-    experts: ExpertSums | None  # as in Accumulated
-    images: Mapping[str, jax.Array]  # as in Accumulated
-    measures: Mapping[str, jax.Array] = {}  # as in Accumulated
+
+    @property
+    def mean_loss(self) -> float:
+        """Return the loss of a token by weight, 0 where there is none; of a report on the host."""
+        return float(self.losses.loss.sum() / (self.losses.weight.sum() or 1.0))
 
 
 def check_updated(step: int, report: StepReport) -> None:
@@ -103,7 +80,8 @@ def check_updated(step: int, report: StepReport) -> None:
             "the same data, config or version of mmjax; make them the same and go on with --resume",
             everywhere=True,
         )
-    if not report.weight.sum() > 0 and not any(patches > 0 for _, patches in report.images.values()):
+    losses = report.losses
+    if not losses.weight.sum() > 0 and not any(patches > 0 for _, patches in losses.images.values()):
         raise UserError(
             f"no token of step {step + 1} has a loss weight, so there is nothing to learn from; give the answers "
             "in its samples a weight above 0 (Text.weights)",
@@ -178,28 +156,21 @@ class Runner(Protocol):
 
 
 def report_step(
-    sums: Accumulated, norm: jax.Array, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
+    losses: Losses, norm: jax.Array, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
 ) -> StepReport:
-    """Report a step from its sums (the gradients apart), the gradient norm, and what every process reports of it."""
+    """Report a step from its losses, the gradient norm, and what every process reports of it."""
     digests = reports.digest
     return StepReport(
-        loss=sums.loss,
-        weight=sums.weight,
-        worst_samples=sums.worst_samples,
-        worst_losses=sums.worst_losses,
-        not_finite=sums.not_finite,
+        losses=losses,
         gradient_norm=norm,
         agreed=jnp.all(digests.min(0) == digests.max(0)),
-        finite=jnp.isfinite(norm) & jnp.isfinite(sums.loss).all(),
+        finite=jnp.isfinite(norm) & jnp.isfinite(losses.loss).all(),
         stop=reports.stop.any(),
         content=reports.content.sum(0, dtype=jnp.uint32),
         needed_flops=reports.needed_flops.sum(),
         batch_seconds=reports.batch_seconds,
         unreadable=unreadable[0],
         unreadable_count=unreadable[1],
-        experts=sums.experts,
-        images=dict(sums.images),
-        measures=dict(sums.measures),
     )
 
 
@@ -241,12 +212,10 @@ class Executor:
         self.frozen = frozenset(model.frozen)
         self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
         on_all = replicated(mesh)
-        self.sums_shardings = Accumulated._make(on_all for _ in Accumulated._fields)._replace(
-            gradients=self.shardings.trainable,
-            experts=jax.tree.map(lambda _: on_all, self._zero_expert_sums()),
-            images=dict.fromkeys(model.config.generators, on_all),
-            measures=dict.fromkeys(measures_of(loss), on_all),
+        self.program = StageProgram(
+            Stage.whole(model), mesh, rules, self.objective, sources=sources, exchange=exchange, reduces_once=False
         )
+        self.zero_sums, self.sums_shardings = self.program.zero_sums, self.program.sums_shardings
         self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
         closed_over = (model.description, optimizer.config, rules, sources, exchange, loss, loss_chunks, accumulates)
@@ -304,89 +273,31 @@ class Executor:
 
         return self._jit_once(draw, out_shardings=select((self.shardings.trainable, self.shardings.frozen)))
 
-    def zero_sums(self, products: jnp.dtype = jnp.float32) -> Accumulated:
-        """Make zeros to add a microbatch to. products: dtype of the gradients of scanned stacks' matrices."""
-        scanned, rest = split_scanned(self.abstract.trainable)
-        scanned = jax.tree.map(lambda p: jnp.zeros(p.shape, products if p.ndim > 2 else jnp.float32), scanned)
-        return Accumulated(
-            gradients=merge(scanned, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), rest)),
-            loss=jnp.zeros(self.sources),
-            weight=jnp.zeros(self.sources),
-            worst_samples=jnp.zeros(MAX_WORST, jnp.int32),
-            worst_losses=jnp.zeros(MAX_WORST),
-            not_finite=jnp.zeros((), jnp.int32),
-            experts=self._zero_expert_sums(),
-            images={name: jnp.zeros(2) for name in self.model.config.generators},
-            measures={name: jnp.zeros(()) for name in measures_of(self.objective.loss)},
-        )
-
-    def _zero_expert_sums(self) -> ExpertSums | None:
-        config = self.model.config.llm
-        if config.experts is None:
-            return None
-        tokens = jnp.zeros((sum(config.expert_layers), config.experts.count))
-        return ExpertSums(tokens, *[jnp.zeros(())] * 3)
-
     def _accumulate(
         self,
         trainable: Params,
         frozen: Params,
-        accumulated: Accumulated | None,
+        accumulated: Sums | None,
         batch: Microbatch,
         weights: Mapping[str, jax.Array],
         noise: jax.Array | None = None,
-    ) -> Accumulated:
-        if accumulated is None:
-            # A matrix's gradient is a product in the precision of the computation: float32 would hold no more of it.
-            accumulated = jax.lax.with_sharding_constraint(self.zero_sums(self.model.dtype), self.sums_shardings)
-        # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
-        sums, unscanned = split_scanned(accumulated.gradients)
-        scanned, rest = split_scanned(trainable)
-
-        def loss(rest: Params, sums: Params) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            params = merge(merge(rest, scanned), frozen)
-            config = self.model.config
-            (_, _, routing, errors), losses, measures = self.objective(params, batch, noise, sums)
-            total, by_source, weight = step_loss(losses, batch.text, weights["llm"], self.sources)
-            experts = expert_sums(routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1))
-            of_images, images = image_loss(errors, batch.items, weights, config)
-            worst = worst_samples(jax.lax.stop_gradient(losses), batch.text)
-            total += expert_loss(experts, config.llm.experts) + of_images
-            sums_of_measures = {name: values.sum() for name, values in measures.items()}
-            return total, (by_source, weight, experts, images, sums_of_measures, *worst)
-
-        with activations_on(self.mesh, self.rules, self.exchange):
-            (gradients, sums), aux = jax.grad(loss, (0, 1), has_aux=True)(rest, sums)
-        by_source, weight, experts, images, measures, samples, losses, not_finite = aux
-        worst = highest_losses(
-            jnp.concatenate([accumulated.worst_samples, samples]), jnp.concatenate([accumulated.worst_losses, losses])
-        )
-        return Accumulated(
-            gradients=merge(jax.tree.map(jnp.add, unscanned, gradients), sums),
-            loss=accumulated.loss + by_source,
-            weight=accumulated.weight + weight,
-            worst_samples=worst[0],
-            worst_losses=worst[1],
-            not_finite=accumulated.not_finite + not_finite,
-            experts=jax.tree.map(jnp.add, accumulated.experts, experts),
-            images=jax.tree.map(jnp.add, dict(accumulated.images), images),
-            measures=jax.tree.map(jnp.add, dict(accumulated.measures), measures),
-        )
+    ) -> Sums:
+        return self.program.add_gradients(trainable, frozen, accumulated, batch, weights, noise)[0]
 
     def _update(
         self,
         state: TrainState,
-        accumulated: Accumulated,
+        accumulated: Sums,
         hyper: Hyperparameters,
         weights: Mapping[str, jax.Array],
         reports: ProcessReport,
         unreadable: tuple[jax.Array, jax.Array],
-    ) -> tuple[TrainState, Accumulated | None, StepReport]:
+    ) -> tuple[TrainState, Sums | None, StepReport]:
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients)
         stored = self.optimizer.load(state.optimizer)
         with activations_on(self.mesh, self.rules):
             params, moments, norm = self.optimizer.update(gradients, stored, state.trainable, hyper)
-        step_report = report_step(accumulated, norm, reports, unreadable)
+        step_report = report_step(accumulated.losses, norm, reports, unreadable)
         # A selection, not a branch: it is part of the update's own pass over the parameters.
         valid = is_valid(step_report, sum(weights.values()))
         params, moments = jax.tree.map(
@@ -402,12 +313,12 @@ class Executor:
     def step(
         self,
         state: TrainState,
-        accumulated: Accumulated | None,
+        accumulated: Sums | None,
         batches: Sequence[Microbatch],
         hyper: Hyperparameters,
         process_report: ProcessReport | None = None,
         noise: np.ndarray | None = None,
-    ) -> tuple[TrainState, Accumulated | None, StepReport]:
+    ) -> tuple[TrainState, Sums | None, StepReport]:
         """Update once from microbatches that lie on the devices. `accumulated` is `zeros()` before and after.
 
         process_report: of this process, for the others. noise: uint32 (seed, step) of dropout; None: none is. Nothing
@@ -492,8 +403,7 @@ class Executor:
         noise: np.ndarray | None,
     ) -> bool:
         """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
-        text, *items = self._isolate((batch.text, *batch.items.values()), batch.text.owner, rows)
-        isolated = Microbatch(text, dict(zip(batch.items, items, strict=True)))
+        isolated = self._isolate(batch, batch.text.owner, rows)
         noise = noise if self.model.is_random else None
         sums = self.accumulate(state.trainable, state.frozen, self.zeros(), isolated, weight, noise)
         return bool(self._are_finite(sums.gradients))
@@ -501,7 +411,7 @@ class Executor:
     def compile(
         self,
         state: TrainState,
-        accumulated: Accumulated | None,
+        accumulated: Sums | None,
         batches: Sequence[Microbatch],
         hyper: Hyperparameters,
     ) -> None:

@@ -132,8 +132,8 @@ class NonFiniteWatch:
 
     def worst_losses(self, report: StepReport) -> dict[str, float]:
         """Return the highest losses of a step's samples, by name."""
-        samples = report.worst_samples[:LOGGED_WORST].tolist()
-        losses = report.worst_losses[:LOGGED_WORST].tolist()
+        samples = report.losses.worst_samples[:LOGGED_WORST].tolist()
+        losses = report.losses.worst_losses[:LOGGED_WORST].tolist()
         return {self._name(sample): loss for sample, loss in zip(samples, losses, strict=True) if loss > 0}
 
     def check(
@@ -163,8 +163,8 @@ class NonFiniteWatch:
         )
 
     def _culprits(self, report: StepReport, find_samples: Callable[[], Sequence[int]], samples: Sequence[int]) -> str:
-        if count := int(report.not_finite):
-            names = self._names(report.worst_samples[: min(count, MAX_WORST)].tolist(), count)
+        if count := int(report.losses.not_finite):
+            names = self._names(report.losses.worst_samples[: min(count, MAX_WORST)].tolist(), count)
             return f"The losses of {count} samples are not finite: {names}"
         try:
             culprits = find_samples()

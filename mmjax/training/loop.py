@@ -66,8 +66,9 @@ from mmjax.runtime.run_dir import (
     path_words,
     run_folder_of,
 )
+from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor, Runner, StepReport, check_updated
+from mmjax.runtime.step import Executor, Runner, StepReport, check_updated
 from mmjax.runtime.units import unit_ranks
 from mmjax.startup import activity
 from mmjax.startup import seconds as startup_seconds
@@ -342,7 +343,7 @@ class Trainer:
         else:
             self.batches = pool_steps(self.loader, self.first_step, self.end_step, data)
 
-    def compile(self, state: Any, example: Microbatch) -> Accumulated | None:
+    def compile(self, state: Any, example: Microbatch) -> Sums | None:
         """Compile every program ahead: gradients of each shape, update, saving, answering. Returns zero gradients.
 
         None where every step has one microbatch.

@@ -177,16 +177,17 @@ class StepMetrics:
         layout = self._loader.layout
         token_bytes = self._config.model.llm.width * self._executor.model.dtype.itemsize
         tokens = dict(zip(("text", *modules[1:]), loaded.tokens.tolist(), strict=True))
-        by_source = zip(self._config.data.sources, report.loss, report.weight, strict=True)
+        by_source = zip(self._config.data.sources, report.losses.loss, report.losses.weight, strict=True)
         own_epochs = dict(zip(self._config.data.sources, loaded.source_epochs.tolist(), strict=True))
         memory = peak_memory_used(self._executor.mesh)
+        weight = report.losses.weight.sum() or 1.0
         return {
-            "loss": float(report.loss.sum() / (report.weight.sum() or 1.0)),
+            "loss": report.mean_loss,
             **{f"loss/{source}": float(loss / weight) for source, loss, weight in by_source if weight > 0},
-            **expert_scalars(report.experts),
+            **expert_scalars(report.losses.experts),
             # Mean error of the step's patches.
-            **{f"image_loss/{name}": float(sums[0] / max(sums[1], 1)) for name, sums in report.images.items()},
-            **{name: float(total / (report.weight.sum() or 1.0)) for name, total in report.measures.items()},
+            **{f"image_loss/{name}": float(sums[0] / max(sums[1], 1)) for name, sums in report.losses.images.items()},
+            **{name: float(total / weight) for name, total in report.losses.measures.items()},
             "gradient_norm": float(report.gradient_norm),
             **{name: float(rate) for name, rate in hyper.items() if name.startswith("learning_rate/")},
             **balance_scalars(loaded, modules, layout, self._prices),

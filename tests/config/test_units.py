@@ -112,7 +112,7 @@ def test_microbatches_are_reordered_by_the_stages_that_are_run(words):
     times = make_reordering(config, (4, 4, 4), ((128, 256, 128), (256, 256, 128)))
     run = stage_graph(placed)
     assert (times.graph.depths, times.graph.workers) == (run.depths, run.workers)
-    llm = [number for number, stage in enumerate(placed) if stage.stage.tower == "llm"]
+    llm = [number for number, stage in enumerate(placed) if stage.stage.text]
     # A row twice as long takes the LLM more than twice as long, and no encoder longer; the last stage has the logits.
     for number in range(len(placed)):
         short, long = times.forward[number]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from packed import model_outputs
 from test_flops import make_batch, make_model, make_text
 
 from mmjax.config import ModelConfig, UnetConfig
@@ -79,7 +80,9 @@ def test_a_convolution_counts_the_taps_that_lie_on_the_image() -> None:
 def test_a_program_names_the_towers_and_connectors_that_its_products_belong_to() -> None:
     model = Model.build(make_model(), jnp.float32)
     batch = make_batch(make_model(), {"llm": (1, 12), "vision": (1, 8), "audio": (1, 12)})
-    program = jax.make_jaxpr(lambda params, batch: model.outputs(params, batch).hidden)(model.abstract, batch).jaxpr
+    program = jax.make_jaxpr(lambda params, batch: model_outputs(model, params, batch).hidden)(
+        model.abstract, batch
+    ).jaxpr
     scopes = {x.scope for x in list_operations(program) if x.is_product}
     for name in ("llm", "vision", "vision/connector", "audio", "audio/connector"):
         assert any(scope.startswith(f"/{name}") for scope in scopes), (name, scopes)

@@ -296,7 +296,7 @@ def check_ten_steps(model: torch.nn.Module, folder: Path, samples: Sequence[Sequ
             each = torch.nn.functional.cross_entropy(theirs(model, sample), target.long(), reduction="none")
             loss = loss + (each * weight).sum() / text.weight.sum()
         losses.append(loss.item())
-        np.testing.assert_allclose(report.loss.sum() / report.weight.sum(), losses[-1], atol=1e-3)
+        np.testing.assert_allclose(report.losses.loss.sum() / report.losses.weight.sum(), losses[-1], atol=1e-3)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.clip)

@@ -155,10 +155,10 @@ def test_ten_steps_on_packed_pairs_are_those_of_answers_apart(where, request, tm
     )
     told = torch_steps(place[0], [partial(loss_there, place=place, batches=b, loss=loss) for b in steps], config)
     reports = our_steps(config, executor, state, steps)
-    ours = [(r.loss.sum() / r.weight.sum(), r.gradient_norm) for r in reports]
+    ours = [(r.losses.loss.sum() / r.losses.weight.sum(), r.gradient_norm) for r in reports]
     np.testing.assert_allclose(ours, told, atol=1e-3, rtol=1e-3)
     assert told[-1][0] < 0.9 * told[0][0]
-    margins = [float(r.measures["rewards/margins"] / r.weight.sum()) for r in reports]
+    margins = [float(r.losses.measures["rewards/margins"] / r.losses.weight.sum()) for r in reports]
     assert margins[-1] > margins[0]
 
 
@@ -250,7 +250,7 @@ def test_without_adapters_the_model_is_the_reference_whose_log_probabilities_are
         folder.mkdir()
         executor, state = started(config)
         reports = our_steps(config, executor, state, load_steps(config, folder, 5))
-        losses.append([float(r.loss.sum() / r.weight.sum()) for r in reports])
+        losses.append([float(r.losses.loss.sum() / r.losses.weight.sum()) for r in reports])
     np.testing.assert_allclose(losses[0], losses[1], atol=1e-3)
     np.testing.assert_allclose(losses[1][0], np.log(2), atol=1e-6)
     assert losses[1][-1] < 0.97 * np.log(2)
@@ -276,9 +276,9 @@ def test_losses_and_gradients_of_pairs_are_the_same_on_every_mesh(where, request
         batches = load_steps(config, tmp_path / name, 1, topology)[0]
         found[name] = gradients(executor, state, batches)
     one, many = found.values()
-    np.testing.assert_allclose(many.loss / many.weight, one.loss / one.weight, rtol=1e-5)
-    for name, total in one.measures.items():
-        np.testing.assert_allclose(many.measures[name], total, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(many.losses.loss / many.losses.weight, one.losses.loss / one.losses.weight, rtol=1e-5)
+    for name, total in one.losses.measures.items():
+        np.testing.assert_allclose(many.losses.measures[name], total, rtol=1e-4, atol=1e-4)
     # A bias of keys moves all scores of a query alike: its gradient is rounding alone.
     many_leaves, one_leaves = (
         {name: x for name, x in paths(sums.gradients).items() if not name.endswith("key.bias")} for sums in (many, one)
@@ -317,7 +317,7 @@ def test_ten_steps_on_rollouts_are_those_of_answers_apart(place, tmp_path, kind)
     steps = load_steps(config, tmp_path, 10)
     told = torch_steps(folder, [partial(rollouts_there, batches=b) for b in steps], config)
     reports = our_steps(config, *started(config), steps)
-    ours = [(r.loss.sum() / r.weight.sum(), r.gradient_norm) for r in reports]
+    ours = [(r.losses.loss.sum() / r.losses.weight.sum(), r.gradient_norm) for r in reports]
     np.testing.assert_allclose(ours, told, atol=1e-3, rtol=1e-3)
     assert told[-1][0] < told[0][0]
 

@@ -100,7 +100,7 @@ def step(folder: Path, how: str, remat: str = "none", mesh: MeshConfig = ALONE):
     )
     batch = executor.put(Microbatch(packed_text(SAMPLES, 32, rows=2), {}))
     sums = executor.accumulate(trainable, state.frozen, None, batch, {"llm": np.float32(COUNT)}, None)
-    return float(sums.loss[0]) / COUNT, unstack_layers(jax.device_get(sums.gradients)), trainable, state.frozen
+    return float(sums.losses.loss[0]) / COUNT, unstack_layers(jax.device_get(sums.gradients)), trainable, state.frozen
 
 
 def adapters(tree, layer: int, path: str):

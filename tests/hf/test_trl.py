@@ -26,7 +26,9 @@ def mean_of(report: Any, name: str) -> float:
     """What a step reports by the name that TRL has for it."""
     if name == "grad_norm":
         return float(report.gradient_norm)
-    return float((report.loss if name == "loss" else report.measures[name]).sum() / report.weight.sum())
+    return float(
+        (report.losses.loss if name == "loss" else report.losses.measures[name]).sum() / report.losses.weight.sum()
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import numpy as np
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, LogMel, ModelConfig, VisionConfig
+from mmjax.models.decoder import logits_of
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.model import Model
+from mmjax.models.stage import HIDDEN, TABLE, Stage
 
 KIND = {"text": 1, "vision": 2, "audio": 4}
 VOCAB = 23
@@ -191,6 +193,19 @@ def _pack_items(name, rows, owners, length, merge):
 def token_losses(model, params, microbatch, noise=None):
     """Weighted cross-entropy per token [R, T]."""
     return losses_of_logits(model.logits(params, microbatch, noise), microbatch.text)
+
+
+def model_outputs(model, params, microbatch, sums=None):
+    """What the losses of the whole model are made of. sums: of scanned stacks' gradients."""
+    stage = Stage.whole(model)
+    return stage.operands(*stage.run(params, {}, microbatch, None, sums))
+
+
+def stage_outputs(stage, params, inputs, microbatch, noise=None):
+    """What a stage makes for others; of the LLM's last, the logits."""
+    values, _ = stage.run(params, inputs, microbatch, noise)
+    logits = {"logits": logits_of(values[HIDDEN], values[TABLE])} if stage.losses else {}
+    return {name: values[name] for name in stage.outputs} | logits
 
 
 def losses_of_logits(logits, text):

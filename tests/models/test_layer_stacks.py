@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
-from packed import assert_trees_close, build, pack, random_sample, tiny, token_losses
+from packed import assert_trees_close, build, model_outputs, pack, random_sample, tiny, token_losses
 
 from mmjax.config import Remat
 from mmjax.models.layer_stacks import LayerStack, plan_stacks, split_scanned, stack_layers, unstack_layers
@@ -117,7 +117,7 @@ def test_every_mix_of_remat_policies_gives_equal_gradients(backend):
 
 def squares(model, batch):
     """A loss by parameters and gradient accumulators."""
-    return lambda params, sums: jnp.square(model.outputs(params, batch, None, sums).hidden).sum()
+    return lambda params, sums: jnp.square(model_outputs(model, params, batch, sums).hidden).sum()
 
 
 def test_gradients_added_to_sums_inside_the_scan_are_those_of_autodiff():

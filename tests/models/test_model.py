@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from packed import assert_trees_close, build, losses_of_logits, pack, random_sample, tiny, token_losses
+from packed import assert_trees_close, build, losses_of_logits, pack, random_sample, stage_outputs, tiny, token_losses
 
 from mmjax.models.model import Model, merge, module_of, partition
 from mmjax.models.stage import cut_in_stages
@@ -91,7 +91,7 @@ def test_stages_chained_over_disjoint_meshes_give_the_loss_and_gradients_of_the_
 
     places, pulled = stage_places(), []
     x = {}
-    for tower, own in (("vision", batch.items["vision"]), ("llm", batch.text)):
+    for tower, own in (("vision", batch._replace(text=None)), ("llm", batch._replace(items={}))):
         for stage, mesh in zip(cut_in_stages(model, tower, cuts[tower]), places[tower], strict=True):
             there = NamedSharding(mesh, PartitionSpec())
             where = shardings(mesh, stage.select(model.axes), stage.select(model.abstract))
@@ -100,12 +100,12 @@ def test_stages_chained_over_disjoint_meshes_give_the_loss_and_gradients_of_the_
 
             def forward(p, x, own, stage=stage, mesh=mesh):
                 with activations_on(mesh, ShardingRules()):
-                    return jax.vjp(lambda p, x: stage(p, x, own), p, x)
+                    return jax.vjp(lambda p, x: stage_outputs(stage, p, x, own), p, x)
 
             x, back = jax.jit(forward)(mine, x, own)
             assert next(iter(x.values())).sharding.device_set == set(mesh.devices.flat)
             pulled.append((jax.jit(lambda back, d: back(d)), back, there))
-    loss, last = jax.value_and_grad(lambda x: losses_of_logits(x["logits"], own).sum())(x)
+    loss, last = jax.value_and_grad(lambda x: losses_of_logits(x["logits"], own.text).sum())(x)
 
     gradients = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
     for pull, back, there in reversed(pulled):
@@ -161,8 +161,8 @@ def test_stages_of_a_deepstack_give_what_the_whole_model_gives():
     sample = random_sample(np.random.default_rng(0), [2, (3, 4), 3])
     batch = pack([[sample]], {"llm": 16, "vision": 24}, encoders=("vision",))
     made = {}
-    for tower, own in (("vision", batch.items["vision"]), ("llm", batch.text)):
+    for tower in ("vision", "llm"):
         for stage in cut_in_stages(model, tower, cuts[tower]):
-            made |= stage(stage.select(params), {name: made.pop(name) for name in stage.inputs}, own)
+            made |= stage_outputs(stage, stage.select(params), {name: made.pop(name) for name in stage.inputs}, batch)
     assert set(made) == {"logits"}
     np.testing.assert_allclose(made["logits"], model.logits(params, batch), atol=1e-5)

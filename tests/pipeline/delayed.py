@@ -77,7 +77,7 @@ def train(
         hyper = hyperparameters(config, executor.modules, step)
         state, sums, report = executor.step(state, sums, batches, hyper, ProcessReport(digest=int(now.digest)))
         assert bool(report.agreed & report.finite)
-        losses.append(np.asarray(report.loss))
+        losses.append(np.asarray(report.losses.loss))
     return losses + [np.asarray(s.data) for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards]
 
 

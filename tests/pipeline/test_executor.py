@@ -135,7 +135,16 @@ def assert_same_gradients(
         with_answers(*steps, loss) for steps in (steps_of(config, folder, 1), load_steps(config, folder, 1))
     )
     config = replace(config, loss=loss)
-    one, pipeline = make_executor(config, MeshConfig(1)), make_pipeline(config, schedule)
+    pipeline = make_pipeline(config, schedule)
+    assert_gradients_of_one_mesh(config, pipeline, batches, plain)
+    return pipeline
+
+
+def assert_gradients_of_one_mesh(
+    config: Config, pipeline: PipelineExecutor, batches: Sequence[Microbatch], plain: Sequence[Microbatch]
+) -> None:
+    """Its gradients, losses and norm are one device's. plain: the microbatches as packed for one device."""
+    one = make_executor(config, MeshConfig(1))
     noise = np.array([0, 0], np.uint32) if one.model.is_random else None
     state, accumulated = fill_adapters(one.init(jax.random.key(0))), one.zeros()
     for batch in plain:
@@ -148,25 +157,24 @@ def assert_same_gradients(
     report = pipeline.put_report(ProcessReport())
     total, weighed, unreadable = pipeline.weigh_batches(put, report)
     run = pipeline.gradients(staged, pipeline.zeros(), weighed, total, noise)
-    gradients = reduce(merge, (unstack_layers(jax.device_get(sums)) for sums in run.sums))
+    gradients = reduce(merge, (unstack_layers(jax.device_get(sums.gradients)) for sums in run.sums))
     difference, leaf = worst_leaf(gradients, unstack_layers(expected.gradients))
     assert difference <= 1e-5, leaf
     norm = pipeline._settle_gradients(run, report, unreadable)[0].gradient_norm
     np.testing.assert_allclose(norm, optax.tree.norm(expected.gradients), rtol=1e-5)
-    reports = {pipeline.stages[n].stage.tower: report for n, report in run.reports.items()}
-    np.testing.assert_allclose(reports["llm"].loss, expected.loss, rtol=1e-5)
-    assert np.array_equal(reports["llm"].worst_samples[:8], expected.worst_samples[:8])
-    for name, total in expected.measures.items():
-        np.testing.assert_allclose(reports["llm"].measures[name], total, rtol=1e-4)
-    for name, images in expected.images.items():
-        np.testing.assert_allclose(reports[name], images, rtol=1e-5)
+    losses = {tower: run.sums[n].losses for n, placed in enumerate(pipeline.stages) for tower in placed.stage.losses}
+    np.testing.assert_allclose(losses["llm"].loss, expected.losses.loss, rtol=1e-5)
+    assert np.array_equal(losses["llm"].worst_samples[:8], expected.losses.worst_samples[:8])
+    for name, total in expected.losses.measures.items():
+        np.testing.assert_allclose(losses["llm"].measures[name], total, rtol=1e-4)
+    for name, images in expected.losses.images.items():
+        np.testing.assert_allclose(losses[name].images[name], images, rtol=1e-5)
     assert not run.residuals
     assert not run.inputs
     assert not run.output_gradients
     for stage, depth in enumerate(pipeline.graph.depths):
         if pipeline.schedule in ("1f1b", "eager"):
-            assert run.in_flight[stage] <= depth * (2 if schedule == "eager" else 1) + 1
-    return pipeline
+            assert run.in_flight[stage] <= depth * (2 if pipeline.schedule == "eager" else 1) + 1
 
 
 @pytest.mark.exhaustive
@@ -310,8 +318,15 @@ def test_updates_are_those_of_one_program(optimizer, tmp_path):
     config = config_of("by module", optimizer=optimizer)
     config = replace(config, training=replace(config.training, clip=0.05, steps=20))
     steps = steps_of(config, tmp_path, 20)
-    pipeline = make_pipeline(config)
-    one = make_executor(replace(config, optimizer=replace(optimizer, offload=False)), MeshConfig(1))
+    assert_updates_of_one_mesh(config, make_pipeline(config), steps)
+
+
+def assert_updates_of_one_mesh(
+    config: Config, pipeline: PipelineExecutor, steps: Sequence[Sequence[Microbatch]]
+) -> None:
+    """Its losses, norms and parameters are one device's, step by step."""
+    optimizer = replace(config.optimizer, offload=False)
+    one = make_executor(replace(config, optimizer=optimizer), MeshConfig(1))
     state, accumulated = one.init(jax.random.key(0)), one.zeros()
     staged, sums = pipeline.init(jax.random.key(0)), pipeline.zeros()
     for number, batches in enumerate(steps):
@@ -319,16 +334,16 @@ def test_updates_are_those_of_one_program(optimizer, tmp_path):
         put = [put_rows(batch, one.mesh, one.rules) for batch in batches]
         state, accumulated, expected = one.step(state, accumulated, put, hyper)
         staged, sums, report = pipeline.step(staged, sums, [pipeline.put(batch) for batch in batches], hyper)
-        np.testing.assert_allclose(report.loss.sum(), expected.loss.sum(), rtol=1e-4)
+        np.testing.assert_allclose(report.losses.loss.sum(), expected.losses.loss.sum(), rtol=1e-4)
         np.testing.assert_allclose(report.gradient_norm, expected.gradient_norm, rtol=1e-4 if number else 1e-6)
         assert report.gradient_norm > config.training.clip
-        assert np.array_equal(report.weight, expected.weight)
+        assert np.array_equal(report.losses.weight, expected.losses.weight)
         assert bool(report.finite)
         assert bool(report.agreed)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(staged.stages[0].optimizer) if x.ndim}
-    assert ("pinned_host" in kinds) == optimizer.offload
-    table = jax.device_get(staged.stages[2].trainable["llm"]["embed"]["weight"])
-    assert np.array_equal(table, jax.device_get(staged.tied["llm"]["embed"]["weight"]))
+    assert ("pinned_host" in kinds) == config.optimizer.offload
+    (table,) = (s.trainable["llm"]["embed"]["weight"] for s in staged.stages if "embed" in s.trainable.get("llm", {}))
+    assert np.array_equal(jax.device_get(table), jax.device_get(staged.tied["llm"]["embed"]["weight"]))
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +385,7 @@ def test_samples_that_a_process_could_not_read_have_no_weight(spoilable):
     _, _, report = pipeline.step(state, pipeline.zeros(), put, hyper, ProcessReport(unreadable=[sample]))
     left_out = sum(float(b.text.weight[b.text.owner == sample].sum()) for b in batches)
     assert left_out > 0
-    np.testing.assert_allclose(report.weight.sum(), weight(batches) - left_out, rtol=1e-6)
+    np.testing.assert_allclose(report.losses.weight.sum(), weight(batches) - left_out, rtol=1e-6)
     assert report.unreadable[0] == sample
 
 

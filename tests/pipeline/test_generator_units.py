@@ -147,9 +147,9 @@ def test_updates_and_reports_are_those_of_one_program(units, tmp_path):
         state, accumulated, expected = one.step(state, accumulated, put, hyper, reports, noise)
         put = [pipeline.put(batch) for batch in batches]
         staged, sums, report = pipeline.step(staged, sums, put, hyper, reports, noise)
-        np.testing.assert_allclose(report.images["picture"], expected.images["picture"], rtol=1e-5)
-        assert report.images["picture"][1] < sum((b.items["picture"].item >= 0).sum() for b in batches)
-        np.testing.assert_allclose(report.loss.sum(), expected.loss.sum(), rtol=1e-5)
+        np.testing.assert_allclose(report.losses.images["picture"], expected.losses.images["picture"], rtol=1e-5)
+        assert report.losses.images["picture"][1] < sum((b.items["picture"].item >= 0).sum() for b in batches)
+        np.testing.assert_allclose(report.losses.loss.sum(), expected.losses.loss.sum(), rtol=1e-5)
         np.testing.assert_allclose(report.gradient_norm, expected.gradient_norm, rtol=1e-4)
         assert bool(report.finite & report.agreed)
         assert int(report.unreadable[0]) == reports.unreadable[0]

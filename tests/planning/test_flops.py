@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packed import model_outputs
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import (
@@ -193,7 +194,7 @@ def gradient(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1):
     trainable, rest = partition(built.abstract, set(frozen))
 
     def loss(trainable, rest, batch):
-        hidden, table, *_ = built.outputs(merge(rest, trainable), batch)
+        hidden, table, *_ = model_outputs(built, merge(rest, trainable), batch)
         return losses_in_chunks(hidden, table, batch.text, loss_chunks).sum()
 
     return jax.grad(loss), (trainable, rest)

@@ -18,8 +18,9 @@ from mmjax.config.model import adapted_modules
 from mmjax.models.layer_stacks import Params, split_scanned
 from mmjax.models.model import Model, Outputs, accumulate_in_scans, merge, restrict
 from mmjax.parallel.sharding import activations_on
-from mmjax.runtime.losses import expert_loss, expert_sums, highest_losses, image_loss, step_loss, worst_samples
-from mmjax.runtime.step import Accumulated, Executor, is_valid, report_step
+from mmjax.runtime.losses import Losses, expert_loss, expert_sums, highest_losses, image_loss, step_loss, worst_samples
+from mmjax.runtime.stage_program import Sums
+from mmjax.runtime.step import Executor, is_valid, report_step
 
 
 def model_outputs(model: Model, params: Params, batch: Microbatch, noise: Any, sums: Any, features: Any) -> Outputs:
@@ -53,11 +54,11 @@ def gradient_program(executor: Executor) -> Any:
     def program(
         trainable: Params,
         frozen: Params,
-        accumulated: Accumulated | None,
+        accumulated: Sums | None,
         batch: Microbatch,
         weights: Mapping[str, jax.Array],
         noise: jax.Array | None = None,
-    ) -> Accumulated:
+    ) -> Sums:
         if accumulated is None:
             zeros = executor.zero_sums(executor.model.dtype)
             accumulated = jax.lax.with_sharding_constraint(zeros, executor.sums_shardings)
@@ -78,20 +79,21 @@ def gradient_program(executor: Executor) -> Any:
         with activations_on(executor.mesh, executor.rules, executor.exchange):
             (gradients, sums), report = jax.grad(loss, (0, 1), has_aux=True)(rest, sums)
         by_source, weight, experts, images, measures, samples, losses, not_finite = report
+        total = accumulated.losses
         worst = highest_losses(
-            jnp.concatenate([accumulated.worst_samples, samples]), jnp.concatenate([accumulated.worst_losses, losses])
+            jnp.concatenate([total.worst_samples, samples]), jnp.concatenate([total.worst_losses, losses])
         )
-        return Accumulated(
-            gradients=merge(jax.tree.map(jnp.add, unscanned, gradients), sums),
-            loss=accumulated.loss + by_source,
-            weight=accumulated.weight + weight,
+        new_losses = Losses(
+            loss=total.loss + by_source,
+            weight=total.weight + weight,
             worst_samples=worst[0],
             worst_losses=worst[1],
-            not_finite=accumulated.not_finite + not_finite,
-            experts=jax.tree.map(jnp.add, accumulated.experts, experts),
-            images=jax.tree.map(jnp.add, dict(accumulated.images), images),
-            measures=jax.tree.map(jnp.add, dict(accumulated.measures), measures),
+            not_finite=total.not_finite + not_finite,
+            experts=jax.tree.map(jnp.add, total.experts, experts),
+            images=jax.tree.map(jnp.add, dict(total.images), images),
+            measures=jax.tree.map(jnp.add, dict(total.measures), measures),
         )
+        return Sums(merge(jax.tree.map(jnp.add, unscanned, gradients), sums), new_losses)
 
     return jax.jit(program, out_shardings=executor.sums_shardings, donate_argnums=2)
 
@@ -105,7 +107,7 @@ def update_program(executor: Executor) -> Any:
         stored = optimizer.load(state.optimizer)
         with activations_on(executor.mesh, executor.rules):
             params, moments, norm = optimizer.update(gradients, stored, state.trainable, hyper)
-        report = report_step(accumulated, norm, reports, unreadable)
+        report = report_step(accumulated.losses, norm, reports, unreadable)
         valid = is_valid(report, sum(weights.values()))
         old = state.trainable, stored
         params, moments = jax.tree.map(lambda new, old: jnp.where(valid, new, old), (params, moments), old)
@@ -114,7 +116,7 @@ def update_program(executor: Executor) -> Any:
         return new, cleared, report
 
     cleared = executor.sums_shardings if executor.accumulates else None
-    on_all = executor.sums_shardings.loss
+    on_all = executor.sums_shardings.losses.loss
     donated = (0, 1) if executor.accumulates else 0
     return jax.jit(program, out_shardings=(executor.shardings, cleared, on_all), donate_argnums=donated)
 

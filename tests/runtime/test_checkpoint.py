@@ -214,7 +214,8 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_momen
     # A step that is not finite leaves codes and scales as they were.
     state = restored(tmp_path, on)
     before = jax.device_get(state)
-    infinite = on.zeros()._replace(loss=jnp.array([jnp.inf]))
+    zeros = on.zeros()
+    infinite = zeros._replace(losses=zeros.losses._replace(loss=jnp.array([jnp.inf])))
     state, _, report = on.update(state, infinite, hyper, {"llm": np.float32(1)}, *reported)
     assert not report.finite
     assert_equal(state, before)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from compilation import optimized
+from packed import model_outputs
 from tiny_run import (
     MESHES,
     VOCAB,
@@ -68,7 +69,7 @@ def first(loaded) -> Callable[..., tuple[float, Any]]:
         executor = make_executor(config(chunks, tied, precision, encoders=False), ALONE)
         batch = of_text(loaded(ONE_RANK)[0][0])
         found = gradients(executor, state_with(executor, parameters(tied, encoders=False)), [batch])
-        return found.loss.sum(), found.gradients
+        return found.losses.loss.sum(), found.gradients
 
     return run
 
@@ -114,7 +115,7 @@ def test_on_data_fsdp_and_tensor_they_are_those_of_one_device_and_nothing_is_rep
     with stderr_of() as written:
         planned = loaded(mesh_topology(shared.mesh, SHARED))[0]
         found = gradients(shared, state_with(shared, parameters(tied)), planned)
-    assert found.loss.sum() == pytest.approx(wanted.loss.sum(), rel=1e-5)
+    assert found.losses.loss.sum() == pytest.approx(wanted.losses.loss.sum(), rel=1e-5)
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-5, "")
     assert "rematerialization" not in written[0]
 
@@ -180,6 +181,6 @@ def test_under_fsdp_only_a_part_of_the_output_table_is_gathered():
 def test_the_factors_of_the_logits_have_them_as_their_scores(loaded):
     model = Model.build(config(1).model, np.float32)
     batch, params = loaded(ONE_RANK)[0][0], parameters(True)
-    hidden, table, *_ = jax.jit(model.outputs)(params, batch)
+    hidden, table, *_ = jax.jit(partial(model_outputs, model))(params, batch)
     logits = jax.jit(model.logits)(params, batch)
     np.testing.assert_allclose(np.einsum("rtd,vd->rtv", hidden, table), logits, atol=1e-5)

@@ -122,7 +122,7 @@ def test_a_step_leaves_the_accumulated_gradients_and_report_at_zero(run):
     state = executor.init(jax.random.key(0))
     _, accumulated, told = executor.step(state, executor.zeros(), batches, hyper)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(accumulated))
-    assert float(told.weight.sum()) == weight(run.steps[0])
+    assert float(told.losses.weight.sum()) == weight(run.steps[0])
 
 
 @pytest.mark.parametrize("factor", [0.0, 3e38], ids=["no weight", "not finite"])
@@ -134,7 +134,7 @@ def test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so(run
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
     weighed = [b._replace(text=b.text._replace(weight=b.text.weight * factor)) for b in batches]
     state, accumulated, report = executor.step(state, accumulated, weighed, hyper)
-    assert (float(report.weight.sum()) > 0) == (factor > 0)
+    assert (float(report.losses.weight.sum()) > 0) == (factor > 0)
     assert factor == 0 or not report.finite
     assert_unchanged(state, before)
     state, _, report = executor.step(state, accumulated, batches, hyper)
@@ -156,7 +156,7 @@ def test_a_sample_that_some_process_could_not_read_weighs_nothing_and_all_know_i
     state, _, told = executor.step(state, executor.zeros(), batches, hyper, ProcessReport(unreadable=bad))
     assert sorted(int(n) for n in told.unreadable if n >= 0) == bad
     assert int(told.unreadable_count) == 2
-    assert float(told.weight.sum()) == float(same.weight.sum()) < weight(run.steps[0])
+    assert float(told.losses.weight.sum()) == float(same.losses.weight.sum()) < weight(run.steps[0])
     assert_unchanged(state, jax.device_get(wanted))
 
 
@@ -219,7 +219,7 @@ def test_one_microbatch_leaves_nothing_between_steps_and_updates_the_same(tmp_pa
     assert programs.requested == 0
     for batches in steps:
         states[0], _, same = summing.step(states[0], summing.zeros(), [summing.put(b) for b in batches], hyper)
-    assert float(told.loss.sum()) == pytest.approx(float(same.loss.sum()), rel=1e-5)
+    assert float(told.losses.loss.sum()) == pytest.approx(float(same.losses.loss.sum()), rel=1e-5)
     for name, p in paths(states[0].trainable).items():
         np.testing.assert_allclose(paths(states[1].trainable)[name], p, rtol=1e-5, atol=1e-6, err_msg=name)
 

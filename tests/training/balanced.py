@@ -102,10 +102,10 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
         state, accumulated, report = executor.step(state, accumulated, put, hyper, told, noise)
         report = jax.device_get(report)
         assert report.agreed
-        losses.append(report.loss.sum() / report.weight.sum())
+        losses.append(report.losses.loss.sum() / report.losses.weight.sum())
         flops.append(report.needed_flops)
     return {
-        "loss": whole.loss.sum() / whole.weight.sum(),
+        "loss": whole.losses.loss.sum() / whole.losses.weight.sum(),
         **{f"gradient.{name}": leaf for name, leaf in paths(whole.gradients).items()},
         "losses": np.array(losses),
         "flops": np.array(flops),

@@ -101,14 +101,14 @@ def test_the_losses_and_gradients_are_those_of_stored_latents_and_the_vae_gets_n
     state = executor.init(jax.random.key(0), load_pretrained(executor.model, executor.parameter_shardings))
     assert {module_of(tuple(name.split("."))) for name in paths(state.frozen)} == {"picture.vae"}
     found = gradients(executor, state, batches)
-    assert found.images["picture"][1] > 0
+    assert found.losses.images["picture"][1] > 0
 
     latents = replace(config.model.generators["picture"].latents, encode="once")
     once = replace(config, model=with_changes(config.model, {"picture": {"latents": latents}}))
     other = make_executor(once, MESHES["one device"])
     wanted = gradients(other, state._replace(frozen={}), [stored(config, batch) for batch in batches])
-    np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-4)
-    np.testing.assert_allclose(found.images["picture"], wanted.images["picture"], rtol=1e-4)
+    np.testing.assert_allclose(found.losses.loss, wanted.losses.loss, rtol=1e-4)
+    np.testing.assert_allclose(found.losses.images["picture"], wanted.losses.images["picture"], rtol=1e-4)
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-4, "")
 
 
@@ -124,7 +124,7 @@ def test_images_are_encoded_on_every_mesh_as_on_one_device(kind, tmp_path):
         state = executor.init(jax.random.key(0), load_pretrained(executor.model, executor.parameter_shardings))
         sums[mesh] = gradients(executor, state, batches)
     one, many = sums.values()
-    np.testing.assert_allclose(many.images["picture"], one.images["picture"], rtol=1e-5)
+    np.testing.assert_allclose(many.losses.images["picture"], one.losses.images["picture"], rtol=1e-5)
     assert worst_leaf(many.gradients, one.gradients) < (1e-4, "")
 
 

@@ -33,8 +33,9 @@ from mmjax.config import Muon
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import hyperparameters
-from mmjax.runtime.step import Accumulated, Executor
+from mmjax.runtime.step import Executor
 
 CONFIG = tiny_config()
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4
@@ -68,7 +69,7 @@ class OnMesh:
     """What a mesh makes of the first step's rows, and of ten updates."""
 
     executor: Executor
-    first: Accumulated
+    first: Sums
     trained: Trained
     warnings: str
 
@@ -89,11 +90,11 @@ def on(loaded, steps, parameters) -> Callable[[str], OnMesh]:
     return run
 
 
-def loss(accumulated: Accumulated) -> float:
-    return float(accumulated.loss.sum() / accumulated.weight.sum())
+def loss(accumulated: Sums) -> float:
+    return float(accumulated.losses.loss.sum() / accumulated.losses.weight.sum())
 
 
-def assert_same(found: Accumulated, wanted: Accumulated) -> None:
+def assert_same(found: Sums, wanted: Sums) -> None:
     assert loss(found) == pytest.approx(loss(wanted), rel=OF_LOSS)
     assert worst_leaf(found.gradients, wanted.gradients) < (OF_GRADIENT, "")
 

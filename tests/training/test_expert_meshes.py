@@ -48,10 +48,10 @@ def test_loss_routing_and_every_gradient_are_those_of_one_device(mesh):
     wanted = gradients(one, state_with(one, params), [batch_of_rows()])
     executor = make_executor(config, MESHES[mesh])
     found = gradients(executor, state_with(executor, params), [batch_of_rows()])
-    np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-5)
-    np.testing.assert_array_equal(found.experts.tokens, wanted.experts.tokens)
-    np.testing.assert_allclose(found.experts.balance, wanted.experts.balance, rtol=1e-5)
-    np.testing.assert_allclose(found.experts.z, wanted.experts.z, rtol=1e-5)
+    np.testing.assert_allclose(found.losses.loss, wanted.losses.loss, rtol=1e-5)
+    np.testing.assert_array_equal(found.losses.experts.tokens, wanted.losses.experts.tokens)
+    np.testing.assert_allclose(found.losses.experts.balance, wanted.losses.experts.balance, rtol=1e-5)
+    np.testing.assert_allclose(found.losses.experts.z, wanted.losses.experts.z, rtol=1e-5)
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-5, "")
 
 
@@ -76,12 +76,14 @@ def test_a_step_reports_the_losses_and_the_imbalance_of_its_experts():
     executor.compile(state, executor.zeros(), batches, hyper)
     put = [executor.put(batch) for batch in batches]
     *_, report = executor.step(state, executor.zeros(), put, hyper)
-    scalars = expert_scalars(jax.device_get(report.experts))
+    scalars = expert_scalars(jax.device_get(report.losses.experts))
     share = np.array([weight([batch]) for batch in batches]) / weight(batches)
     for name, field in (("experts/balance_loss", "balance"), ("experts/z_loss", "z")):
-        assert scalars[name] == pytest.approx(share @ [getattr(sums.experts, field) for sums in alone], rel=1e-5)
-    tokens = sum(sums.experts.tokens for sums in alone)
+        assert scalars[name] == pytest.approx(share @ [getattr(sums.losses.experts, field) for sums in alone], rel=1e-5)
+    tokens = sum(sums.losses.experts.tokens for sums in alone)
     assert tokens.sum(-1).tolist() == [EXPERTS.per_token * sum((b.text.sample >= 0).sum() for b in batches)] * 2
     assert scalars["experts/extra_turns"] == 0  # on one device there is one turn
     assert scalars["experts/imbalance"] == pytest.approx((tokens.max(-1) / tokens.mean(-1)).max())
-    assert float(report.loss.sum()) == pytest.approx(sum(float(sums.loss.sum()) for sums in alone), rel=1e-5)
+    assert float(report.losses.loss.sum()) == pytest.approx(
+        sum(float(sums.losses.loss.sum()) for sums in alone), rel=1e-5
+    )

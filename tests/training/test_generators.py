@@ -45,8 +45,8 @@ def one_device(loaded, parameters):
 
 
 def assert_same(found, wanted) -> None:
-    np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-5)
-    np.testing.assert_allclose(found.images["picture"], wanted.images["picture"], rtol=1e-5)
+    np.testing.assert_allclose(found.losses.loss, wanted.losses.loss, rtol=1e-5)
+    np.testing.assert_allclose(found.losses.images["picture"], wanted.losses.images["picture"], rtol=1e-5)
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-5, "")
 
 
@@ -124,6 +124,6 @@ def test_a_step_without_images_to_make_trains_the_rest_and_gives_generators_no_g
     sums = gradients(executor, state_with(executor, parameters), empty)
     generator = (sums.gradients["generators"], sums.gradients["connectors"]["picture"])
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(generator)) == 0
-    assert sums.images["picture"].tolist() == [0, 0]
-    assert np.isfinite(sums.loss).all()
+    assert sums.losses.images["picture"].tolist() == [0, 0]
+    assert np.isfinite(sums.losses.loss).all()
     assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(sums.gradients["llm"])) > 0

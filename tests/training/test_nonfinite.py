@@ -14,7 +14,7 @@ from mmjax.config import BatchConfig, PackGrouping, Samples, TrainingConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
 from mmjax.runtime.device_batch import put_rows
-from mmjax.runtime.losses import MAX_WORST
+from mmjax.runtime.losses import MAX_WORST, Losses
 from mmjax.runtime.state import hyperparameters
 from mmjax.training.bad_samples import MAX_SKIPPED, MIN_NORMS, NonFiniteWatch, bisect_bad, samples_with_bad_gradients
 
@@ -70,12 +70,12 @@ def test_a_step_without_finite_numbers_updates_nothing_and_its_rows_samples_are_
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(accumulated))
     affected = with_token(batches, token)
     assert 0 < len(affected) < MAX_WORST
-    count = int(told.not_finite)
+    count = int(told.losses.not_finite)
     if np.isnan(value):
-        found = set(np.asarray(told.worst_samples[:count]).tolist())
+        found = set(np.asarray(told.losses.worst_samples[:count]).tolist())
     else:
         assert count == 0
-        assert np.isfinite(np.asarray(told.loss)).all()
+        assert np.isfinite(np.asarray(told.losses.loss)).all()
         found = set(samples_with_bad_gradients(executor, state, put, None, ()))
     assert found <= affected
     weighted = {int(k) for b in batches for k in b.text.owner[b.text.weight > 0]}
@@ -110,7 +110,7 @@ class Report:
         self.finite, self.gradient_norm = finite, np.float32(norm)
         sample, loss = np.zeros(MAX_WORST, np.int32), np.zeros(MAX_WORST, np.float32)
         sample[: len(losses)], loss[: len(losses)] = np.arange(len(losses)) + 7, losses
-        self.worst_samples, self.worst_losses, self.not_finite = sample, loss, np.int32(not_finite)
+        self.losses = Losses(worst_samples=sample, worst_losses=loss, not_finite=np.int32(not_finite))
 
 
 def watching(**changes) -> NonFiniteWatch:

@@ -44,8 +44,9 @@ from mmjax.data.toy.dataset import ALPHABET
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
 from mmjax.runtime.device_batch import put_rows
+from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Accumulated, Executor
+from mmjax.runtime.step import Executor
 
 MERGE = {"vision": 2 * 2, "audio": 2 * 2}  # encoder positions per LLM token: a square of patches; stride and merge
 VOCAB = len(ALPHABET) + 3  # one more than there are tokens, so that tensor=2 divides it
@@ -135,7 +136,7 @@ def state_with(executor: Executor, trainable: Any) -> TrainState:
     return TrainState(step, trainable, {}, moments)
 
 
-def gradients(executor: Executor, state: TrainState, batches: Sequence[Microbatch]) -> Accumulated:
+def gradients(executor: Executor, state: TrainState, batches: Sequence[Microbatch]) -> Sums:
     """Gradients and report over the microbatches, on the host."""
     accumulated, noise = executor.zeros(), None
     total = jax.device_put(weights(batches), replicated(executor.mesh))  # as in a step, so that both are one program
@@ -166,7 +167,7 @@ def train(config: Config, executor: Executor, state: TrainState, steps: Sequence
         hyper = hyperparameters(config, executor.modules, n)
         state, accumulated, told = executor.step(state, accumulated, put, hyper)
         told = jax.device_get(told)
-        losses.append(told.loss.sum() / told.weight.sum())
+        losses.append(told.losses.loss.sum() / told.losses.weight.sum())
         norms.append(told.gradient_norm)
     return Trained(state, np.array(losses), np.array(norms))
 

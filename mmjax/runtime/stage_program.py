@@ -1,8 +1,8 @@
-"""Compile the programs of one pipeline stage: forward, backward, and both in one where the pipeline ends.
+"""Compile the programs of one stage: forward, backward, and both in one where nothing goes on to other stages.
 
-Forward returns what backward needs as residuals, without what backward is given again: parameters and batch. So a
-microbatch in flight costs its activations, as the remat policies of the stage's layers leave them, and no copy of a
-weight.
+On one mesh the model is one stage. Of a pipeline's stages forward returns what backward needs as residuals, without
+what backward is given again: parameters and batch. So a microbatch in flight costs its activations, as the remat
+policies of the stage's layers leave them, and no copy of a weight.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.batch import ItemBatch, TextBatch
-from mmjax.config import CrossEntropy, Exchange, LossConfig
+from mmjax.batch import Microbatch
+from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params, key_names, split_scanned
 from mmjax.models.model import Outputs, merge, modules_of, partition
 from mmjax.models.stage import Activations, Stage
@@ -28,25 +28,26 @@ from mmjax.parallel.sharding import (
     sharding,
     tokens_sharding,
 )
-from mmjax.runtime.losses import image_loss, step_loss, worst_samples
+from mmjax.runtime.losses import (
+    Losses,
+    add_losses,
+    expert_loss,
+    expert_sums,
+    image_loss,
+    step_loss,
+    worst_samples,
+    zero_losses,
+)
 from mmjax.runtime.objectives import TextObjective, measures_of
 
-LOSS = "llm.loss"  # of the LLM's last stage, beside what it sends on to a generator
+LOSS = "loss"  # of a stage, beside what it makes for others
 
 
-class LossSums(NamedTuple):
-    """One microbatch's part of a step's report, as in `runtime.step.Accumulated`."""
+class Sums(NamedTuple):
+    """Accumulate the gradients and losses of a step's microbatches on a stage."""
 
-    loss: jax.Array  # float32 [sources]
-    weight: jax.Array  # float32 [sources]
-    worst_samples: jax.Array  # int32 [MAX_WORST]
-    worst_losses: jax.Array  # float32 [MAX_WORST]
-    not_finite: jax.Array  # int32 []
-    measures: dict[str, jax.Array]  # float32 [] by name
-
-
-# Of a stage's loss: of the LLM's, or a generator's as `image_sums` makes it; None where a stage makes no loss.
-Report = LossSums | jax.Array | None
+    gradients: Params  # float32; of one microbatch, as in `StageProgram.zero_sums`
+    losses: Losses | None  # None: of a stage that makes none
 
 
 @jax.tree_util.register_pytree_node_class
@@ -83,32 +84,35 @@ class Residuals:
 
 
 class StageProgram:
-    """The programs of a stage on its own mesh. `is_sink`: it is the pipeline's last."""
+    """The programs of a stage on its own mesh. `is_sink`: it makes losses, and nothing for other stages."""
 
     def __init__(
         self,
         stage: Stage,
         mesh: Mesh,
         rules: ShardingRules,
+        objective: TextObjective,
         *,
-        trained: frozenset[str],
+        trained: frozenset[str] = frozenset(),
         sources: int,
         exchange: Exchange = "padded",
-        loss: LossConfig = CrossEntropy(),
-        loss_chunks: int = 1,
+        reduces_once: bool = True,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
-        """trained: names of the activations whose gradients the stages that make them need."""
+        """trained: names of the activations whose gradients the stages that make them need.
+
+        reduces_once: whether gradients are reduced over `data` once a step, and not with every microbatch.
+        """
         model = stage.model
         self.stage = stage
         self.mesh = mesh
         self.rules = rules
+        self.objective = objective
         self.trained = trained
         self.gradient_inputs = trained & set(stage.inputs)
         self.sources = sources
         self.exchange = exchange
-        self.text_objective = TextObjective(model, loss, loss_chunks)
-        self.is_sink = stage.makes_loss and not stage.sends_states
+        self.is_sink = bool(stage.losses) and not stage.outputs
         abstract = stage.select(model.abstract)
         axes = stage.select(model.axes)
         shardings = jax.tree.map(
@@ -128,13 +132,19 @@ class StageProgram:
         )
         # Of matrices each rank of `data` adds up gradients of its own, which are reduced once a step. Others are small,
         # or those of experts, whose products are computed on each rank by itself.
-        self.sums_by_rank = mesh.shape["data"] > 1
+        self.sums_by_rank = reduces_once and mesh.shape["data"] > 1
         tables = [key_names(path) for path, names in by_path if names == ("vocab", "embed")]
         inner = [key_names(path) for path, names in by_path if len(names) == 2 and key_names(path) in self._cast]
         self._unreduced = frozenset([*tables, *inner]) if self.sums_by_rank else frozenset()
-        self.sums = jax.tree_util.tree_map_with_path(
+        gradients = jax.tree_util.tree_map_with_path(
             self._sum_struct, *(part[0] for part in (self.abstract, self.shardings))
         )
+        on_all = replicated(mesh)
+        losses = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_all), jax.eval_shape(self._zero_losses)
+        )
+        self.sums = Sums(gradients, losses)  # shapes, dtypes and shardings
+        self.sums_shardings = jax.tree.map(lambda x: x.sharding, self.sums)
         # A frozen encoder with a frozen connector has no backward pass. A frozen LLM behind something trained has one:
         # gradients pass through it.
         self.has_backward = bool(self.gradient_inputs or jax.tree.leaves(self.abstract[0]))
@@ -143,66 +153,117 @@ class StageProgram:
         of_text = tokens_sharding(mesh, rules)
         names = (*stage.inputs, *stage.outputs)
         self.layouts = {name: of_text if name.startswith("llm.") else encoded for name in names}
-        on_all = replicated(mesh)
-        report = None
-        if stage.makes_loss:
-            measures = dict.fromkeys(measures_of(loss), on_all)
-            report = on_all if stage.generates else LossSums(*[on_all] * 5, measures)
-        outputs = {} if self.is_sink else {name: self.layouts[name] for name in stage.outputs}
-        sums = jax.tree.map(lambda x: x.sharding, self.sums)
+        outputs = {name: self.layouts[name] for name in stage.outputs}
+        sums = self.sums_shardings
         self.zeros = jax.jit(lambda: zeros_like(self.sums), out_shardings=sums)
         self.reduce = jax.jit(self._reduce, out_shardings=self.shardings[0], donate_argnums=0)
         jit = partial(jax.jit, compiler_options=compiler_options or None)
         self.forward = jit(self._forward)
-        self.forward_only = jit(self._forward_only, out_shardings=(outputs, report))
+        self.forward_only = jit(self._forward_only, out_shardings=(outputs, sums.losses))
         # Gradients of inputs lie as the inputs do: the way back is the way there.
         inputs = {name: self.layouts[name] for name in sorted(self.gradient_inputs)}
-        self.backward = jit(self._backward, donate_argnums=2, out_shardings=(sums, inputs))
-        self.forward_backward = jit(self._forward_backward, donate_argnums=2, out_shardings=(sums, inputs, report))
+        self.backward = jit(self._backward, donate_argnums=2, out_shardings=(sums.gradients, inputs))
+        self.forward_backward = jit(self.add_gradients, donate_argnums=2, out_shardings=(sums, inputs))
+
+    def zero_sums(self, products: jnp.dtype = jnp.float32) -> Sums:
+        """Make zeros to add a microbatch to. products: dtype of the gradients of scanned stacks' matrices."""
+        scanned, rest = split_scanned(self.sums.gradients)
+        scanned = jax.tree.map(lambda p: jnp.zeros(p.shape, products if p.ndim > 2 else jnp.float32), scanned)
+        return Sums(merge(scanned, zeros_like(rest)), self._zero_losses())
+
+    def _zero_losses(self) -> Losses | None:
+        measures = measures_of(self.objective.loss)
+        return zero_losses(self.stage.model.config, self.stage.losses, self.sources, measures, self.stage.holds_llm)
+
+    def add_gradients(
+        self,
+        trainable: Params,
+        frozen: Params,
+        sums: Sums | None,
+        batch: Microbatch,
+        weights: Mapping[str, jax.Array],
+        noise: jax.Array | None = None,
+        inputs: Activations | None = None,
+    ) -> tuple[Sums, Activations]:
+        """Run a microbatch forward and backward where the stage is a sink; return the new sums and inputs' gradients.
+
+        weights: of the whole step's losses. sums: None for gradients of one microbatch alone.
+        """
+        if sums is None:
+            # A matrix's gradient is a product in the precision of the computation: float32 would hold no more of it.
+            sums = jax.lax.with_sharding_constraint(self.zero_sums(self.stage.model.dtype), self.sums_shardings)
+        trainable = self._copies(trainable)
+        differentiated, constants = self._split(inputs or {})
+        # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
+        scanned_sums, unscanned = split_scanned(sums.gradients)
+        scanned, rest = split_scanned(trainable)
+
+        def loss(rest: Params, scanned_sums: Params, differentiated: Activations) -> tuple[jax.Array, Losses]:
+            params = merge(merge(rest, scanned), frozen)
+            values, losses = self._run(params, differentiated | constants, batch, noise, weights, scanned_sums)
+            return values[LOSS], losses
+
+        # Forward and backward are one program: nothing of a sink is in flight, and its loss needs no residuals.
+        with activations_on(self.mesh, self.rules, self.exchange):
+            (gradients, scanned_sums, differentiated), losses = jax.grad(loss, (0, 1, 2), has_aux=True)(
+                rest, scanned_sums, differentiated
+            )
+        losses = add_losses(sums.losses, losses)
+        return Sums(merge(_add(unscanned, gradients), scanned_sums), losses), differentiated
 
     def _run(
         self,
         params: Params,
         inputs: Activations,
-        batch: TextBatch | ItemBatch,
+        batch: Microbatch,
         noise: jax.Array | None,
-        weight: jax.Array | None,
+        weights: Mapping[str, jax.Array],
         sums: Params | None = None,
-    ) -> tuple[Activations, Report]:
-        """Run the stage; return what it makes, a loss among it, and the loss's report.
+    ) -> tuple[Activations, Losses | None]:
+        """Run the stage; return what it makes for others, with the loss, and the losses of the report.
 
-        weight: of the whole step's loss. sums: of scanned stacks' gradients.
+        sums: of scanned stacks' gradients.
         """
-        operands = params, inputs, batch, noise, sums
-        with activations_on(self.mesh, self.rules, self.exchange):
-            if not self.stage.makes_loss:
-                return self.stage(*operands), None
-            if self.stage.generates:
-                (error,) = self.stage(*operands).values()
-                name = self.stage.tower
-                loss, images = image_loss({name: error[..., 0]}, {name: batch}, {name: weight}, self.stage.model.config)
-                return {LOSS: loss}, images[name]
-            hidden, table = self.stage.hidden_and_table(*operands)
-            if self.is_sink:
-                loss, report = self._text_loss(hidden, table, batch, weight)
-                return {LOSS: loss}, report
-            # Logits are as large as nothing else: they are made again in backward, and not kept until then.
-            loss, report = jax.checkpoint(self._text_loss)(hidden, table, batch, weight)
-            return self.stage.query_states(hidden, batch) | {LOSS: loss}, report
+        values, seed, reference = self.objective.run(self.stage, params, inputs, batch, noise, sums)
+        outputs = {name: values[name] for name in self.stage.outputs}
+        if not self.stage.losses:
+            # Sums go the way back with any gradient.
+            if seeded := next((name for name in self.stage.outputs if name in self.trained), None):
+                outputs[seeded] = seed(outputs[seeded])
+            return outputs, None
+        # Logits are as large as nothing else: beside outputs they are made again in backward, and not kept until then.
+        compute = self._losses if self.is_sink else jax.checkpoint(self._losses)
+        loss, losses = compute(self.stage.operands(values, seed), reference, batch, weights)
+        return outputs | {LOSS: loss}, losses
 
-    def _text_loss(
-        self, hidden: jax.Array, table: jax.Array, batch: TextBatch, weight: jax.Array
-    ) -> tuple[jax.Array, LossSums]:
-        losses, measures = self.text_objective.token_losses(Outputs(hidden, table, None, {}), batch)
-        total, by_source, weights = step_loss(losses, batch, weight, self.sources)
-        worst = worst_samples(jax.lax.stop_gradient(losses), batch)
-        return total, LossSums(by_source, weights, *worst, {name: x.sum() for name, x in measures.items()})
+    def _losses(
+        self, operands: Outputs, reference: Outputs | None, batch: Microbatch, weights: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, Losses]:
+        """Compute a microbatch's part of the loss that is trained on, and of a step's losses."""
+        config = self.stage.model.config
+        if "llm" not in self.stage.losses:
+            loss, images = image_loss(operands.errors, batch.items, weights, config)
+            return loss, Losses(images=images)
+        by_token, measures = self.objective.token_losses(operands, batch.text, reference)
+        loss, by_source, weight = step_loss(by_token, batch.text, weights["llm"], self.sources)
+        experts = expert_sums(operands.routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1))
+        of_images, images = image_loss(operands.errors, batch.items, weights, config)
+        worst = worst_samples(jax.lax.stop_gradient(by_token), batch.text)
+        loss += expert_loss(experts, config.llm.experts) + of_images
+        return loss, Losses(by_source, weight, *worst, experts, images, {name: x.sum() for name, x in measures.items()})
 
     def _forward_only(
-        self, params: Params, inputs: Activations, batch: Any, noise: jax.Array | None, weight: jax.Array | None
-    ) -> tuple[Activations, Report]:
-        outputs, report = self._run(params, inputs, batch, noise, weight)
-        return {name: x for name, x in outputs.items() if name != LOSS}, report
+        self,
+        params: Params,
+        inputs: Activations,
+        batch: Microbatch,
+        noise: jax.Array | None,
+        weights: Mapping[str, jax.Array],
+        losses: Losses | None,
+    ) -> tuple[Activations, Losses | None]:
+        with activations_on(self.mesh, self.rules, self.exchange):
+            outputs, part = self._run(params, inputs, batch, noise, weights)
+        return {name: x for name, x in outputs.items() if name != LOSS}, add_losses(losses, part)
 
     def _sum_struct(self, path: Any, p: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtypeStruct:
         """Return shape and sharding of the sum of a parameter's gradients, with one for every rank of `data`."""
@@ -222,7 +283,7 @@ class StageProgram:
             copies = jnp.broadcast_to(jnp.expand_dims(p, -3), total.shape)
             return jax.lax.with_sharding_constraint(copies, total.sharding)
 
-        return jax.tree.map(copy, trainable, self.sums)
+        return jax.tree.map(copy, trainable, self.sums.gradients)
 
     def _reduce(self, sums: Params) -> Params:
         """Add up the sums of the ranks of `data`."""
@@ -242,35 +303,37 @@ class StageProgram:
         trainable: Params,
         frozen: Params,
         inputs: Activations,
-        batch: Any,
+        batch: Microbatch,
         noise: jax.Array | None,
-        weight: jax.Array | None,
-    ) -> tuple[Activations, Residuals, Report]:
+        weights: Mapping[str, jax.Array],
+        losses: Losses | None,
+    ) -> tuple[Activations, Residuals, Losses | None]:
         trainable, frozen = self._operands(trainable, frozen)
         differentiated, constants = self._split(inputs)
         scanned, rest = split_scanned(trainable)
         # They stand for the sums that backward is given, and are in no program.
-        sums = zeros_like(split_scanned(self.sums)[0])
+        sums = zeros_like(split_scanned(self.sums.gradients)[0])
 
         def run(rest: Params, differentiated: Activations, sums: Params) -> tuple[Activations, Any]:
             params = merge(merge(rest, scanned), frozen)
-            outputs, report = self._run(params, differentiated | constants, batch, noise, weight, sums)
+            with activations_on(self.mesh, self.rules, self.exchange):
+                outputs, part = self._run(params, differentiated | constants, batch, noise, weights, sums)
             trained, untrained = self._split(outputs)
-            return trained, (untrained, report)
+            return trained, (untrained, part)
 
         # What a frozen encoder's layers pass on has no gradient, though its connector's tokens may have one.
-        outputs, vjp, (kept_outputs, report) = jax.vjp(run, rest, differentiated, sums, has_aux=True)
+        outputs, vjp, (kept_outputs, part) = jax.vjp(run, rest, differentiated, sums, has_aux=True)
         # Outputs lie as transfers are planned; residuals lie as the layers leave them.
         outputs = {name: x for name, x in (outputs | kept_outputs).items() if name != LOSS}
         outputs = jax.lax.with_sharding_constraint(outputs, {name: self.layouts[name] for name in outputs})
-        return outputs, Residuals.of(vjp, (trainable, frozen, batch, sums)), report
+        return outputs, Residuals.of(vjp, (trainable, frozen, batch, sums)), add_losses(losses, part)
 
     def _backward(
         self,
         trainable: Params,
         frozen: Params,
         sums: Params,
-        batch: Any,
+        batch: Microbatch,
         residuals: Residuals,
         output_gradients: Activations,
     ) -> tuple[Params, Activations]:
@@ -278,36 +341,10 @@ class StageProgram:
         # Gradients of scanned stacks are added to their sums inside the scan; the others are few.
         scanned, unscanned = split_scanned(sums)
         vjp = residuals.vjp((trainable, frozen, batch, scanned))
-        if self.stage.makes_loss:
+        if self.stage.losses:
             output_gradients = output_gradients | {LOSS: jnp.ones(())}
         gradients, differentiated, scanned = vjp(output_gradients)
         return merge(_add(unscanned, gradients), scanned), differentiated
-
-    def _forward_backward(
-        self,
-        trainable: Params,
-        frozen: Params,
-        sums: Params,
-        inputs: Activations,
-        batch: TextBatch | ItemBatch,
-        noise: jax.Array | None,
-        weight: jax.Array,
-    ) -> tuple[Params, Activations, Report]:
-        trainable = self._copies(trainable)
-        differentiated, constants = self._split(inputs)
-        scanned, rest = split_scanned(trainable)
-        scanned_sums, unscanned = split_scanned(sums)
-
-        def loss(rest: Params, differentiated: Activations, sums: Params) -> tuple[jax.Array, Report]:
-            params = merge(merge(rest, scanned), frozen)
-            outputs, report = self._run(params, differentiated | constants, batch, noise, weight, sums)
-            return outputs[LOSS], report
-
-        # Forward and backward are one program: nothing of the last stage is in flight, and its loss needs no residuals.
-        (gradients, differentiated, scanned_sums), report = jax.grad(loss, (0, 1, 2), has_aux=True)(
-            rest, differentiated, scanned_sums
-        )
-        return merge(_add(unscanned, gradients), scanned_sums), differentiated, report
 
     def _split(self, activations: Activations) -> tuple[Activations, Activations]:
         """Split activations into those whose gradient is needed and the others."""
