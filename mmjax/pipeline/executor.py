@@ -8,7 +8,7 @@ on all devices, so that either every stage updates or none does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from mmjax.models.model import Model, merge, modules_of, partition, restrict
 from mmjax.models.quantization import cast_frozen
 from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding, tokens_sharding
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
+from mmjax.pipeline.shared import add_on_mesh, tied_table
 from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
 from mmjax.pipeline.units import TowerRows, put_batch
 from mmjax.planning.schedules import ScheduleName
@@ -46,10 +47,10 @@ from mmjax.runtime.step import StepReport, is_valid, loss_weights, report_step
 
 
 class PipelineState(NamedTuple):
-    """State between steps, by stage. tied: the last stage's copy of the embedding, where it is the output table too."""
+    """State between steps, by stage, and the copies of `SharedParameters`."""
 
     stages: tuple[TrainState, ...]
-    tied: Params
+    copies: tuple[Params, ...]
 
 
 class PipelineExecutor:
@@ -114,18 +115,13 @@ class PipelineExecutor:
         numbers = {device: number for number, device in enumerate(devices)}
         self._loss_devices = {n: numbers[stages[n].mesh.devices.flat[0]] for n in self._losses.values()}
 
-        # A tied table has one owner, the first stage, which has its moments. Two tables that are each updated by a
-        # program of their own would drift apart, as programs order sums differently.
-        first = next(n for n, (_, stage, _) in enumerate(stages) for piece in stage.text if piece.first)
-        self._tied = (first, self._losses["llm"]) if model.config.llm.tied and first != self._losses["llm"] else None
-        self._owned = [self._drop_tied(n, program.abstract) for n, program in enumerate(self.programs)]
+        self.shared = tied_table([placed.stage for placed in stages], self.programs)
+        self._owned = [self._own(n, program.abstract) for n, program in enumerate(self.programs)]
         self.shardings = tuple(
-            shardings_with_moments(
-                optimizer, self._owned[n][0], *self._drop_tied(n, program.shardings), mesh=program.mesh
-            )
+            shardings_with_moments(optimizer, self._owned[n][0], *self._own(n, program.shardings), mesh=program.mesh)
             for n, program in enumerate(self.programs)
         )
-        self._sums = [self._drop_tied(n, (program.sums.gradients, {}))[0] for n, program in enumerate(self.programs)]
+        self._sums = [self._own(n, (program.sums.gradients,))[0] for n, program in enumerate(self.programs)]
         self._jit_step_programs()
 
     def _jit_step_programs(self) -> None:
@@ -177,14 +173,11 @@ class PipelineExecutor:
         config = self.model.config
         return (*module_names(config), *(f"{module}.lora" for module in adapted_modules(config)))
 
-    def _drop_tied(self, number: int, parts: tuple[Params, Params]) -> tuple[Params, Params]:
-        """Drop the copy of the tied embedding from a stage's trainable and frozen parameters."""
-        if self._tied is None or number != self._tied[1]:
-            return parts
-        return tuple(
-            {**part, "llm": {k: v for k, v in part["llm"].items() if k != "embed"}} if "llm" in part else part
-            for part in parts
-        )
+    def _own(self, number: int, parts: Sequence[Params]) -> tuple[Params, ...]:
+        """Return what a stage owns of its parameters, trainable and frozen."""
+        for shared in self.shared:
+            parts = [shared.owned(number, part) for part in parts]
+        return tuple(parts)
 
     # ------------------------------------------------------------------------------------------------------ state
 
@@ -243,7 +236,7 @@ class PipelineExecutor:
 
         def draw(key: jax.Array) -> tuple[Params, Params]:
             params = stage.select(self.model.init(key))
-            trainable, frozen = self._drop_tied(number, partition(params, self.frozen & modules_of(params)))
+            trainable, frozen = self._own(number, partition(params, self.frozen & modules_of(params)))
             return select((trainable, cast_frozen(frozen, self.model.dtype)))
 
         # XLA drops what a stage does not select: no device draws another stage's parameters.
@@ -287,20 +280,16 @@ class PipelineExecutor:
         return self._meet(move(params, shardings, (self._walks, "parameters")))
 
     def from_parts(self, parts: Sequence[TrainState]) -> PipelineState:
-        """Return the state of these stages; the last gets its copy of a tied embedding."""
+        """Return the state of these stages, with the copies of what several hold."""
         states = tuple(
             part._replace(optimizer=self.optimizer.store(part.optimizer, shardings.optimizer))
             for part, shardings in zip(parts, self.shardings, strict=True)
         )
+        return PipelineState(states, self._copies(states))
+
+    def _copies(self, states: Sequence[TrainState]) -> tuple[Params, ...]:
         self._walks += 1
-        if self._tied is None:
-            return PipelineState(states, {})
-        first, last = self._tied
-        shardings = merge(*self.programs[last].shardings)["llm"]["embed"]
-        table = merge(states[first].trainable, states[first].frozen)["llm"]["embed"]
-        return PipelineState(
-            states, {"llm": {"embed": self.passes.wait(move(table, shardings, (self._walks, "table")))}}
-        )
+        return tuple(self.passes.wait(shared.spread(states, (self._walks,))) for shared in self.shared)
 
     def zeros(self) -> list[Sums]:
         """Make zero gradients and losses, by stage."""
@@ -372,41 +361,16 @@ class PipelineExecutor:
         self._walks += 1
         parameters = [self._parameters(state, number) for number in range(len(self.stages))]
         run = self.passes.run(parameters, sums, batches, weights, noise, self._walks)
-        if self._tied is not None:
-            self._add_tied(run)
+        for shared in self.shared:
+            shared.gather(run.sums, self.local, (self._walks,), self.passes.wait)
         return run
 
     def _parameters(self, state: PipelineState, number: int) -> tuple[Params, Params]:
-        """Return a stage's trainable and frozen parameters, with its copy of a tied embedding."""
-        stage = state.stages[number]
-        if self._tied is None or number != self._tied[1]:
-            return stage.trainable, stage.frozen
-        if self._tied_is_frozen:
-            return stage.trainable, merge(stage.frozen, state.tied)
-        return merge(stage.trainable, state.tied), stage.frozen
-
-    @cached_property
-    def _tied_is_frozen(self) -> bool:
-        return "embed" not in self.programs[self._losses["llm"]].abstract[0].get("llm", {})
-
-    def _add_tied(self, run: Gradients) -> None:
-        """Add the gradient of the last stage's copy of the embedding to the first stage's."""
-        first, last = self._tied
-        if self._tied_is_frozen:
-            return
-        shapes = self.programs[last].abstract[0]["llm"]["embed"]
-        layouts = [self.programs[n].shardings[0]["llm"]["embed"] for n in (last, first)]
-        if self.local[last]:
-            gradients = run.sums[last].gradients
-            copy = gradients["llm"]["embed"]
-            run.sums[last] = run.sums[last]._replace(gradients=self._drop_tied(last, (gradients, {}))[0])
-        else:
-            copy = jax.tree.map(lambda x, layout: without_shards(x.shape, jnp.float32, layout), shapes, layouts[0])
-        arrived = move(copy, layouts[1], (self._walks, "table gradient"))
-        if self.local[first]:
-            gradients = run.sums[first].gradients
-            total = self.passes.wait(jax.tree.map(_add_on_mesh, gradients["llm"]["embed"], arrived))
-            run.sums[first] = run.sums[first]._replace(gradients=merge(gradients, {"llm": {"embed": total}}))
+        """Return a stage's trainable and frozen parameters, with its copies of what others own."""
+        parameters = state.stages[number].trainable, state.stages[number].frozen
+        for shared, copy in zip(self.shared, state.copies, strict=True):
+            parameters = shared.with_copy(number, parameters, copy)
+        return parameters
 
     def update(
         self,
@@ -430,14 +394,12 @@ class PipelineExecutor:
                 self.updates[number](state.stages[number], gradients.sums[number].gradients, hyper, norm, may)
             )
             states.append(new)
+            for shared in self.shared:
+                cleared = shared.with_zeros(number, cleared)
             sums.append(cleared)
-        if self._tied is not None and not self._tied_is_frozen:
-            last = self._tied[1]
-            if self.local[last]:
-                zeros = merge(sums[last].gradients, {"llm": {"embed": self._tied_zeros()}})
-                sums[last] = sums[last]._replace(gradients=zeros)
-            return self.from_parts(states), sums, report
-        return PipelineState(tuple(states), state.tied), sums, report
+        updated = any(shared.trained for shared in self.shared)
+        copies = self._copies(states) if updated else state.copies
+        return PipelineState(tuple(states), copies), sums, report
 
     def _settle_gradients(
         self, gradients: Gradients, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
@@ -451,7 +413,7 @@ class PipelineExecutor:
             if not local:
                 continue
             norm = square(sums.gradients)
-            squares[mesh] = _add_on_mesh(squares[mesh], norm) if mesh in squares else self.passes.wait(norm)
+            squares[mesh] = add_on_mesh(squares[mesh], norm) if mesh in squares else self.passes.wait(norm)
         # The arrays of all meshes become one by the shards that devices have already.
         norms = self._on_all_devices(list(squares.values()), jax.ShapeDtypeStruct((1,), jnp.float32))
         losses = {}
@@ -463,11 +425,6 @@ class PipelineExecutor:
                 *parts,
             )
         return self.passes.wait(self._settle(*self._meet((norms, losses)), reports, unreadable))
-
-    @cached_property
-    def _tied_zeros(self) -> Any:
-        table = self.programs[self._losses["llm"]].sums.gradients["llm"]["embed"]
-        return jax.jit(lambda: zeros_like(table), out_shardings=shardings_of(table))
 
     def _on_all_devices(self, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
         """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others.
@@ -566,10 +523,12 @@ class PipelineExecutor:
                 state.stages[number], gradients.sums[number].gradients, hyper, *scalars
             ).compile()
         self.parts(state)  # moments in host memory are loaded by programs of their own
-        if self._tied is not None and not self._tied_is_frozen:
-            if self.local[self._losses["llm"]]:
-                self._tied_zeros()
-            self.from_parts(state.stages)
+        trained = [shared for shared in self.shared if shared.trained]
+        for shared in trained:
+            if self.local[shared.holder]:
+                shared.with_zeros(shared.holder, gradients.sums[shared.holder])
+        if trained:
+            self._copies(state.stages)
 
 
 def _without_shards(part: TrainState) -> TrainState:
@@ -585,8 +544,3 @@ def shardings_of(structs: Any) -> Any:
 def _square_norm(sums: Params) -> jax.Array:
     """Compute the sum of squares of all gradients, float32 `[1]`."""
     return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)
-
-
-@jax.jit
-def _add_on_mesh(a: jax.Array, b: jax.Array) -> jax.Array:
-    return a + b

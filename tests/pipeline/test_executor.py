@@ -343,7 +343,7 @@ def assert_updates_of_one_mesh(
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(staged.stages[0].optimizer) if x.ndim}
     assert ("pinned_host" in kinds) == config.optimizer.offload
     (table,) = (s.trainable["llm"]["embed"]["weight"] for s in staged.stages if "embed" in s.trainable.get("llm", {}))
-    assert np.array_equal(jax.device_get(table), jax.device_get(staged.tied["llm"]["embed"]["weight"]))
+    assert np.array_equal(jax.device_get(table), jax.device_get(staged.copies[0]["llm"]["embed"]["weight"]))
 
 
 @pytest.fixture(scope="module")
