@@ -156,7 +156,9 @@ def _summary(scalars: Mapping[str, float]) -> str:
         f"fill {fills}",
     ]
     if (unbalanced := scalars["straggler_wait_before"]) > 1e-6:  # 0 where there is only one rank
-        lost = f"ranks wait {scalars['straggler_wait']:.1%}, padding {scalars['padding']:.1%}"
+        sheet = scalars.get("straggler_wait_sheet")  # None: nothing else is measured
+        by_sheet = "" if sheet is None else f" (sheet {sheet:.1%})"
+        lost = f"ranks wait {scalars['straggler_wait']:.1%}{by_sheet}, padding {scalars['padding']:.1%}"
         parts.append(f"{lost} (unbalanced {unbalanced:.0%})")
     # Of the seconds, not of each step's share: a step that waits long is longer than others.
     return "  ".join([*parts, f"data wait {scalars['seconds/data_wait'] / scalars['seconds/step']:.1%}"])

@@ -54,6 +54,16 @@ FAULTS = (
         ),
     ),
     Fault(
+        "gradients of a probe left in the next step's sums",
+        "training/rate_probe.py",
+        "return probed and Probed(**probed), self.executor.zeros()",
+        "return probed and Probed(**probed), accumulated",
+        (
+            "training/test_rate_probe.py::"
+            "test_a_run_that_probes_trains_to_the_same_bits_and_its_rates_are_for_plans_and_later_starts",
+        ),
+    ),
+    Fault(
         "a sample levelled into a row that is full",
         "balance/level.py",
         "if size[i, m] - missing[m] > state.free[heavy, m]:",

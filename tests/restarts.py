@@ -43,9 +43,20 @@ def checkpoints(run: Path) -> list[str]:
 
 def first_moments(run: Path, step: int) -> dict[str, np.ndarray]:
     """Those in a checkpoint, by path; after one step they are its gradients, times a factor that all have in common."""
+    return _arrays(_saved(run, step)["optimizer"]["mu"])
+
+
+def saved_state(run: Path, step: int) -> dict[str, np.ndarray]:
+    """All arrays of a checkpoint, by path."""
+    return _arrays(_saved(run, step))
+
+
+def _arrays(tree: Any) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(name): x for name, x in jax.tree.leaves_with_path(tree)}
+
+
+def _saved(run: Path, step: int) -> Any:
     handler = ocp.PyTreeCheckpointHandler()
     path = run / "checkpoints" / str(step) / "state"
     arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
-    state = handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=arrays))
-    leaves = jax.tree.leaves_with_path(state["optimizer"]["mu"])
-    return {jax.tree_util.keystr(name): x for name, x in leaves}
+    return handler.restore(path, args=ocp.args.PyTreeRestore(restore_args=arrays))

@@ -32,6 +32,17 @@ def test_a_step_says_the_learning_rate_the_gradient_norm_and_the_time_left(capsy
     assert later.endswith("  1 h 30 min left")
 
 
+def test_a_wait_by_measured_rates_has_that_of_the_data_sheet_beside_it(capsys):
+    scalars = STEP | {"seconds/step": 1.0, "seconds/data_wait": 0.0, "straggler_wait": 0.044}
+    scalars |= {"straggler_wait_before": 0.14}
+    for sheet in ({}, {"straggler_wait_sheet": 0.039}):
+        with ProgressLine(0, 1) as line:
+            line.update(1, scalars | sheet)
+    assumed, measured = capsys.readouterr().out.splitlines()
+    assert "ranks wait 4.4%, padding 10.0% (unbalanced 14%)" in assumed
+    assert "ranks wait 4.4% (sheet 3.9%), padding 10.0% (unbalanced 14%)" in measured
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.4, "0 s"), (59, "59 s"), (60, "1 min"), (3725, "1 h 2 min"), (93_784, "1 d 2 h"), (7200, "2 h")],

@@ -19,6 +19,10 @@ class Prices(NamedTuple):
     position: np.ndarray  # of a position of a row, padding or not
     pair: np.ndarray  # of a query and a key that attend, of one head in each layer
 
+    def times(self, position: float | np.ndarray, pair: float | np.ndarray) -> Prices:
+        """Scale both prices."""
+        return Prices(self.position * position, self.pair * pair)
+
 
 def rank_seconds(prices: Prices, positions: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     """Compute each rank's seconds in each phase, float64 `[..., M, ranks]`.

@@ -34,7 +34,16 @@ from mmjax.errors import exit_at_once
 
 # Phases of a process, in the order in which a step, or a run, reaches them.
 PhaseName = Literal[
-    "starting", "opening", "planning", "compiling", "waiting for data", "running", "evaluating", "saving", "closing"
+    "starting",
+    "opening",
+    "planning",
+    "compiling",
+    "waiting for data",
+    "running",
+    "evaluating",
+    "saving",
+    "probing rates",
+    "closing",
 ]
 _ORDER = {name: k for k, name in enumerate(get_args(PhaseName))}
 _STEP_PHASES = ("waiting for data", "running")
@@ -244,7 +253,8 @@ def describe_missing(status: Mapping[int, PeerStatus] | None, late: Sequence[int
 
 def describe_phase(name: str, step: int) -> str:
     """Describe a phase, as in `waiting for data of step 12`."""
-    prepositions = {"waiting for data": "of ", "running": "", "evaluating": "after ", "saving": "after "}
+    after = dict.fromkeys(("evaluating", "saving", "probing rates"), "after ")
+    prepositions = {"waiting for data": "of ", "running": "", **after}
     return f"{name} {prepositions[name]}step {step + 1}" if name in prepositions and step >= 0 else name
 
 

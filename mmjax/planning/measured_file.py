@@ -7,13 +7,16 @@
 Every key may be missing; units stand at `hardware.MeasuredRates`. `layers` has, by tower and row length, the seconds of
 one layer on so many rows: of its forward pass, and of both passes with every remat policy (`offload` only where
 `mesh.host_memory` is set).
+
+A run's `rates.json` is such a file, with the `device` that it was measured on, of which alone a plan takes it, and what
+the run itself goes on with (`Probed`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,12 +24,40 @@ from mmjax.config import Config, Remat
 from mmjax.config.codec import decode
 from mmjax.config.model import towers_of
 from mmjax.errors import UserError
-from mmjax.planning.hardware import Cluster, Device, MeasuredRates
+from mmjax.planning.hardware import Cluster, Device, MeasuredRates, find_device
 from mmjax.planning.step_time import FORWARD, LayerTimes
 
 RATES = tuple(f.name for f in fields(MeasuredRates))
 SHARES = ("products", "attention")
 LAYERS = "layers"
+DEVICE = "device"
+PROBED = "probed"
+KEYS = (*RATES, LAYERS, DEVICE, PROBED)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Prices that a run has measured by two rows, over those assumed: both 1 where these hold."""
+
+    position: float  # seconds of a position, with all that a step computes again and does not hide
+    pair: float  # seconds of a pair that attends
+
+
+def read_probed(path: Path, device: str) -> Probed | None:
+    """Read what a run has measured on this device, by JAX's name; None where the file has no such thing."""
+    try:
+        tree = json.loads(path.read_text())
+        probed = decode(Probed, tree[PROBED], PROBED)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, UserError):  # missing, or not what was written
+        return None
+    return probed if tree.get(DEVICE) == device and min(probed.position, probed.pair) > 0 else None
+
+
+def probed_text(device: str, probed: Probed, shares: Mapping[str, float]) -> str:
+    """Format a run's measured-rates file. shares: of the peak, by `SHARES`."""
+    # A share above 1 says that the peak is not known.
+    rates = {key: share for key, share in shares.items() if 0 < share <= 1}
+    return json.dumps({DEVICE: device, **rates, PROBED: asdict(probed)}, indent=2) + "\n"
 
 
 @dataclass(frozen=True)
@@ -50,7 +81,7 @@ def read_measured(path: Path, cluster: Cluster, config: Config) -> tuple[Cluster
         rates, layers = _decode(tree, cluster.device)
         times = {tower: _layer_times(tower, layers[tower], config, f"({path})") for tower in layers}
     except UserError as error:
-        known = ", ".join((*RATES, LAYERS))
+        known = ", ".join(KEYS)
         raise UserError(f"--measured {path}: {error}; its keys are {known}, each of which may be missing") from None
     return replace(cluster, device=replace(cluster.device, measured=rates, measured_in=str(path))), times
 
@@ -63,12 +94,26 @@ def layers_record(times: Mapping[str, LayerTimes]) -> dict[str, Any]:
 def _decode(tree: Any, device: Device) -> tuple[MeasuredRates, dict[str, MeasuredLayers]]:
     if not isinstance(tree, dict):
         raise UserError("not a JSON object")
-    if unknown := [key for key in tree if key not in (*RATES, LAYERS)]:
+    if unknown := [key for key in tree if key not in KEYS]:
         raise UserError(f"unknown key {unknown[0]!r}")
+    if DEVICE in tree:
+        _check_device(decode(str, tree[DEVICE], DEVICE), device)
+    if PROBED in tree:
+        decode(Probed, tree[PROBED], PROBED)
     rates = {key: _decode_rate(key, tree[key]) for key in RATES if key in tree}
     if "attention" in rates and device.platform != "gpu":
         raise UserError(f"attention: there is no attention kernel on {device.name}")
     return MeasuredRates(**rates), decode(dict[str, MeasuredLayers], tree.get(LAYERS, {}), LAYERS)
+
+
+def _check_device(measured_on: str, device: Device) -> None:
+    """Raise UserError where rates are of another device than this one."""
+    sheet = find_device(measured_on)
+    if measured_on not in (device.name, device.kind) and (sheet is None or sheet.name != device.name):
+        raise UserError(
+            f"{DEVICE}: these rates were measured on {measured_on}, and the plan is for {device.name}; "
+            "remove the key to take them all the same"
+        )
 
 
 def _decode_rate(key: str, value: Any) -> float:

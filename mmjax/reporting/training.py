@@ -267,6 +267,8 @@ def balance_figures(run: Run) -> Iterator[Figure]:
     if balanced is not None and unbalanced is not None:
         wait, wait_before = percent(balanced.typical()), percent(unbalanced.typical())
         title = f"Ranks wait for each other {wait} of a step"
+        if (sheet := curves.get("straggler_wait_sheet")) is not None:
+            title += f" ({percent(sheet.typical())} by a data sheet)"
         if (padding := curves.get("padding")) is not None:
             title += f", padding takes {percent(padding.typical())}"
         title += f"; without balancing both would take {wait_before}"

@@ -156,6 +156,7 @@ class RunFolder:
     traces = _path_in_run("traces")  # profiler traces of a few steps
     passes = _path_in_run("passes")  # of a pipeline: planned and measured times, a file for the plan and each process
     memory_plan = _path_in_run("fit.json")  # the run's remat policies and loss chunks
+    rates = _path_in_run("rates.json")  # measured by two rows of a step, for `mmjax.plan --measured`
     oversize = _path_in_run("oversize.jsonl")  # samples that fit no budget, a JSON object each
     quarantine = _path_in_run("quarantine.jsonl")  # unusable samples and why, a JSON object each
     scores = _path_in_run("test.json")  # the test split's scores, once the run has ended

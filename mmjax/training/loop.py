@@ -77,6 +77,8 @@ from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples, sample
 from mmjax.training.evaluation import BestMetric, make_evaluator, score_split, write_test_scores
 from mmjax.training.metrics import MetricsLog, MetricValue, StepMetrics, check_wandb_login
 from mmjax.training.pass_times import time_passes, write_planned
+from mmjax.training.rate_probe import STEPS as PROBED_AFTER
+from mmjax.training.rate_probe import RateProbe
 from mmjax.training.run_checkpoints import RunCheckpoints, restore_or_init
 from mmjax.training.run_data import append_launch, open_data
 from mmjax.training.signals import ProfilerTrace, StopFlags
@@ -203,6 +205,11 @@ class Trainer:
         peak = peak_flops(devices, config.training.precision)
         self.metrics = StepMetrics(config, self.executor, self.loader, self.programs, peak)
         self.metrics_log: MetricsLog | None = None  # of process 0
+        self.probe: RateProbe | None = None  # where it would tell anything
+        if isinstance(self.executor, Executor):
+            chunks = self.memory_plan.loss_chunks
+            probe = RateProbe(config, self.executor, self.loader, folder.rates, chunks)
+            self.probe = probe if probe.tells else None
         self.batches: Iterator[LoadedStep] = iter(())
         # The step that was started last, until its report is read: step, batch, its arrays on devices, and report.
         self.running: tuple[int, LoadedStep, list[Microbatch], StepReport] | None = None
@@ -370,6 +377,8 @@ class Trainer:
         """Run the steps until the last one, a requested stop, or evaluations that have not improved for too long."""
         config = self.config
         accumulated = self.compile(state, example)
+        stored_rates = self.probe and self.probe.read()
+        self.metrics.use_probed(stored_rates)
         coordination.wait_for_all("first step")  # in which CPUs connect, and give each other half a minute for it
         with ProgressLine(self.first_step, config.training.steps) as progress:
             for step in range(self.first_step, self.end_step):
@@ -427,6 +436,10 @@ class Trainer:
                         f"run    {self.folder.path}",
                     )
                     return
+                due = step + 1 == self.first_step + PROBED_AFTER and step + 1 < self.end_step
+                if self.probe is not None and stored_rates is None and due:
+                    self.finish_step(state, progress)
+                    accumulated = self.probe_rates(self.probe, state, accumulated, loaded)
             self.finish_step(state, progress)
         self.finish_run(state)
 
@@ -476,6 +489,15 @@ class Trainer:
         """Log numbers after `done` steps, on process 0."""
         if self.metrics_log is not None and scalars:
             self.metrics_log.write(done, scalars)
+
+    def probe_rates(self, probe: RateProbe, state: Any, accumulated: Sums | None, loaded: LoadedStep) -> Sums | None:
+        """Measure what positions and pairs take, on rows of this step. Returns gradient sums of 0."""
+        self.watchdog.set_phase("probing rates")
+        noise = np.array([self.config.seed, loaded.step], np.uint32) if self.executor.model.is_random else None
+        rates, accumulated = probe.measure(state, accumulated, loaded, noise, self.watchdog.beat)
+        self.metrics.use_probed(rates)
+        self.metrics.restart_timer()
+        return accumulated
 
     def evaluate(self, done: int, state: Any) -> None:
         """Score the validation split after `done` steps, and print one answer; save the state where it is the best."""

@@ -29,6 +29,7 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.disk import atomic_write, json_lines, read_json_lines
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
+from mmjax.planning.measured_file import Probed
 from mmjax.runtime.devices import CompileCounter, open_files, peak_memory_used, resident_memory
 from mmjax.runtime.losses import ExpertSums
 from mmjax.runtime.state import Hyperparameters
@@ -37,7 +38,21 @@ from mmjax.runtime.step import Runner, StepReport
 Scalars = dict[str, float]
 
 
-def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayout, prices: Prices) -> Scalars:
+def rank_prices(prices: Prices, layout: RankLayout) -> Prices:
+    """Return the prices of a rank's part of each module: all its encoder ranks share its part of the LLM."""
+    share = np.where(np.arange(len(prices.position)) == LLM, 1 / layout.topology.encoders_per_rank, 1.0)
+    return prices.times(share, share)
+
+
+def rank_room(lengths: np.ndarray, layout: RankLayout) -> np.ndarray:
+    """Count the positions of a rank's rows of these lengths, float64 `[..., M]`; of an encoder, those of one of its."""
+    parts = np.where(np.arange(len(layout.rows)) == LLM, 1, layout.topology.encoders_per_rank)
+    return lengths * (np.array(layout.rows) / parts)
+
+
+def balance_scalars(
+    loaded: LoadedStep, modules: Sequence[str], layout: RankLayout, prices: Prices, measured: Prices | None = None
+) -> Scalars:
     """Measure the fill of a step's rows and the balance of its ranks, whichever process holds them.
 
     By module: fill, pad ratio (OmniBal eq. 1), dist ratio over ranks (eq. 2) and the fullest rank over the mean one, in
@@ -46,15 +61,16 @@ def balance_scalars(loaded: LoadedStep, modules: Sequence[str], layout: RankLayo
     which a rank waits, on average, for the one with most attention, in each phase of each microbatch: rows of one
     length take equally long, whatever they hold. padding: the share of the rows' time for positions that hold nothing.
     straggler_wait_before: what both would come to with balance `none`, in rows that its fullest rank needs. prices: of
-    the modules.
+    the modules, as steps are planned by. measured: those that count instead, where they are known; straggler_wait_sheet
+    is then the wait by the others.
     """
     ranks = layout.topology.ranks
-    parts = layout.topology.encoders_per_rank
     scalars = Scalars()
-    # All devices of a rank share its part of the LLM, while each encoder rank has its own part.
-    share = np.where(np.arange(len(modules)) == LLM, 1 / parts, 1.0)
-    shared = Prices(prices.position * share, prices.pair * share)
-    room = loaded.lengths * np.where(np.arange(len(modules)) == LLM, layout.rows, np.array(layout.rows) / parts)
+    room = rank_room(loaded.lengths, layout)
+    if measured is not None:
+        scalars["straggler_wait_sheet"] = wait_share(rank_seconds(rank_prices(prices, layout), room, loaded.pairs))
+        prices = measured
+    shared = rank_prices(prices, layout)
     scalars["straggler_wait"] = wait_share(rank_seconds(shared, room, loaded.pairs))
     scalars["padding"] = padding_share(prices, loaded.useful.sum(-1), loaded.lengths * ranks * np.array(layout.rows))
     fullest = rank_seconds(shared, loaded.unbalanced.max(-1), loaded.unbalanced_pairs).max(-1).sum()
@@ -132,6 +148,7 @@ class StepMetrics:
         self._programs = programs
         self._peak_flops = peak_flops
         self._prices = prices_of(config, loader.budget)
+        self._measured: Prices | None = None
         self._processes = [f"process {p} ({host})" for p, host in enumerate(coordination.hosts())]
         self.steps = 0
         self.total_seconds = 0.0
@@ -139,6 +156,10 @@ class StepMetrics:
         self._waited = 0.0  # the same since the last step ended, for whichever batch
         self._recent_seconds: deque[float] = deque(maxlen=100)  # of a step each, without waiting for data
         self.start()
+
+    def use_probed(self, probed: Probed | None) -> None:
+        """Measure waits from here on by what two rows took, where that is known."""
+        self._measured = None if probed is None else self._prices.times(probed.position, probed.pair)
 
     def start(self) -> None:
         """Mark the end of compiling: programs compiled from here on count as compiled after the start."""
@@ -190,7 +211,7 @@ class StepMetrics:
             **{name: float(total / weight) for name, total in report.losses.measures.items()},
             "gradient_norm": float(report.gradient_norm),
             **{name: float(rate) for name, rate in hyper.items() if name.startswith("learning_rate/")},
-            **balance_scalars(loaded, modules, layout, self._prices),
+            **balance_scalars(loaded, modules, layout, self._prices, self._measured),
             **exchange_scalars(loaded, modules[1:], layout.topology, token_bytes),
             "epoch": float(loaded.epoch),
             **({f"epoch/{name}": epochs for name, epochs in own_epochs.items()} if len(own_epochs) > 1 else {}),

@@ -12,7 +12,7 @@ import pytest
 from mmjax.config.loading import default_config, load
 from mmjax.errors import UserError
 from mmjax.planning.hardware import parse_cluster
-from mmjax.planning.measured_file import read_measured
+from mmjax.planning.measured_file import Probed, probed_text, read_measured, read_probed
 from mmjax.planning.step_time import collective_seconds
 
 CONFIG = load(default_config(), ())
@@ -51,6 +51,23 @@ def test_stated_layer_times_are_those_of_the_rows_and_lengths_in_the_file(tmp_pa
         read_measured(path, CLUSTER, replace(CONFIG, mesh=replace(CONFIG.mesh, host_memory=8)))
 
 
+def test_what_a_run_stores_is_read_by_plans_for_its_device_and_by_the_run_on_such_devices(tmp_path):
+    path, probed = tmp_path / "rates.json", Probed(position=1.1, pair=0.9)
+    path.write_text(probed_text("NVIDIA H100 80GB HBM3", probed, {"products": 0.61, "attention": 1.2}))  # of no peak
+    cluster, _ = read_measured(path, CLUSTER, CONFIG)
+    assumed = CLUSTER.device.rates("bfloat16")
+    assert cluster.device.rates("bfloat16") == assumed._replace(flops=0.61 * 989.4e12)
+    assert read_probed(path, "NVIDIA H100 80GB HBM3") == probed
+    assert read_probed(path, "NVIDIA H200") is None
+    with pytest.raises(UserError, match="measured on NVIDIA H100 80GB HBM3, and the plan is for h200;"):
+        read_measured(path, parse_cluster("h200x8"), CONFIG)
+    tree = json.loads(path.read_text())
+    for damaged in ("{", "[]", "7", json.dumps(tree | {"probed": {"position": 0, "pair": 1.0}}), json.dumps({})):
+        write(tmp_path, damaged)
+        assert read_probed(path, "NVIDIA H100 80GB HBM3") is None
+    assert read_probed(tmp_path / "missing.json", "cpu") is None
+
+
 def layer(rows: Any = 1, length: str = "64", **changes: Any) -> dict[str, Any]:
     return {"layers": {"llm": {"rows": rows, "seconds": {length: POLICIES | changes}}}}
 
@@ -70,6 +87,8 @@ def layer(rows: Any = 1, length: str = "64", **changes: Any) -> dict[str, Any]:
         ('{"link": NaN}', "h100x8", "link: got a float, nan; expected a finite float"),
         ('{"network": 1e999}', "h100x8", "network: got a float, inf"),
         ({"link": 0}, "h100x8", "link: got 0; give bytes/s, above 0"),
+        ({"device": 7}, "h100x8", "device: got a int, 7; expected str"),
+        ({"probed": {"pair": 1.0}}, "h100x8", "missing key 'probed.position'"),
         ({"layers": {"ears": {}}}, "h100x8", "missing key 'layers.ears.rows'"),
         (
             {"layers": {"ears": layer()["layers"]["llm"]}},

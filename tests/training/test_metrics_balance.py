@@ -110,6 +110,11 @@ def test_a_rank_with_one_long_sample_keeps_those_with_short_ones_waiting_in_ever
     assert scalars["straggler_wait"] == pytest.approx(1 - mean / longest)
     assert scalars["straggler_wait"] > 0.2
     assert scalars["max_pairs_over_mean/llm"] == pytest.approx(2 * long / (long + short))
+    # By prices that were measured a pair takes half as long; what a data sheet says stands beside it.
+    measured = balance_scalars(step(first), MODULES, layout, of, of.times(2.0, 1.0))
+    assert measured["straggler_wait_sheet"] == scalars["straggler_wait"]
+    assert measured["straggler_wait"] == pytest.approx(1 - (rows + mean) / (rows + longest))
+    assert measured["padding"] == pytest.approx(scalars["padding"])
     # Over both microbatches the ranks have the same, but they meet in each.
     assert balance_scalars(step(first, second), MODULES, layout, of)["straggler_wait"] == scalars["straggler_wait"]
 
