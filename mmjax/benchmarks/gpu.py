@@ -293,6 +293,13 @@ def step(name: str, sizes: Sizes, changes: Sequence[str] = ()) -> dict[str, Any]
     return measure_step(name, sizes.tokens, sizes.tiny, changes)
 
 
+def rows(sizes: Sizes) -> dict[str, Any]:
+    """Measure rows of the section `decoder`, one sample and many, and how well two of them predict all."""
+    from mmjax.benchmarks.gpu_steps import measure_rows
+
+    return measure_rows("decoder", sizes.tokens, sizes.tiny)
+
+
 def torch_step(sizes: Sizes) -> dict[str, Any]:
     """Measure the gradients of the section `decoder` in PyTorch, on the same samples."""
     from mmjax.benchmarks.gpu_steps import measure_torch
@@ -310,6 +317,7 @@ SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], float]] = {
     "step_3b": (partial(step, "3b"), 120),
     "lora_7b": (partial(step, "lora_7b"), 120),
     "decoder": (partial(step, "decoder"), 60),
+    "rows": (rows, 120),
     "torch": (torch_step, 60),
     "grouped_products": (grouped_products, 60),
     "delta_net": (delta_net, 60),

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mmjax.autotune.memory_plan import plan_memory_on_mesh
+from mmjax.batch import PADDING
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -37,6 +38,7 @@ from mmjax.config import (
 )
 from mmjax.config.loading import apply_overrides
 from mmjax.cost.table import parameters
+from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.plan.length_index import visual_corpus
 from mmjax.data.sample import Item, Sample, SampleLengths, Split, Text
 from mmjax.errors import UserError
@@ -50,11 +52,16 @@ from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import Executor
+from mmjax.training.rate_probe import SAMPLES as PROBED_SAMPLES
+from mmjax.training.rate_probe import ProbedRow, fit_rates, fullest_pairs, time_gradients, with_samples
 from mmjax.training.run_data import RunData, open_data
 
 STEPS = 5  # that are timed, after two that are not
 TOP = 20  # kernels of a profile
 CORPUS = 2000  # samples
+WARM_SECONDS = 20.0  # until a card has the clock of a long run
+ROWS = 60  # that are predicted, of each kind as many
+KINDS = ("1", "16", "64", "mixed")  # samples in a row
 
 
 def vision_language(size: str) -> ModelConfig:
@@ -183,21 +190,28 @@ def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config
             config = replace(config, model=replace(config.model, llm=replace(llm, layers=llm.layers * 3 // 4)))
 
 
-def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure compiling, a step, its MFU and memory, and the kernels that take most of it."""
+class Prepared(NamedTuple):
+    """A model that fits the first device, its programs, and steps of its samples."""
+
+    config: Config
+    plan: MemoryPlan
+    executor: Executor
+    steps: list[LoadedStep]
+
+
+def prepare(name: str, tokens: int, tiny: bool, steps: int, changes: Sequence[str] = ()) -> Prepared:
+    """Plan full tuning of a model on rows of about so many tokens, and load its first steps; compile nothing."""
     devices = jax.devices()[:1]
     with tempfile.TemporaryDirectory() as path:
         config = make_config(name, tokens, tiny, changes)
-        layers = config.model.llm.layers
         mesh = make_mesh(config.mesh, devices)
         data = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh)
         config, plan = _fit(config, data, mesh)
-        steps = [data.loader(n) for n in range(2 + STEPS)]
+        loaded = [data.loader(n) for n in range(steps)]
     built = Model.build(plan.applied(config.model), jnp.dtype(config.training.precision))
-    optimizer = make_optimizer(config.optimizer, built.axes, built.dtype)
     executor = Executor(
         built,
-        optimizer,
+        make_optimizer(config.optimizer, built.axes, built.dtype),
         mesh,
         ShardingRules.of(config.mesh),
         sources=1,
@@ -206,6 +220,14 @@ def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()
         accumulates=config.batch.microbatches > 1,
         compiler_options=compiler_options(config.compiler, devices[0]),
     )
+    return Prepared(config, plan, executor, loaded)
+
+
+def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """Measure compiling, a step, its MFU and memory, and the kernels that take most of it."""
+    config, plan, executor, steps = prepare(name, tokens, tiny, 2 + STEPS, changes)
+    layers = make_config(name, tokens, tiny, changes).model.llm.layers
+    devices = list(executor.mesh.devices.flat)
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     hyper = hyperparameters(config, executor.modules, 0)
     programs = CompileCounter()
@@ -232,7 +254,7 @@ def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()
     step = statistics.median(seconds[2:])
     needed = statistics.mean(float(loaded.needed_flops) for loaded in steps[2:])
     useful = statistics.mean(int(loaded.tokens.sum()) for loaded in steps[2:])
-    peak = peak_memory_used(mesh)
+    peak = peak_memory_used(executor.mesh)
     modules = ("llm", *config.model.encoders)
     return {
         "layers of the LLM": f"{config.model.llm.layers} of {layers}",
@@ -251,6 +273,62 @@ def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()
         "memory used at most, GB": None if peak is None else peak / GB,
         **kernels,
     }
+
+
+def measure_rows(name: str, tokens: int, tiny: bool) -> dict[str, Any]:
+    """Predict what rows of all kinds take by the two that a run probes, and measure them."""
+    config, _, executor, (loaded,) = prepare(name, tokens, tiny, 1)
+    state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
+    executor.compile(state, accumulated, loaded.microbatches, hyperparameters(config, executor.modules, 0))
+    (batch,) = loaded.microbatches
+
+    def measure(sample: np.ndarray) -> ProbedRow:
+        text = with_samples(batch.text, sample)
+        seconds, _ = time_gradients(executor, state, accumulated, batch._replace(text=text), None)
+        return ProbedRow(min(seconds), fullest_pairs(config.model.llm, text, 1, 1))
+
+    length = batch.text.sample.shape[1]
+    one_sample = samples_of([length], length)
+    ready = time.monotonic() + (0 if tiny else WARM_SECONDS)
+    while time.monotonic() < ready:
+        measure(one_sample)
+    one, many = measure(one_sample), measure(np.arange(length)[None] * PROBED_SAMPLES // length)
+    figures: dict[str, Any] = {
+        "probe of one sample, ms": 1e3 * one.seconds,
+        f"probe of {PROBED_SAMPLES} samples, ms": 1e3 * many.seconds,
+    }
+    rates = fit_rates(1.0, 0.0, 1.0, one, many)
+    if rates is None:
+        return figures | {"predicted": "nothing, as one sample takes no longer"}
+    figures |= {"all positions, ms": 1e3 * rates.position, "1e6 pairs, ms": 1e9 * rates.pair}
+    errors: dict[str, list[float]] = {}
+    rng = np.random.default_rng(0)
+    for number in range(ROWS):
+        kind = KINDS[number % len(KINDS)]
+        row = measure(samples_of(row_lengths(kind, number // len(KINDS), length, rng), length))
+        error = (rates.position + rates.pair * row.pairs) / row.seconds - 1
+        errors.setdefault(kind, []).append(abs(error))
+        errors.setdefault("all", []).append(abs(error))
+    for kind, of_kind in errors.items():
+        figures[f"{kind}: largest error"] = max(of_kind)
+        figures[f"{kind}: median error"] = statistics.median(of_kind)
+    return figures
+
+
+def row_lengths(kind: str, number: int, length: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw the lengths of a row's samples, together `length`; one sample leaves up to a quarter of the row empty."""
+    if kind == "1":
+        return np.array([length - number * length // ROWS])
+    samples, spread = (int(rng.integers(2, 40)), 1.5) if kind == "mixed" else (int(kind), 0.5)
+    weights = rng.lognormal(0, spread, samples)
+    ends = np.round(length * weights.cumsum() / weights.sum()).astype(int)
+    return np.diff(ends, prepend=0)
+
+
+def samples_of(lengths: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+    """Number the tokens of a row by sample, int `[1, length]`, -1 behind the last."""
+    sample = np.repeat(np.arange(len(lengths)), lengths)
+    return np.pad(sample, (0, length - len(sample)), constant_values=PADDING)[None]
 
 
 def _trace(run: Callable[[], Any]) -> dict[str, Any]:

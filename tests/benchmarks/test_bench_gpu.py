@@ -6,12 +6,13 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import run
 
 from mmjax import bench
 from mmjax.benchmarks.gpu import SECTIONS, TINY, image_mask, markdown, products, text_mask
-from mmjax.benchmarks.gpu_steps import top_kernels
+from mmjax.benchmarks.gpu_steps import KINDS, row_lengths, samples_of, top_kernels
 from mmjax.models.attention import allowed
 
 
@@ -61,6 +62,8 @@ def test_every_section_runs_in_small(capsys, tmp_path):
     assert len([figure for figure in found["step_7b"] if figure.lstrip()[0].isdigit()]) == 20
     assert "cuDNN" in "".join(found["text_attention"])
     assert found["torch"]["MFU"] > 0
+    assert found["rows"]["probe of one sample, ms"] > 0
+    assert "all: median error" in found["rows"] or "predicted" in found["rows"]
 
 
 def test_products_of_noise_have_a_rate():
@@ -108,6 +111,16 @@ def test_a_trace_of_a_gpu_is_summed_over_its_streams_alone(tmp_path: Path):
         " 1 gemm": "4.00 ms, 80.0%, 2 launches",
         " 2 flash_attention_forward": "1.00 ms, 20.0%, 1 launches",
     }
+
+
+def test_rows_of_every_kind_are_full_but_those_of_one_sample():
+    rng = np.random.default_rng(1)
+    for kind in KINDS:
+        samples = [samples_of(row_lengths(kind, number, 256, rng), 256) for number in range(15)]
+        assert {row.shape for row in samples} == {(1, 256)}
+        empty = [int((row < 0).sum()) for row in samples]
+        assert (max(empty) > 50) if kind == "1" else not any(empty)
+        assert all((np.diff(row[0][row[0] >= 0]) >= 0).all() for row in samples)
 
 
 def test_the_table_has_a_row_for_every_figure():
