@@ -24,7 +24,6 @@ from mmjax.benchmarks.balance_steps import (
     make_trial,
     predicted_gain,
     scaled,
-    straggler_wait,
     work_per_rank,
 )
 from mmjax.benchmarks.balance_worker import CORES_LEFT, Task
@@ -121,14 +120,15 @@ def _compute_figures(
     tokens = np.array([index.llm_tokens[plan.samples()].sum() for plan in plans["none"]])
     flops = {mode: np.array(list(map(executed_flops, plans[mode]))) for mode in MODES}
     seconds, busy = ({m: np.max([p[key][m] for p in measured], axis=0) for m in MODES} for key in ("seconds", "busy"))
-    position_flops = trial.planners["none"].placer.flops
     figures: dict[str, Any] = {}
     for mode in MODES:
+        waits = trial.waits(plans[mode])
         figures |= {
             f"useful_tokens_per_second_{mode}": float(np.median(tokens / seconds[mode])),
             f"step_seconds_{mode}": float(np.median(seconds[mode])),
             f"core_seconds_{mode}": float(np.median(busy[mode])),
-            f"wait_{mode}": float(np.mean([straggler_wait(work_per_rank(p), position_flops) for p in plans[mode]])),
+            f"wait_{mode}": waits.wait,
+            f"padding_{mode}": waits.padding,
         }
     for mode in ("none", "llm", "off"):
         figures |= {
@@ -150,11 +150,15 @@ def _draw_picture(args: argparse.Namespace, index: LengthIndex, folder: Path) ->
     from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
     trial = make_trial(index, folder / "lengths.npz", args.picture_ranks, args.picture_per_rank, args.seed)
-    flops = trial.planners["none"].placer.flops
-    planned = {m: [work_per_rank(plan) for plan in trial.plans(m, args.picture_steps)] for m in ("none", "llm", "post")}
-    waits = {m: float(np.mean([straggler_wait(step, flops) for step in work])) for m, work in planned.items()}
-    works = {m: dict(zip(PHASES, np.stack(work, axis=1), strict=True)) for m, work in planned.items()}
-    headings = {m: f"balance {m}: {MEANINGS[m]}; ranks wait {wait:.1%} of the step" for m, wait in waits.items()}
+    planned = {m: trial.plans(m, args.picture_steps) for m in ("none", "llm", "post")}
+    works = {
+        m: dict(zip(PHASES, np.stack([work_per_rank(plan) for plan in plans], axis=1), strict=True))
+        for m, plans in planned.items()
+    }
+    headings = {}
+    for m, plans in planned.items():
+        waits = trial.waits(plans)
+        headings[m] = f"balance {m}: {MEANINGS[m]}; ranks wait {waits.wait:.1%}, padding {waits.padding:.1%}"
     title = f"{args.picture_ranks} ranks, {args.picture_per_rank} samples each, {args.picture_steps} steps"
     plot_work(args.picture, works, headings, title)
     return {

@@ -6,12 +6,13 @@ number: what a step costs depends on lengths alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from mmjax.balance.waits import Waits, mean_waits
 from mmjax.config import (
     AudioConfig,
     BatchConfig,
@@ -31,9 +32,9 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.data.media.patches import positions_per_token
-from mmjax.data.plan.grouping import Budget, StepGrouper, make_budget
+from mmjax.data.plan.grouping import Budget, StepGrouper, make_budget, prices_of
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology
+from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology, waits_of
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, lay_out, make_placer
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
 from mmjax.planning.flops import executed, frozen_modules
@@ -151,6 +152,12 @@ class Trial:
         """Plan the first steps."""
         return [self.planners[mode].plan(step) for step in range(steps)]
 
+    def waits(self, plans: Sequence[StepPlan]) -> Waits:
+        """Compute how long ranks wait in these steps, and what of their time is for padding; mean over steps."""
+        planner = self.planners["none"]
+        prices = prices_of(self.configs["none"], self.budget)
+        return mean_waits([waits_of(plan.microbatches, prices, planner.grouper.index) for plan in plans])
+
 
 def make_trial(index: LengthIndex, lengths: Path, ranks: int, per_rank: int, seed: int) -> Trial:
     """Plan steps of `per_rank` samples a rank, one row per rank and module. lengths: the file of `open_lengths`."""
@@ -185,11 +192,6 @@ def work_per_rank(plan: StepPlan) -> np.ndarray:
     for m in plan.microbatches:
         np.add.at(work, (m.module, m.rank()), m.length)
     return work
-
-
-def straggler_wait(work: np.ndarray, flops: np.ndarray) -> float:
-    """Compute the share of a step that a rank waits, on average, for each phase's fullest. flops `[modules]`."""
-    return float(1 - flops @ work.mean(1) / (flops @ work.max(1)))
 
 
 def executed_flops(plan: StepPlan) -> float:
