@@ -141,7 +141,9 @@ def lpt(weight, order, rank, load):
     ranks = len(load)
     # Sorted by load is a heap already.
     heap = np.argsort(load)
-    key = load[heap]
+    key = np.empty_like(load)
+    for i in range(ranks):
+        key[i] = load[heap[i]]
     for item in order:
         top = heap[0]
         rank[item] = top
@@ -230,13 +232,17 @@ def _group_by_rank(weight, order, rank, ranks):
     for item in order:
         # Counting sort, which keeps the order within a rank: `order` is longest first.
         begin[rank[item] + 1] += 1
-    begin = np.cumsum(begin)
+    for r in range(ranks):
+        begin[r + 1] += begin[r]
     free = begin.copy()
     items = np.empty(len(order), np.int64)
+    weights = np.empty_like(weight)
     for item in order:
-        items[free[rank[item]]] = item
+        place = free[rank[item]]
+        items[place] = item
+        weights[place] = weight[item]
         free[rank[item]] += 1
-    return _RankItems(begin, items, weight[items])
+    return _RankItems(begin, items, weights)
 
 
 @njit(cache=True)
@@ -263,7 +269,7 @@ def _relieve(items, heavy, partners, rank, load, target):
         if load[light] < target:
             # Moving half of the gap would make the two equal; any change below the whole gap helps.
             half = (load[heavy] - load[light]) / 2
-            a, b, off = _nearest(items, heavy, light, half, -1, -1)
+            a, b, off = _nearest(items, heavy, light, half, np.int64(-1), np.int64(-1))  # no literals: see pack_kernels
             # A difference d lies between 0 and the whole gap exactly where |d - half| < half; then the larger load
             # falls.
             if off < half:

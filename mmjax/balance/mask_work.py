@@ -50,7 +50,10 @@ def _runs(mask: Mask) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find each run's first token and its allowed keys, int64 `[R]`; whether they grow by one a token `[R]`."""
     arrays = [np.ascontiguousarray(x, np.int32) for x in mask]
     start = _run_starts(*arrays)
-    first, grows, distinct = _run_work(start, *arrays)
+    length = np.diff(start, append=len(mask.sample))
+    # From here on arrays have one element a run, that of its first token. Padding is in no order.
+    sample, *rest = [x[start] for x in arrays]
+    first, grows, distinct = _run_work(np.flatnonzero(sample >= 0), length, sample, *rest)
     if not distinct:
         raise ValueError("two tokens of a sample have the same pos")
     return start, first, grows
@@ -147,24 +150,16 @@ def _continues(sample, pos, span, kind, sees, begin, end):
 
 
 @njit(cache=True)
-def _run_work(start, sample, pos, span, kind, sees):
-    """Count allowed keys of each run's first token; whether they grow along it; whether no sample repeats a `pos`."""
-    runs = len(start)
-    length = np.empty(runs, np.int64)
-    for r in range(runs):
-        # The last run ends with the row.
-        length[r] = (start[r + 1] if r + 1 < runs else len(sample)) - start[r]
-    # From here on arrays have one element a run, that of its first token.
-    sample = sample[start]
-    pos = pos[start]
-    span = span[start]
-    kind = kind[start]
-    sees = sees[start]
-    first = np.zeros(runs, np.int64)
-    grows = np.zeros(runs, np.bool_)
+def _run_work(order, length, sample, pos, span, kind, sees):
+    """Count allowed keys of each run's first token; whether they grow along it; whether no sample repeats a `pos`.
 
-    # Two stable sorts, the minor key first, order runs by (sample, pos). Padding is left out.
-    order = _sorted(_sorted(np.flatnonzero(sample >= 0), pos), sample)
+    order: the runs that are no padding.
+    """
+    first = np.zeros(len(length), np.int64)
+    grows = np.zeros(len(length), np.bool_)
+
+    # Two stable sorts, the minor key first, order runs by (sample, pos).
+    order = _sorted(_sorted(order, pos), sample)
     distinct = True
     for i in range(1, len(order)):
         r = order[i]
@@ -234,7 +229,8 @@ def _sorted(order, key):
         for i in range(n):
             # Radix sort by bytes: count digit d at d + 1, so that the cumulative sum gives where each digit starts.
             begin[((key[order[i]] - low) >> shift & 255) + 1] += 1
-        begin = np.cumsum(begin)
+        for digit in range(256):
+            begin[digit + 1] += begin[digit]
         moved = np.empty_like(order)
         for i in range(n):
             digit = (key[order[i]] - low) >> shift & 255

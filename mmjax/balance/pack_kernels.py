@@ -1,6 +1,9 @@
 """Fill one microbatch from a queue of waiting samples: the inner loops of grouping `pack`.
 
-All of it is in one file: Numba's cache of a function does not see that a callee in another file has changed.
+All of it is in one file: Numba's cache of a function does not see that a callee in another file has changed. A first
+run waits for Numba's compiler, so loops stand where NumPy's functions would: each of these is compiled from Python as
+well, `a[:] = b` with strings for its error. Numbers that other functions are given are no literals, for each of which
+Numba compiles a function of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ _ROUNDS = 2
 _CLOSE = 1e-4  # squared distance from the goal, in microbatches, below which nothing is exchanged
 # Shares are sums of quotients, so a sample that fills a module exactly may seem to exceed it by this much.
 _ROUNDING = 1e-12
+# Signs of a sample that goes into the microbatch, or out of it.
+_IN = np.int64(1)
+_OUT = np.int64(-1)
 
 
 class Load(NamedTuple):
@@ -65,10 +71,8 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
     # The open row of every module in the current column, and what is free in it: next-fit never looks back.
     row = np.zeros(modules, np.int64)
     free = rows.length.copy()
-    row_before = row.copy()
-    free_before = free.copy()
     # `turns` counts microbatches from the current one on; only the first one's rows are written to `turn`.
-    column = turns = 0
+    column = turns = np.int64(0)
     head = -1
     urgent = False
     i = 0
@@ -77,8 +81,6 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
     # i < waiting walks those already in the queue; after them each new sample joins if its turn comes in time.
     while i < waiting or (following < n and waiting < max_waiting):
         s = queue[i] if i < waiting else following
-        row_before[:] = row
-        free_before[:] = free
         fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
         if not fits:
             if not empty:
@@ -90,14 +92,16 @@ def admit(load, rows, columns, queue, waiting, following, max_waiting, current, 
                     turns += 1
                     if head < 0:
                         head = i
-                row[:] = 0
-                free[:] = rows.length
+                for k in range(modules):
+                    row[k] = 0
+                    free[k] = rows.length[k]
                 fits = _next_fit(s, load, rows, column, row, free, turn, turns == 0)
             if not fits:  # alone in its column, in rows that `fit_alone` has found
                 _alone(s, load, rows, column, turn, turns == 0)
                 # Nothing else may join this column: every length exceeds -1, and no module has another row.
-                free[:] = -1
-                row[:] = rows.per_column
+                for k in range(modules):
+                    free[k] = -1
+                    row[k] = rows.per_column[k]
         empty = False
         if i >= waiting:
             # The newcomer would come after its own deadline, and so would whoever follows it, since next-fit is
@@ -131,8 +135,9 @@ def _next_fit(s, load, rows, column, row, free, turn, write):
             # No row is left in this column, or none could ever hold the part: the sample leaves no trace in row and
             # free.
             if row[k] + 1 >= rows.per_column[k] or rows.length[k] < length:
-                row[:] = before_row
-                free[:] = before_free
+                for m in range(len(row)):
+                    row[m] = before_row[m]
+                    free[m] = before_free[m]
                 return False
             row[k] += 1
             free[k] = rows.length[k]
@@ -149,35 +154,45 @@ def _alone(s, load, rows, column, turn, write):
     """Put the parts of a sample in an empty column, longest first, each in the fullest row that holds it: bool."""
     begin = load.start[s]
     end = load.start[s + 1]
-    # A stable sort, so that equal lengths keep the sample's order on every machine.
-    order = np.argsort(-load.length[begin:end], kind="mergesort")
-    # Rectangular for all modules; rows that a module lacks stay at 0 and so hold no part.
-    free = np.zeros((len(rows.per_column), rows.per_column.max()), np.int64)
+    # Sorted by insertion, so that equal lengths keep the sample's order: a sample has few parts.
+    order = np.empty(end - begin, np.int64)
+    for j in range(begin, end):
+        place = j - begin
+        while place > 0 and load.length[order[place - 1]] < load.length[j]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = j
+    # The rows of column 0 stand for those of any.
+    free = np.empty(rows.start[len(rows.per_column)], np.int64)
     for k in range(len(rows.per_column)):
-        free[k, : rows.per_column[k]] = rows.length[k]
-    for i in order:
-        j = begin + i
+        for r in range(rows.start[k], rows.start[k] + rows.per_column[k]):
+            free[r] = rows.length[k]
+    for j in order:
         k = load.module[j]
         best = -1
-        for r in range(rows.per_column[k]):
-            if free[k, r] >= load.length[j] and (best < 0 or free[k, r] < free[k, best]):
+        for r in range(rows.start[k], rows.start[k] + rows.per_column[k]):
+            if free[r] >= load.length[j] and (best < 0 or free[r] < free[best]):
                 best = r
         if best < 0:
             return False
-        free[k, best] -= load.length[j]
+        free[best] -= load.length[j]
         if write:
-            turn[j] = rows.start[k] + column * rows.per_column[k] + best
+            turn[j] = column * rows.per_column[k] + best
     return True
 
 
 @njit(cache=True)
 def fit_alone(load, rows):
     """Check each sample against an empty column: bool [n], True where it fits."""
-    fits = np.zeros(len(load.total), np.bool_)
-    nowhere = np.zeros(0, np.int64)
-    for s in range(len(fits)):
+    n = len(load.total)
+    fits = np.empty(n, np.bool_)
+    nowhere = np.empty(0, np.int64)
+    for s in range(n):
         # A sample whose total fits one row of every module needs no search: all its parts go into the first rows.
-        fits[s] = np.all(load.total[s] <= rows.length) or _alone(s, load, rows, 0, nowhere, False)
+        fits[s] = True
+        for k in range(len(rows.length)):
+            fits[s] &= load.total[s, k] <= rows.length[k]
+        fits[s] = fits[s] or _alone(s, load, rows, np.int64(0), nowhere, np.bool_(False))
     return fits
 
 
@@ -194,22 +209,26 @@ def choose(queue, head, old, limit, load, room, share, everything):
     chosen = np.empty(n, np.int64)
     count = i = 0
     # The smallest goal is not 0, for it divides below: a module that nobody needs counts as reached.
-    goal = np.maximum(room.aim, 1e-30)
+    goal = room.aim.copy()
+    for k in range(modules):
+        goal[k] = max(goal[k], 1e-30)
     while i < n and count < limit:
         s = queue[i]
         if i >= head and not everything:
             fits = True
+            least_open = np.inf
             for k in range(modules):
                 # The old may use what is free beyond the goal, for they cannot wait; others must stay within the goal.
                 fits &= load.share[s, k] <= (room.slack[k] if i < old else room.aim[k]) + _ROUNDING
-            # aim / goal is the part of a module's goal that is still open; the fullest module decides.
-            if i >= old and 1 - np.min(room.aim / goal) >= share:
+                # The part of a module's goal that is still open; the fullest module decides.
+                least_open = min(least_open, room.aim[k] / goal[k])
+            if i >= old and 1 - least_open >= share:
                 break
         else:
             fits = True
         i += 1
         if fits:
-            _count(s, load, room, 1)
+            _count(s, load, room, _IN)
             chosen[count] = s
             count += 1
     # The window makes the second stage linear: each choice compares at most _WINDOW samples, however many wait.
@@ -231,7 +250,7 @@ def choose(queue, head, old, limit, load, room, share, everything):
                 max_gain = gain
         if best < 0:
             break
-        _count(window[best], load, room, 1)
+        _count(window[best], load, room, _IN)
         chosen[count] = window[best]
         count += 1
         size -= 1
@@ -239,7 +258,7 @@ def choose(queue, head, old, limit, load, room, share, everything):
         window[best] = window[size]
     # An empty microbatch would never end, so a sample above every goal goes alone.
     if count == 0 and min(n, limit) > 0:
-        _count(queue[0], load, room, 1)
+        _count(queue[0], load, room, _IN)
         chosen[0] = queue[0]
         count = 1
     return chosen[:count]
@@ -293,8 +312,8 @@ def measure(chosen, load, rows, room):
     columns = len(room.free)
     for k in range(modules):
         # Begin with empty rows, then take off every part where `room.row` puts it.
-        room.row_free[rows.start[k] : rows.start[k + 1]] = rows.length[k]
-        room.free[:, k] = rows.length[k] * rows.per_column[k]
+        for r in range(rows.start[k], rows.start[k + 1]):
+            room.row_free[r] = rows.length[k]
     for s in chosen:
         for j in range(load.start[s], load.start[s + 1]):
             room.row_free[room.row[j]] -= load.length[j]
@@ -323,7 +342,8 @@ def eject(chosen, head, load, rows, room):
             # Counting sort: begin[r + 1] counts row r's parts, and its running sum is where each row's parts begin.
             begin[room.row[j] + 1] += 1
     # Parts grouped by row: those of row r are part[begin[r] : begin[r + 1]].
-    begin = np.cumsum(begin)
+    for r in range(n_rows):
+        begin[r + 1] += begin[r]
     part = np.empty(begin[n_rows], np.int64)
     owner = np.empty(begin[n_rows], np.int64)
     # The next place to fill in each row's range.
@@ -355,31 +375,20 @@ def eject(chosen, head, load, rows, room):
                 best = x
             if best < 0:
                 return False
-            remove(chosen[owner[best]], load, rows, room)
+            _move(chosen[owner[best]], load, rows, room, _OUT)
     return True
 
 
 @njit(cache=True)
-def remove(s, load, rows, room):
-    """Take a sample out; its parts' `row` still says where they were."""
+def _move(s, load, rows, room, sign):
+    """Take a sample out of the rows that its parts' `row` says (sign -1), or put it in there again (1)."""
     # All parts of a sample share a column, so its first part, the LLM's, tells which.
     c = (room.row[load.start[s]] - rows.start[0]) // rows.per_column[0]
     for k in range(len(rows.per_column)):
-        room.free[c, k] += load.total[s, k]
+        room.free[c, k] -= sign * load.total[s, k]
     for j in range(load.start[s], load.start[s + 1]):
-        room.row_free[room.row[j]] += load.length[j]
-    _count(s, load, room, -1)
-
-
-@njit(cache=True)
-def put(s, load, rows, room):
-    """Put a sample in the rows that its parts have: undo `remove`."""
-    c = (room.row[load.start[s]] - rows.start[0]) // rows.per_column[0]
-    for k in range(len(rows.per_column)):
-        room.free[c, k] -= load.total[s, k]
-    for j in range(load.start[s], load.start[s + 1]):
-        room.row_free[room.row[j]] -= load.length[j]
-    _count(s, load, room, 1)
+        room.row_free[room.row[j]] -= sign * load.length[j]
+    _count(s, load, room, sign)
 
 
 @njit(cache=True)
@@ -418,7 +427,7 @@ def place(s, load, rows, room):
         room.row[j] = chosen
     for k in range(len(rows.per_column)):
         room.free[best, k] -= load.total[s, k]
-    _count(s, load, room, 1)
+    _count(s, load, room, _IN)
     return True
 
 
@@ -435,7 +444,8 @@ def improve(queue, head, old, limit, load, rows, room):
             w += 1
     waiting = waiting[:w]
     # From here on `limit` counts samples that may still be added.
-    limit -= np.sum(room.inside[queue])
+    for s in queue:
+        limit -= room.inside[s]
     limit -= _fill_up(waiting, limit, load, rows, room)
     movable = np.empty(_MOVABLE, np.int64)
     m = 0
@@ -451,7 +461,10 @@ def improve(queue, head, old, limit, load, rows, room):
         changed = False
         for i in range(m):
             # Squared distance to the goal over all modules: what is left would not pay for another search.
-            if np.sum(room.aim**2) <= _CLOSE:
+            distance = 0.0
+            for k in range(len(room.aim)):
+                distance += room.aim[k] * room.aim[k]
+            if distance <= _CLOSE:
                 return
             changed |= _exchange(movable, i, waiting, gain, load, rows, room)
         if not changed:
@@ -476,23 +489,28 @@ def _exchange(movable, i, waiting, gain, load, rows, room):
             # As in `_gain`, for a change of use that may be negative.
             gain[j] += change * (2 * room.aim[k] - change)
     for _ in range(min(_TRIALS, len(waiting))):
-        best = np.argmax(gain)
+        best = 0
+        for j in range(1, len(waiting)):
+            if gain[j] > gain[best]:
+                best = j
         if gain[best] <= 1e-9:
             return False
         gain[best] = -1.0
-        # The removed sample's rows stay in `room.row`, so `put` restores it where the candidate finds none.
-        remove(old, load, rows, room)
+        # The sample's rows stay in `room.row`, so that it comes back where the candidate finds none.
+        _move(old, load, rows, room, _OUT)
         if place(waiting[best], load, rows, room):
             movable[i], waiting[best] = waiting[best], old
             return True
-        put(old, load, rows, room)
+        _move(old, load, rows, room, _IN)
     return False
 
 
 @njit(cache=True)
 def _fill_up(waiting, limit, load, rows, room):
     """Add the waiting sample that brings use nearest to the goal until none helps or finds rows; return the count."""
-    refused = room.inside[waiting]
+    refused = np.empty(len(waiting), np.bool_)
+    for j in range(len(waiting)):
+        refused[j] = room.inside[waiting[j]]
     added = 0
     while added < limit:
         best = -1
@@ -522,7 +540,8 @@ def close(queue, current, load, room, microbatch, used):
         if room.inside[s]:
             microbatch[s] = current
             room.inside[s] = False
-            used += load.share[s]
+            for k in range(len(used)):
+                used[k] += load.share[s, k]
         else:
             queue[n_waiting] = s
             n_waiting += 1
