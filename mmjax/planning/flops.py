@@ -393,10 +393,13 @@ def executed_logits(model: ModelConfig, work: Work) -> float:
     return _flops_of(table.ends(trace).exit, work, model.llm).forward
 
 
-def recompute_flops(model: ModelConfig, tower: str, work: Work, policy: Remat) -> float:
-    """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy; of layers the mean."""
+def recompute_flops(model: ModelConfig, tower: str, work: Work, policy: Remat, dtype: str = "bfloat16") -> float:
+    """Count the FLOPs of recomputing one layer's forward pass in backward, under a remat policy; of layers the mean.
+
+    dtype: of the activations, which changes no count: that of other costs of the layer needs no trace of its own.
+    """
     config = _config(model, tower)
-    trace = tower_trace(model, tower, frozenset(model.item_modules), frozen_modules(model))
+    trace = tower_trace(model, tower, frozenset(model.item_modules), frozen_modules(model), dtype=dtype)
 
     def backward(policy: Remat) -> float:
         return _flops_of(mean_layer(trace, policy), work, config).backward

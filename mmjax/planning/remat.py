@@ -13,6 +13,7 @@ from mmjax.config.model import towers_of, with_changes
 from mmjax.planning.flops import executed_logits, frozen_modules, layer_policies, recompute_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import (
+    ACTIVATION,
     DeviceBatch,
     ModelSharding,
     SavedBytes,
@@ -331,7 +332,7 @@ def _options(
         for work, by_policy in zip(works, saved, strict=True)
     ]
     seconds = [
-        _recompute_seconds(model, tower, work, by_policy, rates, times or {}, parts)
+        _recompute_seconds(model, tower, work, by_policy, rates, times or {}, parts, activation)
         for work, by_policy, times in zip(works, on_device, measured, strict=True)
     ]
     return {
@@ -352,6 +353,7 @@ def _recompute_seconds(
     rates: Rates,
     measured: Mapping[str, float],
     parts: int,
+    activation: int,
 ) -> dict[Remat, float]:
     """Estimate, by policy, how many seconds longer than with `none` one layer takes on one device.
 
@@ -359,12 +361,14 @@ def _recompute_seconds(
     less time than `none`, because saving costs time too.
     """
 
+    dtype = next(name for name, size in ACTIVATION.items() if size == activation)
+
     def seconds(policy: Remat) -> float:
         if policy in measured:
             return (measured[policy] - measured["none"]) / parts
         # Bytes that are neither on the device nor the host are written and read once more.
         moved = 2 * (saved["none"].device - saved[policy].device - saved[policy].host)
-        flops = recompute_flops(model, tower, work, policy)
+        flops = recompute_flops(model, tower, work, policy, dtype)
         on_device = flops / parts / rates.flops + max(moved, 0) / rates.memory
         return on_device + 2 * saved[policy].host / rates.host
 
