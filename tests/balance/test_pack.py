@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -291,3 +295,37 @@ def test_chosen_maxima_follow_the_tiles_that_occur_and_fill_both_dimensions():
     assert 4 <= 8000 / (row.max() + 1) <= 5
     assert np.all(lengths.sum(0) / ((row.max() + 1) * maximum) >= 0.975)
     assert choose_row_maximum(lengths, (4, 5), fixed=np.array([0, 15]))[1] == 15
+
+
+FIRST_PACKING = """
+import numpy as np
+from numba.core.event import install_recorder
+from numba.extending import is_jitted
+from mmjax.balance import lpt, mask_work, pack_kernels
+from mmjax.balance.budgets import Budgets
+from mmjax.balance.pack import pack
+from mmjax.balance.parts import parts_of
+
+lengths = np.random.default_rng(0).integers(1, 24, (400, 3)).tolist()
+parts = parts_of([list(enumerate(sample)) for sample in lengths])
+with install_recorder("numba:compile") as recorder:
+    pack(parts, np.arange(len(parts)), Budgets(np.array([2, 2, 2]), np.array([60, 48, 48]), 1.0))
+    mask_work.block_work(mask_work.Mask(np.zeros(8), np.arange(8), *np.repeat([[0], [1], [1]], 8, 1)), 4)
+compiled = [event.data["dispatcher"].py_func for _, event in recorder.buffer if event.is_start]
+print(len(compiled), sum("unicode" in function.__module__ for function in compiled))
+kernels = [kernel for module in (lpt, mask_work, pack_kernels) for kernel in vars(module).values() if is_jitted(kernel)]
+print(*[f"{kernel.__name__}:{len(kernel.signatures)}" for kernel in kernels if len(kernel.signatures) > 1])
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_first_packing_compiles_each_kernel_once_and_few_of_numpys_functions(tmp_path):
+    variables = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", FIRST_PACKING], env=variables, capture_output=True, text=True, check=True
+    )
+    counts, *twice = ended.stdout.splitlines()
+    compiled, of_strings = map(int, counts.split())
+    assert compiled <= 70
+    assert of_strings == 0
+    assert twice == [""]
