@@ -571,18 +571,30 @@ _CHUNK = 2**16  # elements; three buffers of so many stay in a core's cache
 def _host_bit_sum(x: np.ndarray) -> int:
     """Sum an array's bits like `_bit_sums`, in the host's memory."""
     bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
-    numbers = np.arange(min(bits.size, _CHUNK), dtype=np.uint32)
-    buffers = np.empty((2, numbers.size), np.uint32)
+    buffers = np.empty((2, min(bits.size, _CHUNK)), np.uint32)
+    positions, first_mixed = _chunk_positions()
     total = 0
     for start in range(0, bits.size, _CHUNK):
         chunk = bits[start : start + _CHUNK]
         mixed, shifted = buffers[:, : chunk.size]
-        np.add(numbers[: chunk.size], np.uint32(start % 2**32), out=mixed)
-        _mix_in_place(mixed, shifted)
-        mixed ^= chunk
+        if start:
+            np.add(positions[: chunk.size], np.uint32(start % 2**32), out=mixed)
+            _mix_in_place(mixed, shifted)
+            mixed ^= chunk
+        else:
+            np.bitwise_xor(first_mixed[: chunk.size], chunk, out=mixed)
         _mix_in_place(mixed, shifted)
         total += int(mixed.sum(dtype=np.uint32))  # modulo 2^32 too
     return total % 2**32
+
+
+@cache
+def _chunk_positions() -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions in a chunk, and what mixing makes of them: few arrays have a second chunk."""
+    positions = np.arange(_CHUNK, dtype=np.uint32)
+    mixed = positions.copy()
+    _mix_in_place(mixed, np.empty_like(mixed))
+    return positions, mixed
 
 
 def _mix_in_place(x: np.ndarray, shifted: np.ndarray) -> None:
