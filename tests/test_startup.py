@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import subprocess
@@ -93,3 +94,10 @@ def test_seconds_of_an_activity_are_without_those_of_activities_in_it(monkeypatc
         clock = 9.0
     clock = 10.0
     assert startup.seconds() == {"indexing": 4.0, "opening": 3.0, "loading libraries": 2.0, "everything else": 1.0}
+
+
+def test_garbage_is_collected_rarely_while_a_run_starts_and_then_as_before() -> None:
+    before = gc.get_threshold()
+    with startup.rare_collection():
+        assert gc.get_threshold() > before
+    assert gc.get_threshold() == before

@@ -71,7 +71,7 @@ from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.step import Executor, Runner, StepReport, check_updated
 from mmjax.runtime.units import unit_ranks
-from mmjax.startup import activity
+from mmjax.startup import activity, rare_collection
 from mmjax.startup import seconds as startup_seconds
 from mmjax.training import announce
 from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples, samples_with_bad_gradients
@@ -113,7 +113,7 @@ def train(
     flags = flags or StopFlags()
     with raise_ctrl_c_once(), coordination.enter_on_leader(lock_run(folder.path)):
         # Until data workers run, which a pool may refuse, a failure leaves the folder as it was before.
-        with coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed:
+        with rare_collection(), coordination.enter_on_leader(claim(config, source, mode, permitted)) as resumed:
             make_trainer = partial(
                 make or Trainer, config, folder, devices, watchdog, flags, permitted=permitted, profile=profile
             )
@@ -395,7 +395,8 @@ class Trainer:
     def train(self, state: Any, example: Microbatch) -> None:
         """Run the steps until the last one, a requested stop, or evaluations that have not improved for too long."""
         config = self.config
-        accumulated = self.compile(state, example)
+        with rare_collection():
+            accumulated = self.compile(state, example)
         stored_rates = self.probe and self.probe.read()
         self.metrics.use_probed(stored_rates)
         coordination.wait_for_all("first step")  # in which CPUs connect, and give each other half a minute for it
