@@ -6,11 +6,10 @@ import json
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ from mmjax.config import Config, MeshConfig, ModelConfig
 from mmjax.config.loading import resolve_callbacks, to_json
 from mmjax.console import ProgressLine, print_lines, size
 from mmjax.data.loading.ray_pool import pool_steps
-from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
+from mmjax.data.loading.step_loader import LoadedStep, spelled
 from mmjax.data.loading.workers import refuse_in_worker, steps
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
@@ -135,22 +134,6 @@ def train(
     return trainer
 
 
-def plan_beside(loader: StepLoader, step: int) -> Thread:
-    """Plan a step in a thread, so that a first start compiles the planner while XLA compiles programs.
-
-    Whatever fails there fails again, and is reported, where the step is loaded.
-    """
-    planner = loader.planner  # made here: it may trace costs
-
-    def plan() -> None:
-        with suppress(Exception):
-            planner.plan(step)
-
-    thread = Thread(target=plan, name="mmjax-planner", daemon=True)
-    thread.start()
-    return thread
-
-
 class Trainer:
     """One start of a run in this process: mesh, data, model, programs, checkpoints, evaluation and log.
 
@@ -188,7 +171,6 @@ class Trainer:
         with activity("opening the data"):
             self.data = open_data(config, folder, first_step, permitted, self.mesh)
         self.loader = self.data.loader
-        self.planning = plan_beside(self.loader, first_step)
         config = self.data.launch.config  # in which training.epochs became training.steps
         if not config.units:
             device = find_device(self.mesh.devices.flat[0].device_kind)
@@ -333,7 +315,6 @@ class Trainer:
         """Print what will run and how it fits; return the first microbatch, as an example of all."""
         self.watchdog.set_phase("planning", self.first_step)
         with activity("planning the first step"):  # a first start compiles the planner
-            self.planning.join()
             example = self.loader(self.first_step)
         announce.print_run_summary(
             self.config, self.executor.model, self.mesh, self.loader, example, self.compiler_options

@@ -394,7 +394,8 @@ def test_no_residual_has_the_shape_of_a_weight(tmp_path):
     config = config_of("by module", remat="none")
     # A width that no row has as its length.
     towers = {name: replace(encoder, mlp_width=52) for name, encoder in config.model.encoders.items()}
-    config = replace(config, model=replace(config.model, encoders=towers))
+    llm = replace(config.model.llm, mlp_width=52)
+    config = replace(config, model=replace(config.model, llm=llm, encoders=towers))
     config = replace(config, training=replace(config.training, precision="bfloat16"))
     pipeline = make_pipeline(config)
     (batches,) = steps_of(config, tmp_path, 1)
