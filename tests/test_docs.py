@@ -261,7 +261,7 @@ def test_the_tutorial_goes_from_photos_to_an_answer_over_http(tmp_path: Path) ->
         printed[command] = ended.out
     assert server is not None
     kill(server)
-    assert len(printed) == 13
+    assert len(printed) == 14
     (table,) = (out for command, out in printed.items() if command.startswith("mmjax evaluate"))
     assert float(re.search(r"photos +40 +0 +(\S+)", table)[1]) > 0.9
     answers = [out.strip() for command, out in printed.items() if re.match("mmjax generate|python ask.py", command)]
