@@ -53,7 +53,7 @@ from mmjax.pipeline.choose_units import choose_units
 from mmjax.pipeline.compile_stages import compile_pipeline
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.pipeline.stage_plan import memory_plan_of
-from mmjax.planning.hardware import USABLE, Cluster, parse_cluster
+from mmjax.planning.hardware import USABLE, Cluster, check_float8, parse_cluster
 from mmjax.planning.measured_file import layers_record, read_measured
 from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
 from mmjax.planning.plan_file import plan_text
@@ -100,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.profile and not on_this_machine:
         raise UserError(f"--profile times layers on this machine: say cluster={HERE}, not cluster={options['cluster']}")
     cluster = local_cluster() if on_this_machine else parse_cluster(options["cluster"])
+    check_float8(config.model.llm.fp8, cluster.device)
     layers: dict[str, LayerTimes] = {}
     if args.measured is not None:
         cluster, layers = read_measured(args.measured, cluster, config)
@@ -399,10 +400,11 @@ def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
         policies = chosen.memory_plan.policies.get(name) or _policies_of_blocks(config.model.generators[name])
         recomputed = sum(policy != "none" for policy in policies)
         how = getattr({"llm": config.model.llm, **config.model.encoders}.get(name), "quantize", "none")
+        float8 = sum(config.model.llm.float8_layers) if name == "llm" else 0
         rows.append(
             (
                 name,
-                count(counts[name]) + (f" {how}" if how != "none" else ""),
+                count(counts[name]) + (f" {how}" if how != "none" else "") + f", {float8} layers in FP8" * (float8 > 0),
                 str(chosen.layout.rows[k]),
                 "/".join(map(str, lengths)),
                 f"{chosen.fill[name]:.2f}",

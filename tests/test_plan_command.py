@@ -171,6 +171,26 @@ def test_the_largest_preset_fits_2560_devices_and_not_64(capsys):
 
 
 @pytest.mark.exhaustive
+def test_products_in_float8_take_less_time_where_a_device_has_them_and_are_refused_where_not(capsys):
+    words = (
+        "tiny_text",
+        "model.llm.layers=4",
+        "model.llm.width=1024",
+        "model.llm.mlp_width=4096",
+        "training.precision=bfloat16",
+    )
+    seconds = {
+        fp8: numbers(capsys, *words, "cluster=h100", f"model.llm.fp8={fp8}")["ways"]["post"]["seconds"]["compute"]
+        for fp8 in ("off", "linears")
+    }
+    assert seconds["linears"] < seconds["off"]
+    refused = run(capsys, plan.main, *words, "cluster=a100", "model.llm.fp8=linears")
+    assert (refused.code, refused.err) == (
+        2,
+        "error: model.llm.fp8=linears: a100 multiplies nothing in FP8; use model.llm.fp8=off\n",
+    )
+
+
 @pytest.mark.parametrize("size", ["9b", "15b", "72b"])
 def test_models_that_make_images_are_planned_with_their_unet_as_a_module_of_rows(capsys, size):
     found = numbers(capsys, f"mllm_{size}", "cluster=a800x120x8")

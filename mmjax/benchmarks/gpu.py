@@ -317,7 +317,7 @@ SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], float]] = {
     "step_3b": (partial(step, "3b"), 120),
     "lora_7b": (partial(step, "lora_7b"), 120),
     "decoder": (partial(step, "decoder"), 60),
-    "rows": (rows, 120),
+    "rows": (rows, 180),
     "torch": (torch_step, 60),
     "grouped_products": (grouped_products, 60),
     "delta_net": (delta_net, 60),

@@ -231,6 +231,17 @@ def quantized_layers(model: ModelConfig) -> dict[str, Quantization]:
     return {layer: how[tower] for layer, (tower, place) in split.items() if tower in how and place == "layers"}
 
 
+def float8_linears(model: ModelConfig) -> tuple[str, ...]:
+    """List the linear layers of the LLM whose products run in FP8 in the layers that have it.
+
+    Delta nets' rates of decay and of writing, a number a head, do not.
+    """
+    if not any(model.llm.float8_layers):
+        return ()
+    names = [name for name in linear_layers(model) if name.startswith("llm.layers.")]
+    return tuple(name for name in names if not name.endswith((".delta_net.beta", ".delta_net.decay")))
+
+
 def lora_scale(lora: LoraConfig) -> float:
     """Compute the factor of an adapter's output: alpha / rank, or alpha / sqrt(rank) (rsLoRA)."""
     return lora.alpha / (lora.rank**0.5 if lora.scaling == "sqrt_rank" else lora.rank)

@@ -68,6 +68,7 @@ SETTINGS = (
         "bf16 fp16 dtype torch_dtype mixed_precision mixed_precision_param params_dtype",
     ),
     ("model.llm.quantize=nf4", "or int8; of frozen towers", "load_in_4bit quantization_bit load_in_8bit"),
+    ("model.llm.fp8=linears", "products of the LLM's linear layers", "fp8_training enable_fp8 fp8_recipe float8"),
     ("seed={}", "", "random_seed data_seed init_weights_seed data_shuffle_seed seed"),
     (
         "run={}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mmjax.config.media import AsIs, AudioPreparation, ImagePreparation, LogMel, NoVideo, VideoPreparation
 
@@ -128,6 +128,14 @@ class ExpertsConfig:
         return max(1, min(copies, math.ceil(EXPERT_ROOM * copies / devices)))
 
 
+class LayerKind(NamedTuple):
+    """Name what a decoder's layers differ in."""
+
+    has_delta_net: bool  # in place of attention
+    has_experts: bool  # in place of the MLP
+    has_float8: bool  # products of linear layers in FP8
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     """A causal transformer: grouped-query attention; by default rotary positions, RMSNorm and a gated MLP."""
@@ -174,6 +182,7 @@ class DecoderConfig:
     learned_positions: int = 0  # entries of a table of learned positions in place of RoPE; 0: RoPE
     first_position: int = 0  # entry of that table for a sample's first token
     quantize: Quantization = "none"  # of the linear layers' frozen weights
+    fp8: Literal["off", "linears"] = "off"  # products of all layers' linear layers, but the first and the last layer's
 
     @property
     def max_tokens(self) -> int:
@@ -198,9 +207,14 @@ class DecoderConfig:
         return tuple(i in layers for i in range(self.layers))
 
     @property
-    def layer_kinds(self) -> tuple[tuple[bool, bool], ...]:
-        """Tell of each layer whether it has a gated delta net, and whether it has a mixture of experts."""
-        return tuple(zip(self.delta_layers, self.expert_layers, strict=True))
+    def float8_layers(self) -> tuple[bool, ...]:
+        """Tell of each layer whether its linear layers multiply in FP8."""
+        return tuple(self.fp8 == "linears" and 0 < i < self.layers - 1 for i in range(self.layers))
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Tell how the layers differ."""
+        return tuple(map(LayerKind, self.delta_layers, self.expert_layers, self.float8_layers))
 
 
 @dataclass(frozen=True)

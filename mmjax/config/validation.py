@@ -134,6 +134,7 @@ def validate(config: Config) -> None:
     _check_batch(config.batch, config.model)
     at_least(0, "mesh", config.mesh, ("memory", "host_memory"))
     _check_sequence_parallel(config.mesh, config.batch.alignment)
+    _check_float8(config)
     _check_training(config)
     check_loss(config)
     if config.units:
@@ -192,6 +193,25 @@ def _check_sequence_parallel(mesh: MeshConfig, alignment: int) -> None:
         f"mesh.sequence_parallel={mesh.sequence_parallel}: mesh.tensor={mesh.tensor} does not divide rows of "
         f"batch.alignment={alignment}; use batch.alignment={unit}",
     )
+
+
+def _check_float8(config: Config) -> None:
+    """Check that no product in FP8 is cut along its channels, and that there is a layer that has some."""
+    llm = config.model.llm
+    if llm.fp8 == "off":
+        return
+    check(
+        any(llm.float8_layers),
+        f"model.llm.fp8={llm.fp8}: the first and the last layer have no products in FP8, and model.llm.layers="
+        f"{llm.layers} leaves none; use model.llm.fp8=off",
+    )
+    units = {f"units.{name}": unit for name, unit in config.units.items() if "llm" in unit_modules(name, unit)}
+    for where, devices in ({"mesh": config.mesh} | units).items():
+        check(
+            devices.tensor == 1,
+            f"model.llm.fp8={llm.fp8}: {where}.tensor={devices.tensor} would cut its products; use {where}.tensor=1 "
+            "and a larger fsdp",
+        )
 
 
 def _check_units(config: Config) -> None:

@@ -33,10 +33,12 @@ class Cost:
     beside_backward = _row(6)
     device = _row(7)  # bytes kept between the passes
     host = _row(8)  # bytes offloaded between the passes
+    float8_forward = _row(9)  # of forward, in FP8
+    float8_backward = _row(10)  # of backward and again, in FP8
 
     @classmethod
     def zero(cls) -> Cost:
-        return cls(np.zeros((9, len(UNITS))))
+        return cls(np.zeros((11, len(UNITS))))
 
     def __add__(self, addend: Cost) -> Cost:
         return Cost(self.rates + addend.rates)

@@ -36,6 +36,7 @@ from mmjax.config.model import layer_positions
 from mmjax.cost.rates import UNITS, Cost, Ends, ModuleParameters, TowerTrace
 from mmjax.kernels.tiles import MAX_BLOCK
 from mmjax.models.decoder import logits_of
+from mmjax.models.float8 import FORWARD, GRADIENT
 from mmjax.models.generation import Draws, condition_of, flow_errors, noised_latents, velocity_errors
 from mmjax.models.layer_stacks import LayerStack, Params, apply_stack
 from mmjax.models.model import Model, merge, parameter_group, partition, towers_of
@@ -52,6 +53,7 @@ ELEMENTWISE = {
 REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "or", "and")} | {"argmax", "argmin"}
 
 
+FLOAT8 = {jnp.dtype(FORWARD), jnp.dtype(GRADIENT)}
 ERFC_OPERATIONS = 50  # of the polynomials that XLA makes of it
 
 
@@ -67,6 +69,7 @@ class Operations(NamedTuple):
     shape: tuple[int, ...]  # of the result
     sizes: frozenset[int] = frozenset()  # of the dimensions of operands
     of_pair: bool = False  # of one pair of positions in a pair of blocks
+    in_float8: bool = False
 
 
 def list_operations(program: Any, times: int = 1, scope: str = "") -> Iterator[Operations]:
@@ -76,7 +79,8 @@ def list_operations(program: Any, times: int = 1, scope: str = "") -> Iterator[O
         inner = f"{scope}/{equation.source_info.name_stack}"
         if products := _product_operations(equation):
             sizes = frozenset(size for x in equation.invars for size in x.aval.shape)
-            yield Operations(times * products, True, inner, equation.outvars[0].aval.shape, sizes)
+            in_float8 = equation.invars[0].aval.dtype in FLOAT8
+            yield Operations(times * products, True, inner, equation.outvars[0].aval.shape, sizes, in_float8=in_float8)
         elif name in ELEMENTWISE or name == "erfc":
             result = equation.outvars[0].aval
             factor = ERFC_OPERATIONS if name == "erfc" else 1
@@ -264,7 +268,10 @@ def count_cost(operations: Iterable[Operations], row: Row, unit: Callable[[Opera
         is_backward = "transpose" in x.scope
         if not x.is_product:
             (cost.beside_backward if is_backward else cost.beside_forward)[place] += rate
-        elif "rematted_computation" in x.scope:
+            continue
+        if x.in_float8:
+            (cost.float8_backward if is_backward else cost.float8_forward)[place] += rate
+        if "rematted_computation" in x.scope:
             cost.again[place] += rate
         else:
             (cost.backward if is_backward else cost.forward)[place] += rate

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import TextBatch, branch_gap
 from mmjax.config import DecoderConfig, PlainRope
-from mmjax.config.towers import UNLIMITED
+from mmjax.config.towers import UNLIMITED, LayerKind
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.blockwise_attention import Scoring
 from mmjax.models.embedding import look_up
@@ -100,9 +100,10 @@ def norm_of(config: DecoderConfig) -> Callable[[int], nnx.Module]:
     return partial(RMSNorm, eps=config.norm_eps, offset=config.norm_offset)
 
 
-def decoder_layer_config(config: DecoderConfig, delta: bool, sparse: bool) -> LayerConfig:
-    """Describe a decoder's layers, with a gated delta net or attention, and with experts (sparse) or an MLP."""
+def decoder_layer_config(config: DecoderConfig, kind: LayerKind) -> LayerConfig:
+    """Describe a decoder's layers of a kind."""
     c = config
+    delta_net = partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation)
     return LayerConfig(
         width=c.width,
         heads=c.heads,
@@ -116,8 +117,8 @@ def decoder_layer_config(config: DecoderConfig, delta: bool, sparse: bool) -> La
         biases=c.biases,
         head_norm=partial(RMSNorm, eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm == "head" else None,
         attention_gate=c.attention_gate,
-        delta_net=partial(GatedDeltaNet, c.delta_net, c.width, c.norm_eps, c.activation) if delta else None,
-        experts=partial(Experts, c.experts, c.width, c.activation) if sparse else None,
+        delta_net=delta_net if kind.has_delta_net else None,
+        experts=partial(Experts, c.experts, c.width, c.activation) if kind.has_experts else None,
         post_norms=c.post_norms,
         scoring=Scoring(c.attention_scale, c.attention_cap),
         rope_neighbours=c.rope_neighbours,
@@ -140,7 +141,7 @@ class Decoder(nnx.Module):
         learned = config.learned_positions
         self.positions = PositionTable(learned, config.width, rngs) if learned else None
         kinds = config.layer_kinds
-        configs = {kind: decoder_layer_config(config, *kind) for kind in set(kinds)}
+        configs = {kind: decoder_layer_config(config, kind) for kind in set(kinds)}
         self.layers = LayerStacks(
             lambda i, rngs: TransformerLayer(configs[kinds[i]], rngs), plan, rngs, config.windowed
         )

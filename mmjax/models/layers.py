@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from mmjax.models.attention import Backend, Plan, attention, plan_attention
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring, dense_attention
 from mmjax.models.embedding import look_up
 from mmjax.models.expert_routing import Routing
+from mmjax.models.float8 import float8_products
 from mmjax.models.matmul import as_matrix, matmul
 from mmjax.models.quantization import Quantized, QuantizedMatrix, dequantize
 from mmjax.models.rope import Rotation, rotate
@@ -252,6 +253,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
         self.axes = axes
         self.lora: nnx.Module | None = nnx.data(None)  # set by `models.lora`
+        self.float8 = False  # whether products run in FP8; set by `models.model`
 
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         return apply_linears(x, self)[0]
@@ -261,7 +263,8 @@ class Linear(nnx.Module):
         if not padding:
             return self(x)
         weight = dequantize(self.weight[...], x.dtype)
-        y = _product(x, jnp.pad(weight, ((0, 0),) * (weight.ndim - 2) + ((0, padding), (0, 0))))
+        weight = jnp.pad(weight, ((0, 0),) * (weight.ndim - 2) + ((0, padding), (0, 0)))
+        (y,) = _products(x, [weight], [self])
         if self.bias is not None:
             y = y + self.bias[...].astype(x.dtype)
         if self.lora is not None:
@@ -278,7 +281,7 @@ def apply_linears(x: Float[Array, "*b i"], *linears: Linear, padding: int = 0) -
 
     def multiply(x: Array, *weights: Array | Quantized) -> tuple[Array, ...]:
         matrices = [_pad_last(dequantize(w, x.dtype), padding) for w in weights]
-        return tensor_parallel_products(x, matrices, axes) or tuple(_product(x, w) for w in matrices)
+        return tensor_parallel_products(x, matrices, axes) or _products(x, matrices, linears)
 
     weights = [linear.weight[...] for linear in linears]
     # Quantised weights are kept for backward as they are, and dequantised again there.
@@ -291,6 +294,16 @@ def apply_linears(x: Float[Array, "*b i"], *linears: Linear, padding: int = 0) -
             y = y + _pad_last(linear.lora(x), padding)
         outputs.append(checkpoint_name(y, "linear"))
     return outputs
+
+
+def _products(x: Array, weights: Sequence[Array], linears: Sequence[Linear]) -> tuple[Array, ...]:
+    """Multiply by the weights of linear layers, each in its precision."""
+    in_float8 = [weight for weight, linear in zip(weights, linears, strict=True) if linear.float8]
+    products = iter(float8_products(x, *in_float8) if in_float8 else ())
+    return tuple(
+        next(products) if linear.float8 else _product(x, weight)
+        for weight, linear in zip(weights, linears, strict=True)
+    )
 
 
 def _pad_last(x: Array, padding: int) -> Array:

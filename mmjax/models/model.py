@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import DiffusionTransformerConfig, ModelConfig, UnetConfig, VisionConfig
-from mmjax.config.model import frozen_modules, quantized_layers
+from mmjax.config.model import float8_linears, frozen_modules, quantized_layers
 from mmjax.models.expert_routing import Routing
 from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
 from mmjax.models.layers import Noise
@@ -263,4 +263,7 @@ def _init_params(
     for name, how in quantized_layers(config).items():
         for linear, _ in linear_layers(model, name):
             linear.weight = QuantizedMatrix(linear.weight[...], linear.axes, how)
+    for name in float8_linears(config):
+        for linear, layers in linear_layers(model, name):
+            linear.float8 = config.llm.float8_layers[layers[0]]
     return model

@@ -19,13 +19,19 @@ from mmjax.config.model import adapted_modules, frozen_modules, layer_positions,
 from mmjax.cost import table
 from mmjax.cost.rates import UNITS, Cost, SameModel, TowerTrace
 from mmjax.kernels.tiles import padded_width
-from mmjax.planning.hardware import ATTENTION_EFFICIENCY, COMPUTE_EFFICIENCY, Rates
+from mmjax.planning.hardware import ATTENTION_EFFICIENCY, COMPUTE_EFFICIENCY, FLOAT8_EFFICIENCY, Rates
 from mmjax.planning.work import Work, connector_mlps, head_width, row_work, useful_work
 
 PAIRS = UNITS.index("pairs")
 
 # Of a GPU's data sheet, as parts of its FLOP/s.
-SHEET = Rates(flops=COMPUTE_EFFICIENCY, memory=np.inf, host=np.inf, attention=ATTENTION_EFFICIENCY)
+SHEET = Rates(
+    flops=COMPUTE_EFFICIENCY,
+    memory=np.inf,
+    host=np.inf,
+    attention=ATTENTION_EFFICIENCY,
+    float8=2 * FLOAT8_EFFICIENCY,  # whose peak is twice as high
+)
 
 
 class Flops(NamedTuple):
@@ -34,10 +40,27 @@ class Flops(NamedTuple):
     forward: float
     backward: float
     attention: float = 0  # of these: the attention kernel's
+    float8_forward: float = 0  # of forward: products in FP8
+    float8_backward: float = 0  # of backward: products in FP8
 
     @property
     def total(self) -> float:
         return self.forward + self.backward
+
+    @property
+    def float8(self) -> float:
+        return self.float8_forward + self.float8_backward
+
+    @property
+    def at_one_rate(self) -> Flops:
+        """Return them with those in FP8 as the fewer ones of other products that would take as long."""
+        share = 1 - SHEET.flops / SHEET.float8
+        return self._replace(
+            forward=self.forward - share * self.float8_forward,
+            backward=self.backward - share * self.float8_backward,
+            float8_forward=0.0,
+            float8_backward=0.0,
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ needed
@@ -243,12 +266,17 @@ def executed(
             for module, cost in zip((tower, f"{tower}.connector"), plain, strict=True):
                 if _runs_twice(module, model) and module in flops:
                     again = _flops_of(cost, amounts, config)
-                    flops[module] = _plus(flops[module], forward=again.forward, attention=again.attention)
+                    flops[module] = _plus(
+                        flops[module],
+                        forward=again.forward,
+                        attention=again.attention,
+                        float8_forward=again.float8_forward,
+                    )
     return _with_encoding(flops, model, work, elementwise=True)
 
 
-def _plus(flops: Flops, forward: float = 0, backward: float = 0, attention: float = 0) -> Flops:
-    return Flops(flops.forward + forward, flops.backward + backward, flops.attention + attention)
+def _plus(flops: Flops, **added: float) -> Flops:
+    return flops._replace(**{name: getattr(flops, name) + more for name, more in added.items()})
 
 
 def _compiled_layers(config: Tower | Generator) -> Layers:
@@ -279,6 +307,8 @@ def _flops_of(cost: Cost, work: Work, config: Tower | Generator) -> Flops:
         forward=forward + _total(cost.beside_forward, work),
         backward=backward + again + _total(cost.beside_backward, work),
         attention=kernel * float(passes[:, PAIRS].sum() * work.pairs),
+        float8_forward=_total(cost.float8_forward, work),
+        float8_backward=_total(cost.float8_backward, work),
     )
 
 
@@ -345,7 +375,7 @@ def pair_costs(
     def seconds(name: str, length: int, pairs: float) -> float:
         shape = {tower: (1, step) for tower, step in shapes.items()} | {name: (1, length)}
         flops = executed(model, shape, frozen, pairs=dict.fromkeys(shapes, 0.0) | {name: pairs}, reference=reference)
-        return sum(rates.seconds(f.total, f.attention) for f in flops.values())
+        return sum(rates.seconds(f.total, f.attention, f.float8) for f in flops.values())
 
     many = 1e6  # pairs
     costs = []

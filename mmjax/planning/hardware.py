@@ -23,10 +23,12 @@ class Rates(NamedTuple):
     host: float  # bytes per second, each way
     attention: float | None = None  # FLOP/s of the attention kernel; None: those of matrix products
     launch: float = 0.0  # seconds that a kernel takes beside what it computes
+    float8: float | None = None  # FLOP/s of products in FP8, with their rounding; None: those of other products
 
-    def seconds(self, flops: float, attention: float) -> float:
-        """Compute the seconds of so many FLOPs, of which `attention` are the attention kernel's."""
-        return (flops - attention) / self.flops + attention / (self.attention or self.flops)
+    def seconds(self, flops: float, attention: float, float8: float = 0.0) -> float:
+        """Compute the seconds of so many FLOPs, some of which are the attention kernel's or of products in FP8."""
+        others = (flops - attention - float8) / self.flops
+        return others + attention / (self.attention or self.flops) + float8 / (self.float8 or self.flops)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Device:
     cuda: CudaTarget | None = None  # None: not compiled for where it is absent
     measured: MeasuredRates = MeasuredRates()
     measured_in: str = ""  # the file that states what was measured
+    float8: float | None = None  # FLOP/s of dense products in FP8; None: it has none
 
     def peak(self, precision: Literal["bfloat16", "float32"]) -> float:
         """Return the data sheet's FLOP/s."""
@@ -89,6 +92,7 @@ class Device:
             host=measured.host or BANDWIDTH_EFFICIENCY * self.host,
             attention=(measured.attention or ATTENTION_EFFICIENCY) * self.peak(precision) if gpu else None,
             launch=launch if measured.launch is None else measured.launch,
+            float8=FLOAT8_EFFICIENCY * self.float8 if self.float8 else None,
         )
 
     @property
@@ -126,7 +130,10 @@ _CUDA = {
     "h100-pcie": CudaTarget("NVIDIA H100 PCIe", 90, 114, 1.755, 84_942_979_072),
     "h200": CudaTarget("NVIDIA H200", 90, 132, 1.98, 150_754_820_096),
 }
-DEVICES = tuple(Device(**dict(zip(_COLUMNS, row, strict=True)), cuda=_CUDA.get(row[0])) for row in _ROWS)
+_FLOAT8 = {"h100-pcie": 1513e12, "h100-nvl": 1671e12, "h200-nvl": 1671e12, "h100": 1978.9e12, "h200": 1978.9e12}
+DEVICES = tuple(
+    Device(**dict(zip(_COLUMNS, row, strict=True)), cuda=_CUDA.get(row[0]), float8=_FLOAT8.get(row[0])) for row in _ROWS
+)
 SLICE_OF_GPU = r"\bMIG\b"
 
 # Fractions of the data sheet that a training step is assumed to reach where the device was not profiled.
@@ -134,6 +141,8 @@ COMPUTE_EFFICIENCY = 0.65  # of FLOP/s of matrix products
 # Of FLOP/s, in the attention kernel with all that it recomputes: FlashAttention-2 in Triton reaches 350-450 TFLOP/s
 # forward on an H100, and 250-350 backward where its 7 products count as 5 (Dao 2023; 350-490 of all 7).
 ATTENTION_EFFICIENCY = 0.4
+# Of FLOP/s in FP8: products of a 7B model and their gradients reached .52 to .59 of it on an H200, rounding included.
+FLOAT8_EFFICIENCY = 0.55
 LAUNCH_SECONDS = 3e-6  # of a GPU's kernel, one after the other in a CUDA graph: 2-4 us
 BANDWIDTH_EFFICIENCY = 0.8  # of the bandwidth of memory and links
 USABLE = 0.92  # of the memory: the rest goes to the driver, the collectives and fragmentation
@@ -161,6 +170,12 @@ def find_device(kind: str) -> Device | None:
     if re.search(SLICE_OF_GPU, kind):  # a fraction of a GPU has other rates than its name says
         return None
     return next((device for device in DEVICES if re.search(device.kind, kind)), None)
+
+
+def check_float8(fp8: str, device: Device | None) -> None:
+    """Raises UserError where products are to be in FP8 on a device that has none. fp8: as in `DecoderConfig`."""
+    if fp8 != "off" and device is not None and device.platform != "cpu" and device.float8 is None:
+        raise UserError(f"model.llm.fp8={fp8}: {device.name} multiplies nothing in FP8; use model.llm.fp8=off")
 
 
 def parse_cluster(name: str) -> Cluster:

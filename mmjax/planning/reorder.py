@@ -97,7 +97,8 @@ def _flops_of_row(config: Config, stage: UnitStage, shape: Sequence[int], pairs:
         policies = layer_policies(tower)[stage.layers.start : stage.layers.stop]
     one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
     stage_pairs = None if pairs is None else dict.fromkeys(towers, 0.0) | {stage.tower: pairs}
-    return stage_flops(config.model, stage.tower, stage.layers, policies, one_row, pairs=stage_pairs)
+    flops = stage_flops(config.model, stage.tower, stage.layers, policies, one_row, pairs=stage_pairs)
+    return flops.at_one_rate
 
 
 class _Program(NamedTuple):

@@ -76,8 +76,8 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
         # One forward pass of it; of a UNet, its share of all.
         share = flops.forward / flops.total
         attention = len(counted) * attention_flops(model, stage.tower, work) if not unet else share * flops.attention
-    forward = rates.seconds(flops.forward, attention) / parts
-    backward = rates.seconds(flops.backward, max(0.0, flops.attention - attention)) / parts
+    forward = rates.seconds(flops.forward, attention, flops.float8_forward) / parts
+    backward = rates.seconds(flops.backward, max(0.0, flops.attention - attention), flops.float8_backward) / parts
     if measured:
         forward += len(stage.policies) * measured["forward"] / parts
         backward += sum(measured[policy] - measured["forward"] for policy in stage.policies) / parts

@@ -221,7 +221,9 @@ def _seconds(
     """Estimate the seconds of the executed FLOPs on a device."""
     flops = executed(model, batch.shape, frozen, loss_chunks, batch.pairs, machine.reference, without_layers)
     parts = {module: machine.sharding.parts(module.removesuffix(".connector")) for module in flops}
-    return sum(machine.speed.rates.seconds(f.total, f.attention) / parts[module] for module, f in flops.items())
+    return sum(
+        machine.speed.rates.seconds(f.total, f.attention, f.float8) / parts[module] for module, f in flops.items()
+    )
 
 
 def _weight_bytes(

@@ -56,6 +56,9 @@ def print_run_summary(
     print_lines(f"mmjax {__version__}  {config.name}: {count(sizes.total())} parameters, {config.training.precision}")
     quantized = {layer.split(".")[0]: f"frozen, {how}" for layer, how in quantized_layers(config.model).items()}
     remarks = dict.fromkeys(model.frozen, "frozen") | quantized
+    if float8 := sum(config.model.llm.float8_layers):
+        products = f"products of {float8} of {config.model.llm.layers} layers in FP8"
+        remarks["llm"] = ", ".join(filter(None, (remarks.get("llm"), products)))
     print_lines(*table([(m, count(n), remarks.get(m, "")) for m, n in sizes.items()]))
     device = mesh.devices.flat[0]
     axes = " x ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "one device"

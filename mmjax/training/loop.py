@@ -42,7 +42,7 @@ from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, simulate_stages
 from mmjax.pipeline.units import place_stages, tower_rows
-from mmjax.planning.hardware import find_device
+from mmjax.planning.hardware import check_float8, find_device
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan, with_policies
 from mmjax.planning.schedules import schedule_name, stage_cuts
@@ -163,6 +163,8 @@ class Trainer:
         # Units have meshes of their own; this one, of all devices, is for what they do together.
         self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
         check_heads(self.mesh.shape, config.mesh, config.model)
+        device = find_device(self.mesh.devices.flat[0].device_kind)
+        check_float8(config.model.llm.fp8, device)
         enable_compilation_cache(folder.programs)  # before anything is compiled
         context = max(self.mesh.shape["context"], *(unit.context for unit in config.units.values()), 1)
         self.compiler_options = compiler_options(config.compiler, self.mesh.local_devices[0], context)
@@ -173,7 +175,6 @@ class Trainer:
         self.loader = self.data.loader
         config = self.data.launch.config  # in which training.epochs became training.steps
         if not config.units:
-            device = find_device(self.mesh.devices.flat[0].device_kind)
             config = choose_sequence_parallel(config, self.mesh.shape, self.loader.layout, device)
         self.config = config
 

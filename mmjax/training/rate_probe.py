@@ -125,8 +125,8 @@ def fit_rates(rows: float, items: float, pair: float, one: ProbedRow, many: Prob
 
 
 def total_of(flops: Mapping[str, Flops]) -> Flops:
-    """Add up the FLOPs of all modules."""
-    return Flops(*map(sum, zip(*flops.values(), strict=True)))
+    """Add up the FLOPs of all modules, at the rate of products in the computation's precision."""
+    return Flops(*map(sum, zip(*(f.at_one_rate for f in flops.values()), strict=True)))
 
 
 def reached_shares(rows: Flops, attending: Flops, seconds: float, attention: float, peak: float) -> Shares:

@@ -18,6 +18,7 @@ from commands import run
 from mmjax import plan
 from mmjax.autotune import compile_memory
 from mmjax.kernels.masked_tiles import OLDEST_JAX
+from mmjax.models.float8 import UNNAMED_ALGORITHMS
 from mmjax.planning.hardware import USABLE, find_device, parse_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +126,15 @@ def test_every_chunk_of_a_tensor_parallel_layer_is_sent_while_a_product_is_compu
 @pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
 def test_with_less_memory_than_it_takes_xla_computes_again_and_it_is_seen():
     assert told("tests/autotune/compiled_step.py", "compiler.xla_gpu_memory_limit_slop_factor=5")["rematerialized"] > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not WHEELS, reason='compiling for absent GPUs needs the CUDA wheels: pip install "mmjax[aot]"')
+def test_products_in_float8_are_cublas_and_turn_no_weights_of_all_layers():
+    # Three products of each of seven linear layers, of which XLA merges those that share an operand. From JAX 0.12 on a
+    # device chooses among kernels when it compiles.
+    named = jax.__version_info__ < UNNAMED_ALGORITHMS
+    assert told("tests/autotune/compiled_float8.py") == {"products": 15 if named else 0, "turned": 0}
 
 
 @pytest.mark.parametrize("name", ["a100", "h100", "h100-pcie", "h200"])

@@ -128,7 +128,7 @@ def fill_adapters(state: Any) -> Any:
 
 
 def assert_same_gradients(
-    config: Config, folder: Path, schedule: str = "auto", loss: LossConfig = CrossEntropy()
+    config: Config, folder: Path, schedule: str = "auto", loss: LossConfig = CrossEntropy(), tolerance: float = 1e-5
 ) -> PipelineExecutor:
     """The pipeline's gradients and losses are those of one device."""
     batches, plain = (
@@ -136,12 +136,16 @@ def assert_same_gradients(
     )
     config = replace(config, loss=loss)
     pipeline = make_pipeline(config, schedule)
-    assert_gradients_of_one_mesh(config, pipeline, batches, plain)
+    assert_gradients_of_one_mesh(config, pipeline, batches, plain, tolerance)
     return pipeline
 
 
 def assert_gradients_of_one_mesh(
-    config: Config, pipeline: PipelineExecutor, batches: Sequence[Microbatch], plain: Sequence[Microbatch]
+    config: Config,
+    pipeline: PipelineExecutor,
+    batches: Sequence[Microbatch],
+    plain: Sequence[Microbatch],
+    tolerance: float = 1e-5,
 ) -> None:
     """Its gradients, losses and norm are one device's. plain: the microbatches as packed for one device."""
     one = make_executor(config, MeshConfig(1))
@@ -159,11 +163,11 @@ def assert_gradients_of_one_mesh(
     run = pipeline.gradients(staged, pipeline.zeros(), weighed, total, noise)
     gradients = reduce(merge, (unstack_layers(jax.device_get(sums.gradients)) for sums in run.sums))
     difference, leaf = worst_leaf(gradients, unstack_layers(expected.gradients))
-    assert difference <= 1e-5, leaf
+    assert difference <= tolerance, leaf
     norm = pipeline._settle_gradients(run, report, unreadable)[0].gradient_norm
-    np.testing.assert_allclose(norm, optax.tree.norm(expected.gradients), rtol=1e-5)
+    np.testing.assert_allclose(norm, optax.tree.norm(expected.gradients), rtol=tolerance)
     losses = {tower: run.sums[n].losses for n, placed in enumerate(pipeline.stages) for tower in placed.stage.losses}
-    np.testing.assert_allclose(losses["llm"].loss, expected.losses.loss, rtol=1e-5)
+    np.testing.assert_allclose(losses["llm"].loss, expected.losses.loss, rtol=tolerance)
     assert np.array_equal(losses["llm"].worst_samples[:8], expected.losses.worst_samples[:8])
     for name, total in expected.losses.measures.items():
         np.testing.assert_allclose(losses["llm"].measures[name], total, rtol=1e-4)
@@ -310,6 +314,14 @@ def test_gradients_beside_quantised_weights_are_those_of_one_program(tmp_path):
     llm = replace(config.model.llm, quantize="int8")
     config = replace(config, model=replace(config.model, llm=llm, lora=LORA))
     assert_same_gradients(config, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_products_in_float8_are_those_of_one_program(tmp_path):
+    config = config_of("by module")
+    llm = replace(config.model.llm, fp8="linears", layers=3)
+    # A sum in another order rounds now and then to the other neighbour.
+    assert_same_gradients(replace(config, model=replace(config.model, llm=llm)), tmp_path, tolerance=0.01)
 
 
 @pytest.mark.exhaustive
