@@ -327,7 +327,8 @@ def model_sharding(config: MeshConfig, mesh: Mapping[str, int]) -> ModelSharding
     way = "off" if config.sequence_parallel == "auto" else config.sequence_parallel
     experts = mesh.get("expert", 1)
     shards = mesh["fsdp"] * experts * mesh["context"] * tensor
-    return ModelSharding(shards, tensor, 1 if config.encoders == "data" else tensor, way, experts=experts)
+    encoders = 1 if config.encoders == "data" else tensor
+    return ModelSharding(shards, tensor, encoders, way, experts=experts, copies=mesh["data"])
 
 
 def choose_sequence_parallel(

@@ -172,6 +172,7 @@ class AdamW:
     eps: float = 1e-8  # added to the root of the squares
     moments: Moments = "float32"  # 4, 2 or 1 bytes for each of a matrix's two moments
     offload: bool = False  # keep moments in host memory between updates
+    over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
     modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["adamw"] = "adamw"
 
@@ -189,6 +190,7 @@ class Muon:
     eps: float = 1e-8  # of AdamW: added to the root of the squares
     moments: Moments = "float32"  # 4, 2 or 1 bytes for the momentum, and for each of AdamW's two moments
     offload: bool = False  # keep moments in host memory between updates
+    over_data: bool = False  # divide moments over `mesh.data` too (ZeRO-1)
     modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["muon"] = "muon"
 
@@ -204,6 +206,7 @@ class Adafactor:
     clip: float = 1.0  # RMS of a parameter's direction
     moments: Moments = "bfloat16"  # 4, 2 or 1 bytes for the momentum
     offload: bool = False  # keep the momentum in host memory between updates
+    over_data: bool = False  # divide the momentum over `mesh.data` too (ZeRO-1)
     modules: dict[str, Rates] = field(default_factory=dict)  # by module: llm, vision.connector, llm.lora, ...
     kind: Literal["adafactor"] = "adafactor"
 

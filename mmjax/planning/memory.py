@@ -122,6 +122,7 @@ class ModelSharding:
     # replicated, so it may be more than 1 / shards.
     shares: Mapping[str, float] = field(default_factory=dict)
     experts: int = 1  # devices that share the experts of a layer
+    copies: int = 1  # of the parameters, along `data`
 
     def part_of(self, module: str) -> float:
         """Return the fraction of a module's parameters on each device."""
@@ -175,8 +176,6 @@ def fixed_bytes(
     work = row_work(model, batch.shape)
     stored = parameter_bytes(model, frozen, activation)
     trainable = sum(n * sharding.part_of(module) for module, n in parameters(model).items() if module not in frozen)
-    # By module, since modules may be sharded differently.
-    moments = moment_bytes(model, frozen, optimizer)
     matrices = layer_matrices(model) | {
         module: n for module, n in parameters(model).items() if module.endswith(".lora")
     }
@@ -217,7 +216,7 @@ def fixed_bytes(
     return {
         "parameters": sum(n * sharding.part_of(module) for module, n in stored.items()),
         "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
-        "optimizer": 0.0 if optimizer.offload else sum(n * sharding.part_of(module) for module, n in moments.items()),
+        "optimizer": 0.0 if optimizer.offload else moment_bytes_on_device(model, optimizer, sharding),
         "copies": copies,
         "batch": LOADED * batch.microbatches * sum(batch_bytes(model, batch, tower) for tower in batch.shape),
         "tokens": tokens,
@@ -266,9 +265,9 @@ def update_bytes(
 
     fixed: of `fixed_bytes`.
     """
-    moments = moment_bytes(model, frozen_modules(model), optimizer)
-    loaded = sum(n * sharding.part_of(module) for module, n in moments.items())
-    return loaded + sum(fixed[kind] for kind in ("parameters", "gradients", "batch"))
+    return moment_bytes_on_device(model, optimizer, sharding) + sum(
+        fixed[kind] for kind in ("parameters", "gradients", "batch")
+    )
 
 
 def layer_matrices(model: ModelConfig) -> dict[str, int]:
@@ -290,6 +289,13 @@ def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfi
         of_muon = {module: n.matrices for module, n in counts.items() if not module.endswith(".lora")}
         numbers = {module: n - of_muon.get(module, 0) for module, n in numbers.items()}
     return {module: MOMENT[optimizer.moments] * n for module, n in numbers.items()}
+
+
+def moment_bytes_on_device(model: ModelConfig, optimizer: OptimizerConfig, sharding: ModelSharding) -> float:
+    """Count the bytes of the moments that a device holds, or loads for its update."""
+    moments = moment_bytes(model, frozen_modules(model), optimizer)
+    of_copy = sum(n * sharding.part_of(module) for module, n in moments.items())
+    return of_copy / (sharding.copies if optimizer.over_data else 1)
 
 
 def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig) -> int:

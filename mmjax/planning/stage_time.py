@@ -22,6 +22,7 @@ from mmjax.planning.step_time import (
     all_reduces,
     collective_seconds,
     context_seconds,
+    elementwise_update_seconds,
     exchange_seconds,
     muon_seconds,
     recomputed_reduces,
@@ -143,11 +144,8 @@ def reduce_seconds(stage: StageRun) -> float:
 
 
 def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConfig) -> float:
-    """Estimate the seconds of a stage's update, bytes as in `planning.step_time`, Muon's gathers included."""
-    rates = stage.machine.speed.rates
-    seconds = (5 * stage.trainable + 2 * stage.moments) / rates.memory
-    if optimizer.offload:
-        seconds += 2 * stage.moments / rates.host
+    """Estimate the seconds of a stage's update, Muon's gathers included."""
+    seconds = elementwise_update_seconds(stage.trainable, stage.moments, optimizer, stage.machine)
     unet = isinstance(stage.config(model), UnetConfig)
     if isinstance(optimizer, Muon) and not unet and stage.tower not in frozen_modules(model):
         seconds += muon_seconds(model, len(stage.layers), stage.tower, stage.machine)

@@ -32,7 +32,7 @@ from mmjax.config.model import (
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.planning.flops import executed, frozen_modules, layer_policies
 from mmjax.planning.hardware import Cluster, Rates
-from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
+from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes_on_device
 from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
 from mmjax.planning.work import Work, layer_sizes, row_work
 
@@ -109,16 +109,28 @@ def step_time(
     summed = {f.name: sum(getattr(t, f.name) for t in times) for f in fields(StepTime)}
     counts = parameters(model)
     frozen = frozen_modules(model)
+    trainable = MASTER * sum(
+        n * machine.sharding.part_of(module) for module, n in counts.items() if module not in frozen
+    )
+    moments = moment_bytes_on_device(model, optimizer, machine.sharding)
+    update = elementwise_update_seconds(trainable, moments, optimizer, machine)
+    muon = _muon(model, machine, frozen) if isinstance(optimizer, Muon) else 0.0
+    return StepTime(**summed | {"update": update + muon})
+
+
+def elementwise_update_seconds(
+    trainable: float, moments: float, optimizer: OptimizerConfig, machine: ClusterRun
+) -> float:
+    """Estimate the seconds of an update, without Muon's exchanges. trainable, moments: bytes on a device."""
+    rates, data = machine.speed.rates, machine.mesh["data"]
     # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared. Before,
     # gradients are read for their norm: AdamW moves 36 bytes a parameter.
-    on_device = {module: machine.sharding.part_of(module) for module in counts}
-    moments = moment_bytes(model, frozen, optimizer)
-    passed = sum((5 * MASTER * counts[module] + 2 * n) * on_device[module] for module, n in moments.items())
+    seconds = (5 * trainable + 2 * moments) / rates.memory
+    if optimizer.over_data:  # each copy updates its share of the parameters, which all then gather
+        stride = machine.parameter_shards * machine.mesh["tensor"]
+        seconds += collective_seconds(trainable, data, stride, machine.cluster)
     # From the host's memory and back.
-    loaded = 2 * sum(n * on_device[module] for module, n in moments.items()) if optimizer.offload else 0.0
-    muon = _muon(model, machine, frozen) if isinstance(optimizer, Muon) else 0.0
-    rates = machine.speed.rates
-    return StepTime(**summed | {"update": passed / rates.memory + loaded / rates.host + muon})
+    return seconds + (2 * moments / rates.host if optimizer.offload else 0.0)
 
 
 def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, float], machine: ClusterRun) -> StepTime:

@@ -336,7 +336,7 @@ MAY_CHANGE = (
     "data.max_bad",
     "training.steps", "training.epochs", "training.loss_chunks", "training.evaluate_", "training.checkpoint_every",
     "training.keep", "training.bad_numbers", "training.spike", "training.wandb", "training.watch.",
-    "optimizer.offload",
+    "optimizer.offload", "optimizer.over_data",
     "model.llm.remat", "model.llm.attention",
 )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -242,7 +242,20 @@ def shardings_with_moments(
         like = next((by_path[names[k:]] for k in range(len(names)) if names[k:] in by_path), scalar)
         # A row that has one scale is not sharded along it.
         spec = [axes if size > 1 else None for axes, size in zip(like.spec, leaf.shape, strict=False)]
+        if optimizer.config is not None and optimizer.config.over_data and like is not scalar:
+            spec = _over_data(spec, leaf.shape, mesh)
         moved = optimizer.offloads and like is not scalar
         return NamedSharding(mesh, PartitionSpec(*spec), memory_kind="pinned_host" if moved else None)
 
     return TrainState(scalar, trainable, constant, jax.tree_util.tree_map_with_path(moment, abstract))
+
+
+def _over_data(spec: Sequence[Any], shape: tuple[int, ...], mesh: Mesh) -> list[Any]:
+    """Cut the first dimension that still divides along `data` too; without one, nothing is cut."""
+    spec = [*spec, *(None,) * (len(shape) - len(spec))]
+    for dimension, (axes, size) in enumerate(zip(spec, shape, strict=True)):
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        if size % math.prod(mesh.shape[name] for name in ("data", *names)) == 0:
+            spec[dimension] = ("data", *names)
+            break
+    return spec

@@ -325,7 +325,7 @@ def test_products_in_float8_are_those_of_one_program(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("optimizer", [AdamW(offload=True), Muon()], ids=["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [AdamW(offload=True, over_data=True), Muon()], ids=["adamw", "muon"])
 def test_updates_are_those_of_one_program(optimizer, tmp_path):
     config = config_of("by module", optimizer=optimizer)
     config = replace(config, training=replace(config.training, clip=0.05, steps=20))

@@ -145,6 +145,14 @@ def test_moments_of_two_bytes_and_one_are_a_half_and_a_quarter_and_adafactor_has
     assert saved[0] == pytest.approx(3 / 1.5 * saved[1])
 
 
+def test_copies_of_the_parameters_divide_moments_over_data_alone():
+    omni = load("tiny_omni")
+    whole, divided = (replace(omni, optimizer=AdamW(over_data=over_data)) for over_data in (False, True))
+    four = ModelSharding(2, copies=4)
+    assert held(divided, four) == held(whole, four) | {"optimizer": held(whole, four)["optimizer"] / 4}
+    assert held(divided, ModelSharding(2)) == held(whole, four)
+
+
 def test_moments_in_host_memory_take_none_between_updates_and_their_own_in_one():
     omni = load("tiny_omni")
     adamw = replace(omni, optimizer=AdamW())

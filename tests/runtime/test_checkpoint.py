@@ -166,6 +166,15 @@ def test_every_optimizers_state_comes_back_on_another_mesh_and_in_other_stacks(n
     assert_equal(restored(save(tmp_path, on, state), other), state)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("before", [True, False], ids=["divided", "whole"])
+def test_moments_over_data_come_back_whole_and_whole_ones_over_data(before, tmp_path):
+    optimizers = {over_data: AdamW(moments="int8", over_data=over_data) for over_data in (True, False)}
+    on, other = (executor(mesh=MeshConfig(4, fsdp=2), devices=8, optimizer=optimizers[o]) for o in (before, not before))
+    state = moved(on)
+    assert_equal(restored(save(tmp_path, on, state), other), state)
+
+
 def test_other_moments_are_refused_and_are_no_damage(small_saved):
     model = load(TINY).model
     for optimizer, expected in (
