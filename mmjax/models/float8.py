@@ -20,7 +20,8 @@ from jaxtyping import Array, Float
 
 from mmjax.parallel.sharding import platform
 
-FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+FORWARD = jnp.float8_e4m3fn
+GRADIENT = jnp.float8_e5m2
 TOP = {FORWARD: 8, GRADIENT: 15}  # the largest value of each is 1.75 times 2 to this power: 448 and 57,344
 UNNAMED_ALGORITHMS = (0, 12)  # JAX, which cannot write those of FP8 for its plugin
 LEAST = -63  # exponent of a scale: a product of two scales is still a normal float32
@@ -112,7 +113,8 @@ def _products_forward(x: Any, *weights: Any) -> tuple[tuple[Array, ...], Any]:
 
 def _products_backward(residuals: Any, d_outputs: tuple[Any, ...]) -> tuple[Array | None, ...]:
     x8, weights, no_x = residuals
-    d_x, d_weights = None, []
+    d_x = None
+    d_weights = []
     for (weight, scale, no_weight), d_y in zip(weights, d_outputs, strict=True):
         d_weight = None
         if not isinstance(d_y, SymbolicZero):

@@ -122,13 +122,13 @@ def elementwise_update_seconds(
     trainable: float, moments: float, optimizer: OptimizerConfig, machine: ClusterRun
 ) -> float:
     """Estimate the seconds of an update, without Muon's exchanges. trainable, moments: bytes on a device."""
-    rates, data = machine.speed.rates, machine.mesh["data"]
+    rates = machine.speed.rates
     # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared. Before,
     # gradients are read for their norm: AdamW moves 36 bytes a parameter.
     seconds = (5 * trainable + 2 * moments) / rates.memory
     if optimizer.over_data:  # each copy updates its share of the parameters, which all then gather
         stride = machine.parameter_shards * machine.mesh["tensor"]
-        seconds += collective_seconds(trainable, data, stride, machine.cluster)
+        seconds += collective_seconds(trainable, machine.mesh["data"], stride, machine.cluster)
     # From the host's memory and back.
     return seconds + (2 * moments / rates.host if optimizer.offload else 0.0)
 
