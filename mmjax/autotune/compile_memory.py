@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -161,16 +160,14 @@ class StepPrograms:
             accumulates=batch.microbatches > 1,
             compiler_options=compiler_options(config.compiler, devices[0], mesh.shape[CONTEXT]),
         )
-        zeros = jax.eval_shape(executor.zeros)
-        sums = zeros or jax.eval_shape(partial(executor.zero_sums, model.dtype))
         return cls(
             executor=executor,
             state=jax.tree.map(_struct, executor.abstract, executor.shardings),
-            accumulated=zeros and jax.tree.map(_struct, zeros, executor.sums_shardings),
-            gradients=jax.tree.map(_struct, sums, executor.sums_shardings),
+            accumulated=executor.accumulated,
+            gradients=executor.sums,
             microbatch=_microbatch(executor, batch, config.model),
             microbatches=batch.microbatches,
-            hyper=hyperparameters(config, executor.modules, 0),
+            hyper=hyperparameters(config, 0),
         )
 
     def compile_gradients(self) -> CompiledProgram:

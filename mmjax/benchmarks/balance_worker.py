@@ -114,7 +114,7 @@ def _make_trainer(config: Config) -> Trainer:
     accumulates = config.batch.microbatches > 1
     executor = Executor(model, optimizer, mesh, ShardingRules(), sources=1, accumulates=accumulates)
     state = executor.init(jax.random.key(config.seed))
-    return Trainer(executor, state, executor.zeros(), hyperparameters(config, executor.modules, 0))
+    return Trainer(executor, state, executor.zeros(), hyperparameters(config, 0))
 
 
 def _make_barrier(executor: Executor) -> Callable[[], None]:
@@ -149,7 +149,7 @@ def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]], barrier: Callab
                 shape = Shape(tuple(lengths.tolist()), tuple(widths.tolist()))
                 shapes.setdefault(shape, (batch, prepared))
     examples = list(shapes.values())
-    trainer.executor.compile(trainer.state, trainer.accumulated, [batch for batch, _ in examples], trainer.hyper)
+    trainer.executor.compile(trainer.state, [batch for batch, _ in examples], trainer.hyper)
     for _, prepared in examples:
         trainer.step(prepared)
 

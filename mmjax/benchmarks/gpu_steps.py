@@ -229,10 +229,10 @@ def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()
     layers = make_config(name, tokens, tiny, changes).model.llm.layers
     devices = list(executor.mesh.devices.flat)
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
-    hyper = hyperparameters(config, executor.modules, 0)
+    hyper = hyperparameters(config, 0)
     programs = CompileCounter()
     began = time.perf_counter()
-    executor.compile(state, accumulated, steps[0].microbatches, hyper)
+    executor.compile(state, steps[0].microbatches, hyper)
     compiling = time.perf_counter() - began
     seconds = []
     for loaded in steps:
@@ -279,7 +279,7 @@ def measure_rows(name: str, tokens: int, tiny: bool) -> dict[str, Any]:
     """Predict what rows of all kinds take by the two that a run probes, and measure them."""
     config, _, executor, (loaded,) = prepare(name, tokens, tiny, 1)
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
-    executor.compile(state, accumulated, loaded.microbatches, hyperparameters(config, executor.modules, 0))
+    executor.compile(state, loaded.microbatches, hyperparameters(config, 0))
     (batch,) = loaded.microbatches
 
     def measure(sample: np.ndarray) -> ProbedRow:

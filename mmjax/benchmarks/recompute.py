@@ -140,7 +140,7 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, 
     executor = Executor(model, optimizer, mesh, ShardingRules.of(config.mesh), sources=1, accumulates=False)
     runs = str({tower: [name for run in plan for name in run.parts] for tower, plan in model.runs.items()})
     if runs not in states:
-        states[runs] = executor.random_parameters()(jax.random.key(0))
+        states[runs] = executor.state.random_parameters()(jax.random.key(0))
     arrays = executor.put(_microbatch(config, batch))
     weight = {"llm": np.float32(batch.shape["llm"][1])}
 

@@ -158,7 +158,7 @@ def make_step(config: Config, devices: list[jax.Device]) -> Step:
         loss_chunks=plan.loss_chunks,
         accumulates=config.batch.microbatches > 1,
     )
-    hyper = hyperparameters(config, executor.modules, 0)
+    hyper = hyperparameters(config, 0)
     batches = [executor.put(batch) for batch in loaded.microbatches]
     state = executor.init(jax.random.key(0))
     accumulated = executor.zeros()

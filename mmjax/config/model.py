@@ -204,6 +204,11 @@ def adapted_modules(model: ModelConfig) -> list[str]:
     return list(dict.fromkeys(module_of_layer(name) for name in adapters_by_layer(model)))
 
 
+def rated_modules(model: ModelConfig) -> list[str]:
+    """List what may have a learning rate of its own: all modules, then `<module>.lora` of adapters."""
+    return [*module_names(model), *(f"{module}.lora" for module in adapted_modules(model))]
+
+
 def frozen_by_adapters(model: ModelConfig) -> set[str]:
     """List the modules whose base weights are frozen because they have adapters."""
     return {module_of_layer(name) for name, lora in adapters_by_layer(model).items() if lora.base == "frozen"}

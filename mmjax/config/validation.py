@@ -35,7 +35,7 @@ from mmjax.config.checks import (
     modules_of_model,
 )
 from mmjax.config.codec import did_you_mean
-from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, step_vaes
+from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, rated_modules, step_vaes
 from mmjax.config.model_validation import check_limits, check_model
 from mmjax.config.training import cut_tower, repeats_forward, unit_cuts, unit_modules
 
@@ -417,8 +417,7 @@ def _check_training(config: Config) -> None:
     for name in ("b1", "b2", "momentum"):
         value = getattr(optimizer, name, 0.0)
         check(0 <= value < 1, f"optimizer.{name}={value}: choose at least 0 and less than 1")
-    adapters = [f"{module}.lora" for module in adapted_modules(model)]
-    modules_of_model("optimizer.modules", optimizer.modules, [*module_names(model), *adapters])
+    modules_of_model("optimizer.modules", optimizer.modules, rated_modules(model))
     for name, module_rates in optimizer.modules.items():
         for key in ("learning_rate", "weight_decay"):
             value = getattr(module_rates, key)

@@ -255,6 +255,17 @@ def restrict(params: Params, structure: Params) -> Params:
     }
 
 
+def exclude(params: Params, structure: Params) -> Params:
+    """Leave out of nested dicts the leaves that another one has."""
+    excluded = {}
+    for name, value in params.items():
+        if name not in structure:
+            excluded[name] = value
+        elif isinstance(value, dict) and (inner := exclude(value, structure[name])):
+            excluded[name] = inner
+    return excluded
+
+
 def _init_params(
     config: ModelConfig, runs: dict[str, tuple[LayerStack, ...]], dtype: Any, functions: Functions, key: Array
 ) -> MultimodalModel:

@@ -169,6 +169,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def without_shards(struct: jax.ShapeDtypeStruct, layout: NamedSharding | None = None) -> jax.Array:
+    """Return an array of which this process has no shard: a place in states and plans for what others have.
+
+    layout: None where the struct has one.
+    """
+    return jax.make_array_from_single_device_arrays(struct.shape, layout or struct.sharding, [], dtype=struct.dtype)
+
+
 def rows_sharding(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> NamedSharding:
     """Return the sharding of the leading dimension over the ranks, or over these axes."""
     return NamedSharding(mesh, PartitionSpec(axes))

@@ -77,7 +77,7 @@ def compile_stages(
         loss_chunks=config.training.loss_chunks or 1,
         compiler_options=compiler_options(config.compiler, devices[0], layout.topology.context),
     )
-    hyper = hyperparameters(config, pipeline.modules, 0)
+    hyper = hyperparameters(config, 0)
     compiled: dict[Any, tuple[dict[str, int], int]] = {}
     by_stage = {}
     for number, plan in enumerate(plans):
@@ -211,10 +211,10 @@ def lower_first(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> j
 def lower_update(pipeline: PipelineExecutor, number: int, hyper: Hyperparameters) -> jax.stages.Lowered:
     """Lower the optimizer's update of a stage."""
     on_all = replicated(pipeline.stages[number].mesh)
-    part = put_shapes(pipeline.abstract_parts[number], pipeline.shardings[number])
+    part = put_shapes(pipeline.abstract_parts[number], pipeline.states[number].shardings)
     sums = put_shapes(
         jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), part.trainable),
-        pipeline.shardings[number].trainable,
+        pipeline.states[number].shardings.trainable,
     )
     scalars = (jax.ShapeDtypeStruct((), dtype, sharding=on_all) for dtype in (jnp.float32, jnp.bool))
     return pipeline.updates[number].lower(part, sums, hyper, *scalars)

@@ -14,36 +14,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from mmjax.batch import Microbatch
 from mmjax.config import CrossEntropy, Exchange, LossConfig
-from mmjax.config.model import adapted_modules, module_names
 from mmjax.config.training import Carrier
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params
-from mmjax.models.model import Model, merge, modules_of, partition, restrict
-from mmjax.models.quantization import cast_frozen
-from mmjax.parallel.sharding import AXES, ShardingRules, activations_on, replicated, rows_sharding, tokens_sharding
+from mmjax.models.model import Model, merge
+from mmjax.parallel.sharding import AXES, ShardingRules, replicated, tokens_sharding, without_shards
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.pipeline.shared import add_on_mesh, tied_table
-from mmjax.pipeline.transfer import move, move_array, open_carrier, view, without_shards
+from mmjax.pipeline.transfer import move, move_array, open_carrier, view
 from mmjax.pipeline.units import TowerRows, put_batch
 from mmjax.planning.schedules import ScheduleName
-from mmjax.runtime.device_batch import ProcessReport, isolate_rows, merge_unreadable, put_report, weigh, weigh_images
+from mmjax.runtime.device_batch import ProcessReport, isolate_rows
 from mmjax.runtime.losses import Losses
 from mmjax.runtime.objectives import TextObjective
 from mmjax.runtime.stage_program import Sums, zeros_like
-from mmjax.runtime.state import (
-    Hyperparameters,
-    Optimizer,
-    TrainState,
-    all_parameters,
-    parameter_shardings,
-    shardings_with_moments,
-)
-from mmjax.runtime.step import StepReport, is_valid, loss_weights, report_step
+from mmjax.runtime.stage_state import StageState
+from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, all_parameters, parameter_shardings
+from mmjax.runtime.step import Runner, StepReport, is_valid, loss_weights, report_step
 
 
 class PipelineState(NamedTuple):
@@ -53,7 +45,7 @@ class PipelineState(NamedTuple):
     copies: tuple[Params, ...]
 
 
-class PipelineExecutor:
+class PipelineExecutor(Runner):
     """Runs a model on several meshes, with the interface of `runtime.step.Executor`."""
 
     def __init__(
@@ -74,11 +66,7 @@ class PipelineExecutor:
     ) -> None:
         """rows: which of each tower's rows this process packs; None: all."""
         self.rows = rows
-        self.model = model
-        self.optimizer = optimizer
         self.stages = tuple(stages)
-        self.rules = rules
-        self.sources = sources
         self.schedule = schedule
         self.loss = loss
         self.loss_chunks = loss_chunks
@@ -95,18 +83,19 @@ class PipelineExecutor:
         self.graph = self.passes.graph
         self.local = self.passes.local
         self.synchronous = self.passes.synchronous
-        self.frozen = frozenset(model.frozen)
         meshes = list(dict.fromkeys(placed.mesh for placed in stages))
         # Of all devices, for what the whole step agrees on.
         devices = np.concatenate([mesh.devices.reshape(-1) for mesh in meshes])
-        self.mesh = Mesh(devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        mesh = Mesh(devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        self.shared = tied_table([placed.stage for placed in stages], self.programs)
+        states = [StageState(program, optimizer, partial(self._own, n)) for n, program in enumerate(self.programs)]
+        super().__init__(model, optimizer, mesh, rules, states)
         self._meetings = 0
         if coordination.count() > 1:
             self._check_agreement()
             open_carrier(carrier, devices[0].platform)
         # Both sides of a transfer derive its number from this count, so no process may walk the passes alone.
         self._walks = 0  # of all processes alike: it names their transfers
-        self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
         # What is replicated on a mesh counts once, by its first device.
         firsts = {mesh.devices.flat[0] for mesh in meshes}
         self._counts = np.array([device in firsts for device in devices], np.float32)
@@ -115,34 +104,20 @@ class PipelineExecutor:
         numbers = {device: number for number, device in enumerate(devices)}
         self._loss_devices = {n: numbers[stages[n].mesh.devices.flat[0]] for n in self._losses.values()}
 
-        self.shared = tied_table([placed.stage for placed in stages], self.programs)
-        self._owned = [self._own(n, program.abstract) for n, program in enumerate(self.programs)]
-        self.shardings = tuple(
-            shardings_with_moments(optimizer, self._owned[n][0], *self._own(n, program.shardings), mesh=program.mesh)
-            for n, program in enumerate(self.programs)
-        )
-        self._sums = [self._own(n, (program.sums.gradients,))[0] for n, program in enumerate(self.programs)]
+        self._sums = [self._own(n, program.sums.gradients) for n, program in enumerate(self.programs)]
         self._jit_step_programs()
 
     def _jit_step_programs(self) -> None:
         """Jit the programs of the whole step, on the last stage's mesh or on all devices, and every stage's update."""
         self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in self.stages]
-        self._weigh = {}
-        for tower, number in self._losses.items():
-            mesh = self.stages[number].mesh
-            of_text = tower == "llm"
-            layout = tokens_sharding(mesh, self.rules) if of_text else rows_sharding(mesh, self.rules.item_rows)
-            self._weigh[tower] = jax.jit(weigh if of_text else weigh_images, out_shardings=(replicated(mesh), layout))
-        self._isolate = jax.jit(isolate_rows)
-        self._merge_unreadable = jax.jit(merge_unreadable, out_shardings=replicated(self.mesh))
         self._settle = jax.jit(self._settle_step, out_shardings=replicated(self.mesh))
         self.updates = [
             jax.jit(
                 partial(self._update_stage, n),
-                out_shardings=(shardings, Sums(shardings_of(sums), self.programs[n].sums_shardings.losses)),
+                out_shardings=(state.shardings, Sums(shardings_of(sums), self.programs[n].sums_shardings.losses)),
                 donate_argnums=(0, 1),
             )
-            for n, (sums, shardings) in enumerate(zip(self._sums, self.shardings, strict=True))
+            for n, (sums, state) in enumerate(zip(self._sums, self.states, strict=True))
         ]
 
     def _check_agreement(self) -> None:
@@ -167,110 +142,15 @@ class PipelineExecutor:
             coordination.wait_for_all(f"pipeline/{self._meetings}")
         return x
 
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of all modules, as those of `runtime.step.Executor`."""
-        config = self.model.config
-        return (*module_names(config), *(f"{module}.lora" for module in adapted_modules(config)))
-
-    def _own(self, number: int, parts: Sequence[Params]) -> tuple[Params, ...]:
-        """Return what a stage owns of its parameters, trainable and frozen."""
-        for shared in self.shared:
-            parts = [shared.owned(number, part) for part in parts]
-        return tuple(parts)
+    def _own(self, number: int, params: Params) -> Params:
+        """Return what a stage owns of its parameters."""
+        return reduce(lambda part, shared: shared.owned(number, part), self.shared, params)
 
     # ------------------------------------------------------------------------------------------------------ state
-
-    def init(self, key: jax.Array, pretrained: Params | None = None) -> PipelineState:
-        """Make the state of step 0. pretrained: parameters of some modules, on their stages' devices."""
-        states = []
-        for number, shardings in enumerate(self.shardings):
-            if not self.local[number]:
-                states.append(_without_shards(self.abstract_parts[number]))
-                continue
-            # What is read is not drawn, but for the adapters in it.
-            read = restrict(pretrained or {}, merge(*self._owned[number]))
-            modules = frozenset(modules_of(read))
-            drawn = self._random(number, modules)(key)
-            stored = partition(read, self.frozen & modules)
-            trainable, frozen = (merge(random, pretrained) for random, pretrained in zip(drawn, stored, strict=True))
-            states.append(self._first_state(number, trainable, frozen, shardings))
-        return self.from_parts(states)
-
-    def init_from(self, params: Params) -> PipelineState:
-        """Make the state of step 0 with these parameters, which lie as `parameter_shardings` says."""
-        states = []
-        for number, shardings in enumerate(self.shardings):
-            if not self.local[number]:
-                states.append(_without_shards(self.abstract_parts[number]))
-                continue
-            read = restrict(params, merge(*self._owned[number]))
-            trainable, frozen = partition(read, self.frozen & modules_of(read))
-            frozen = cast_frozen(frozen, self.model.dtype)
-            states.append(self._first_state(number, trainable, frozen, shardings))
-        return self.from_parts(states)
-
-    def _first_state(self, number: int, trainable: Params, frozen: Params, shardings: TrainState) -> TrainState:
-        step, moments = jax.jit(
-            lambda trainable: (jnp.zeros((), jnp.int32), self.optimizer.init(trainable)),
-            out_shardings=(shardings.step, shardings.optimizer),
-        )(trainable)
-        return TrainState(step, trainable, frozen, moments)
-
-    def random_adapters(self, key: jax.Array) -> Params:
-        """Make the parameters of all adapters."""
-        adapters: Params = {}
-        for number, owned in enumerate(self._owned):
-            adapters = merge(adapters, merge(*self._random(number, frozenset(modules_of(merge(*owned))))(key)))
-        return adapters
-
-    def _random(self, number: int, without: frozenset[str] = frozenset()) -> Any:
-        """Return the program that makes a stage's random parameters, trainable and frozen; the same as on one mesh.
-
-        without: modules of which only the adapters are made.
-        """
-        stage = self.stages[number].stage
-
-        def select(parts: tuple[Params, Params]) -> tuple[Params, Params]:
-            return tuple(partition(part, without & modules_of(part))[0] for part in parts)
-
-        def draw(key: jax.Array) -> tuple[Params, Params]:
-            params = stage.select(self.model.init(key))
-            trainable, frozen = self._own(number, partition(params, self.frozen & modules_of(params)))
-            return select((trainable, cast_frozen(frozen, self.model.dtype)))
-
-        # XLA drops what a stage does not select: no device draws another stage's parameters.
-        shardings = self.shardings[number]
-        return jax.jit(draw, out_shardings=select((shardings.trainable, shardings.frozen)))
 
     def parts(self, state: PipelineState) -> tuple[TrainState, ...]:
         """Return the state by stage, on its devices. What several have, such as counters, is the same in each."""
         return tuple(stage._replace(optimizer=self.optimizer.load(stage.optimizer)) for stage in state.stages)
-
-    @property
-    def abstract_parts(self) -> tuple[TrainState, ...]:
-        """Return shapes, dtypes and shardings of `parts`."""
-        return tuple(
-            jax.tree.map(
-                lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.with_memory_kind(None)),
-                abstract,
-                shardings,
-            )
-            for abstract, shardings in zip(
-                map(self._abstract_state, range(len(self.stages))), self.shardings, strict=True
-            )
-        )
-
-    def _abstract_state(self, number: int) -> TrainState:
-        trainable, frozen = self._owned[number]
-        frozen = jax.eval_shape(partial(cast_frozen, dtype=self.model.dtype), frozen)
-        moments = jax.eval_shape(self.optimizer.init, trainable)
-        return TrainState(jax.ShapeDtypeStruct((), jnp.int32), trainable, frozen, moments)
-
-    @property
-    def parameter_shardings(self) -> Params:
-        """Return the sharding of every parameter, on its stage's mesh."""
-        return reduce(merge, (merge(s.trainable, s.frozen) for s in self.shardings))
 
     def parameters(self, state: PipelineState) -> Params:
         """Return all parameters on the mesh of all devices, to evaluate with."""
@@ -282,8 +162,8 @@ class PipelineExecutor:
     def from_parts(self, parts: Sequence[TrainState]) -> PipelineState:
         """Return the state of these stages, with the copies of what several hold."""
         states = tuple(
-            part._replace(optimizer=self.optimizer.store(part.optimizer, shardings.optimizer))
-            for part, shardings in zip(parts, self.shardings, strict=True)
+            part._replace(optimizer=self.optimizer.store(part.optimizer, state.shardings.optimizer))
+            for part, state in zip(parts, self.states, strict=True)
         )
         return PipelineState(states, self._copies(states))
 
@@ -319,10 +199,6 @@ class PipelineExecutor:
         gradients = self.gradients(state, sums, batches, weights, noise if self.model.is_random else None)
         return self.update(state, gradients, hyper, reports, unreadable)
 
-    def put_report(self, report: ProcessReport) -> ProcessReport:
-        """Put this process's report on each of its devices: every field becomes an array `[devices, ...]`."""
-        return put_report(report, self.mesh)
-
     def weigh_batches(
         self, batches: Sequence[StagedBatch], reports: ProcessReport
     ) -> tuple[dict[str, jax.Array], list[StagedBatch], tuple[jax.Array, jax.Array]]:
@@ -331,22 +207,16 @@ class PipelineExecutor:
         As `runtime.step.Executor`, with each weight on the stage that makes the loss.
         """
         self._meet([array for batch in batches for part in batch for array in jax.tree.leaves(part)])
-        unreadable = self.passes.wait(self._merge_unreadable(reports.unreadable))
+        unreadable = self.passes.wait(self.merge_unreadable(reports.unreadable))
         totals = loss_weights(self.model.config, np.float32(0))
         weighed = [list(batch) for batch in batches]
-        for tower, number in self._losses.items():
+        for number in self._loss_devices:
             if not self.local[number]:
                 continue  # the stage's processes weigh
             # Replicated on all devices, so each of the stage's has a copy: nothing is sent.
-            on_stage = [view(x, replicated(self.stages[number].mesh)) for x in unreadable]
+            on_stage = tuple(view(x, replicated(self.stages[number].mesh)) for x in unreadable)
             for batch in weighed:
-                text, items = batch[number]
-                if tower == "llm":
-                    totals[tower], weight = self._weigh[tower](totals[tower], text.weight, text.owner, *on_stage)
-                    batch[number] = Microbatch(text._replace(weight=weight), items)
-                else:
-                    totals[tower], item = self._weigh[tower](totals[tower], items[tower], *on_stage)
-                    batch[number] = Microbatch(text, items | {tower: items[tower]._replace(item=item)})
+                totals, batch[number] = self.programs[number].weigh(totals, batch[number], on_stage)
         return totals, [tuple(batch) for batch in weighed], unreadable
 
     def gradients(
@@ -463,14 +333,9 @@ class PipelineExecutor:
     def _update_stage(
         self, number: int, state: TrainState, gradients: Params, hyper: Hyperparameters, norm: Any, valid: Any
     ) -> tuple[TrainState, Sums]:
-        stored = self.optimizer.load(state.optimizer)
-        with activations_on(self.stages[number].mesh, self.rules):
-            params, moments, _ = self.optimizer.update(gradients, stored, state.trainable, hyper, norm)
-        params, moments = jax.tree.map(
-            lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, stored)
-        )
-        sums = zeros_like(Sums(self._sums[number], self.programs[number].sums.losses))
-        return TrainState(state.step + valid, params, state.frozen, moments), sums
+        sums = Sums(self._sums[number], self.programs[number].sums.losses)
+        clear = partial(zeros_like, sums)
+        return self.states[number].update(state, gradients, hyper, lambda norm: (valid, None), clear, norm)[:2]
 
     def owners(self, batch: StagedBatch) -> np.ndarray:
         """Return every token's sample, of all rows."""
@@ -478,7 +343,7 @@ class PipelineExecutor:
         # Every process bisects the same rows, so each needs the samples of all.
         owner = batch[last].text.owner
         if not self.local[last]:
-            owner = without_shards(owner.shape, owner.dtype, tokens_sharding(self.stages[last].mesh, self.rules))
+            owner = without_shards(owner, tokens_sharding(self.stages[last].mesh, self.rules))
         self._walks += 1
         return np.asarray(self._meet(move_array(owner, replicated(self.mesh), (self._walks, "owners"))))
 
@@ -493,19 +358,20 @@ class PipelineExecutor:
         """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
         owners = self.owners(batch)
         isolated = tuple(
-            self._isolate(part, owners, rows) if local else part for local, part in zip(self.local, batch, strict=True)
+            isolate_rows(part, owners, rows) if local else part for local, part in zip(self.local, batch, strict=True)
         )
         gradients = self.gradients(state, self.zeros(), [isolated], weight, noise if self.model.is_random else None)
         report, _ = self._settle_gradients(gradients, self.put_report(ProcessReport()), self._none_unreadable())
         return bool(report.finite)
 
     def _none_unreadable(self) -> tuple[jax.Array, jax.Array]:
-        return self.passes.wait(self._merge_unreadable(self._meet(self.put_report(ProcessReport()).unreadable)))
+        return self.passes.wait(self.merge_unreadable(self._meet(self.put_report(ProcessReport()).unreadable)))
 
-    def compile(
-        self, state: PipelineState, sums: list[Sums], batches: Sequence[Microbatch], hyper: Hyperparameters
-    ) -> None:
-        """Compile all programs ahead, by running the passes of two microbatches of each shape, and the update."""
+    def compile(self, state: PipelineState, batches: Sequence[Microbatch], hyper: Hyperparameters) -> list[Sums]:
+        """Compile all programs ahead, by running the passes of two microbatches of each shape, and the update.
+
+        Returns `zeros()`.
+        """
         noise = np.zeros(2, np.uint32) if self.model.is_random else None
         reports = self.put_report(ProcessReport())
         for batch in batches:
@@ -529,11 +395,7 @@ class PipelineExecutor:
                 shared.with_zeros(shared.holder, gradients.sums[shared.holder])
         if trained:
             self._copies(state.stages)
-
-
-def _without_shards(part: TrainState) -> TrainState:
-    """Return a stage's state that lies on other processes, from its shapes."""
-    return jax.tree.map(lambda x: without_shards(x.shape, x.dtype, x.sharding), part)
+        return self.zeros()
 
 
 def shardings_of(structs: Any) -> Any:

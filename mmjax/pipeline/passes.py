@@ -21,8 +21,8 @@ from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import merge, modules_of, partition
 from mmjax.models.stage import Activations, Piece, Stage
-from mmjax.parallel.sharding import ShardingRules
-from mmjax.pipeline.transfer import move_array, without_shards
+from mmjax.parallel.sharding import ShardingRules, without_shards
+from mmjax.pipeline.transfer import move_array
 from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import total_order
 from mmjax.runtime.objectives import TextObjective
@@ -88,7 +88,7 @@ class Gradients:
         self.sums = list(sums)  # by stage
         self.step = step
         self.inputs: dict[tuple[int, int], Activations] = defaultdict(dict)  # by stage and microbatch, as the others
-        self.input_shapes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], Any]]] = {}  # and dtypes
+        self.input_structs: dict[tuple[int, int], dict[str, jax.ShapeDtypeStruct]] = {}
         self.output_gradients: dict[tuple[int, int], Activations] = defaultdict(dict)
         self.residuals: dict[tuple[int, int], Residuals] = {}
         self.in_flight: Counter[int] = Counter()  # by stage: the most residuals at a time
@@ -233,7 +233,7 @@ class Passes:
         program = self.programs[number]
         # Popped: an array that was sent or used up is dropped as soon as the devices are done with it.
         inputs = run.inputs.pop((number, microbatch), {})
-        run.input_shapes[number, microbatch] = {name: (x.shape, x.dtype) for name, x in inputs.items()}
+        run.input_structs[number, microbatch] = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in inputs.items()}
         weights = {tower: weights[tower] for tower in self.stages[number].stage.losses}
         if program.is_sink:
             gradients: Activations = {}
@@ -246,7 +246,7 @@ class Passes:
         # Of what a stage of other processes makes only the shape is known here, and a transfer is planned by that.
         if not self.local[number]:
             structs = self._output_structs(number, parameters, inputs, batch, noise, weights)
-            outputs = {name: without_shards(x.shape, x.dtype, program.layouts[name]) for name, x in structs.items()}
+            outputs = {name: without_shards(x, program.layouts[name]) for name, x in structs.items()}
         else:
             losses = run.sums[number].losses
             if program.has_backward:
@@ -302,13 +302,13 @@ class Passes:
     def _send_gradients(self, run: Gradients, action: Action, gradients: Activations) -> None:
         """Send a stage's input gradients to the stages that made the inputs."""
         _, number, microbatch = action
-        shapes = run.input_shapes.pop((number, microbatch))
+        structs = run.input_structs.pop((number, microbatch))
         for name in self.stages[number].stage.inputs:
             if name in self.programs[number].gradient_inputs:
                 gradient = gradients.get(name)
                 # A gradient has the shape of what it is the gradient of.
                 if gradient is None:
-                    gradient = without_shards(*shapes[name], self.programs[number].layouts[name])
+                    gradient = without_shards(structs[name], self.programs[number].layouts[name])
                 producer = self.producer[name]
                 arrived = move_array(gradient, self.programs[producer].layouts[name], (run.step, *action, name))
                 # Every array has one consumer: where a stage made several, its backward pass adds up their gradients.

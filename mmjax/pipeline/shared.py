@@ -10,12 +10,12 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from mmjax.models.layer_stacks import Params
-from mmjax.models.model import merge, restrict
+from mmjax.models.model import exclude, merge, restrict
 from mmjax.models.stage import Stage
-from mmjax.pipeline.transfer import move, without_shards
+from mmjax.parallel.sharding import without_shards
+from mmjax.pipeline.transfer import move
 from mmjax.runtime.stage_program import StageProgram, Sums, zeros_like
 from mmjax.runtime.state import TrainState, all_parameters
 
@@ -39,7 +39,7 @@ class SharedParameters:
 
     def owned(self, number: int, params: Params) -> Params:
         """Return what a stage owns of its parameters."""
-        return _drop(params, self.structure) if number == self.holder else params
+        return exclude(params, self.structure) if number == self.holder else params
 
     def with_copy(self, number: int, parameters: tuple[Params, Params], copy: Params) -> tuple[Params, Params]:
         """Return a stage's trainable and frozen parameters with its copy."""
@@ -59,11 +59,9 @@ class SharedParameters:
         if local[self.holder]:
             gradients = sums[self.holder].gradients
             copy = restrict(gradients, self.structure)
-            sums[self.holder] = sums[self.holder]._replace(gradients=_drop(gradients, self.structure))
+            sums[self.holder] = sums[self.holder]._replace(gradients=exclude(gradients, self.structure))
         else:
-            copy = jax.tree.map(
-                lambda x, layout: without_shards(x.shape, jnp.float32, layout), self.abstract, self.copy_layouts
-            )
+            copy = jax.tree.map(without_shards, self.abstract, self.copy_layouts)
         arrived = move(copy, self.owner_layouts, (*key, "gradient"))
         if local[self.owner]:
             gradients = sums[self.owner].gradients
@@ -89,17 +87,6 @@ def tied_table(stages: Sequence[Stage], programs: Sequence[StageProgram]) -> tup
     if first == last or not model.config.llm.tied:
         return ()
     return (SharedParameters({"llm": {"embed": model.abstract["llm"]["embed"]}}, first, last, programs),)
-
-
-def _drop(params: Params, structure: Params) -> Params:
-    """Leave out of nested dicts the leaves that `structure` has."""
-    dropped = {}
-    for name, value in params.items():
-        if name not in structure:
-            dropped[name] = value
-        elif isinstance(value, dict) and (inner := _drop(value, structure[name])):
-            dropped[name] = inner
-    return dropped
 
 
 @jax.jit

@@ -132,11 +132,6 @@ def _number(key: Hashable, move: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def without_shards(shape: tuple[int, ...], dtype: Any, layout: NamedSharding) -> jax.Array:
-    """Return an array of which this process has no shard: a place in states and plans for what others have."""
-    return jax.make_array_from_single_device_arrays(shape, layout, [], dtype=dtype)
-
-
 _carrier: Carrier = "sockets"
 
 

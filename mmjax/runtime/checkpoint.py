@@ -36,6 +36,7 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.model import Model
+from mmjax.parallel.sharding import without_shards
 from mmjax.runtime.checkpoint_commit import (
     Commit,
     Retention,
@@ -176,7 +177,7 @@ class CheckpointStore:
                 part, part_sums = self._unstack[number](part)
                 sums |= {name: value for name, value in _as_ints(part_sums).items() if name not in sums}
             else:
-                part = jax.tree.map(_without_shards, self._targets[number])
+                part = jax.tree.map(without_shards, self._targets[number])
             parts.append(part)
         # Goes as soon as it is written: the last save is remembered until the next.
         unstacked = [_merge_parts(parts)]
@@ -286,7 +287,7 @@ class CheckpointStore:
         restored = []
         for part, like in zip(unstacked, self._abstract, strict=True):
             if part is None:
-                restored.append(jax.tree.map(_without_shards, like))
+                restored.append(jax.tree.map(without_shards, like))
             else:
                 restored.append(_put(stack_layers(part, runs), jax.tree.map(lambda x: x.sharding, like)))
         return self._executor.from_parts(restored), saved
@@ -638,11 +639,6 @@ def _merge_parts(parts: Sequence[Any]) -> Any:
         members = [_merge_parts(members) for members in zip(*parts, strict=True)]
         return type(first)._make(members) if hasattr(first, "_make") else tuple(members)
     return first
-
-
-def _without_shards(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return an array that lies on other processes' devices alone."""
-    return jax.make_array_from_single_device_arrays(struct.shape, struct.sharding, [], dtype=struct.dtype)
 
 
 def _with_sharding(abstract: Any, shardings: Any) -> Any:

@@ -140,6 +140,7 @@ def weigh_images(
     return total + (item >= 0).sum(dtype=jnp.float32), item
 
 
+@jax.jit
 def isolate_rows(batch: Microbatch, owner: jax.Array, rows: jax.Array) -> Microbatch:
     """Keep these rows, bool `[R]`, and the items of their samples; empty the others entirely.
 
@@ -164,6 +165,27 @@ def isolate_rows(batch: Microbatch, owner: jax.Array, rows: jax.Array) -> Microb
         slots = {e: jax.tree.map(lambda x: select(x, rows, PADDING), slot) for e, slot in text.slots.items()}
         text = text._replace(**plain, sample=select(text.sample, rows, PADDING), slots=slots)
     return Microbatch(text, items)
+
+
+def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials: int) -> list[int]:
+    """Return the members that are bad by themselves, found by bisection.
+
+    After `max_trials` trials, all members of the parts that are not decided yet are returned, too.
+    """
+    culprits: list[int] = []
+    parts = [members]
+    for _ in range(max_trials):
+        if not parts:
+            return sorted(culprits)
+        part = parts.pop()
+        if not bad(part):
+            continue
+        if len(part) == 1:
+            culprits += part
+        else:
+            middle = len(part) // 2
+            parts += [half for half in (part[:middle], part[middle:]) if half]
+    return sorted(culprits + [member for part in parts for member in part])
 
 
 def put_report(report: ProcessReport, mesh: Mesh) -> ProcessReport:

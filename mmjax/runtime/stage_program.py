@@ -28,6 +28,7 @@ from mmjax.parallel.sharding import (
     sharding,
     tokens_sharding,
 )
+from mmjax.runtime.device_batch import weigh, weigh_images
 from mmjax.runtime.losses import (
     Losses,
     add_losses,
@@ -156,6 +157,8 @@ class StageProgram:
         outputs = {name: self.layouts[name] for name in stage.outputs}
         sums = self.sums_shardings
         self.zeros = jax.jit(lambda: zeros_like(self.sums), out_shardings=sums)
+        self._weigh_text = jax.jit(weigh, out_shardings=(on_all, of_text))
+        self._weigh_images = jax.jit(weigh_images, out_shardings=(on_all, rows_sharding(mesh, rules.item_rows)))
         self.reduce = jax.jit(self._reduce, out_shardings=self.shardings[0], donate_argnums=0)
         jit = partial(jax.jit, compiler_options=compiler_options or None)
         self.forward = jit(self._forward)
@@ -164,6 +167,24 @@ class StageProgram:
         inputs = {name: self.layouts[name] for name in sorted(self.gradient_inputs)}
         self.backward = jit(self._backward, donate_argnums=2, out_shardings=(sums.gradients, inputs))
         self.forward_backward = jit(self.add_gradients, donate_argnums=2, out_shardings=(sums, inputs))
+
+    def weigh(
+        self, totals: Mapping[str, jax.Array], batch: Microbatch, unreadable: tuple[jax.Array, jax.Array]
+    ) -> tuple[dict[str, jax.Array], Microbatch]:
+        """Add a microbatch's weights of the losses that are made here to the totals by tower.
+
+        Returns them and the microbatch, with weight 0 where a sample is unreadable. unreadable: ids and their number.
+        """
+        totals = dict(totals)
+        text, items = batch
+        for tower in self.stage.losses:
+            if tower == "llm":
+                totals[tower], weight = self._weigh_text(totals[tower], text.weight, text.owner, *unreadable)
+                text = text._replace(weight=weight)
+            else:
+                totals[tower], item = self._weigh_images(totals[tower], items[tower], *unreadable)
+                items = items | {tower: items[tower]._replace(item=item)}
+        return totals, Microbatch(text, items)
 
     def zero_sums(self, products: jnp.dtype = jnp.float32) -> Sums:
         """Make zeros to add a microbatch to. products: dtype of the gradients of scanned stacks' matrices."""

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.config import Adafactor, AdamW, Config, Muon, OptimizerConfig, Schedule
+from mmjax.config.model import rated_modules
 from mmjax.models.layer_stacks import Params, key_names, split_layers
 from mmjax.models.model import Model, merge, parameter_group, partition
 from mmjax.models.quantization import cast_frozen
@@ -161,13 +162,13 @@ def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
     return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def hyperparameters(config: Config, modules: tuple[str, ...], step: int) -> Hyperparameters:
+def hyperparameters(config: Config, step: int) -> Hyperparameters:
     """Return the arguments of update `step`, NumPy scalars. Adapters without rates of their own have their module's."""
     o = config.optimizer
     factor = schedule_factor(config.schedule, step, config.training.steps)
     # NumPy scalars of a fixed dtype: other values are other arguments, not another program.
     hyper: Hyperparameters = {"clip": np.float32(config.training.clip)}
-    for module in modules:
+    for module in rated_modules(config.model):
         override = o.modules.get(module, o.modules.get(module.removesuffix(".lora")))
         rate = override.learning_rate if override and override.learning_rate is not None else o.learning_rate
         decay = override.weight_decay if override and override.weight_decay is not None else o.weight_decay
@@ -202,12 +203,6 @@ def split(model: Model, frozen: frozenset[str], params: Params) -> tuple[Params,
     return trainable, cast_frozen(constant, model.dtype)
 
 
-def state_from(model: Model, optimizer: Optimizer, frozen: frozenset[str], params: Params) -> TrainState:
-    """Return the state of step 0 with these parameters."""
-    trainable, constant = split(model, frozen, params)
-    return TrainState(jnp.zeros((), jnp.int32), trainable, constant, optimizer.init(trainable))
-
-
 def parameter_shardings(model: Model, mesh: Mesh, rules: ShardingRules) -> Params:
     """Return the sharding of every parameter of the model."""
     is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
@@ -216,21 +211,13 @@ def parameter_shardings(model: Model, mesh: Mesh, rules: ShardingRules) -> Param
     return jax.tree.unflatten(structure, [sharding(mesh, rules, s.shape, a) for s, a in zip(shapes, axes, strict=True)])
 
 
-def state_shardings(
-    model: Model, optimizer: Optimizer, frozen: frozenset[str], mesh: Mesh, rules: ShardingRules
-) -> TrainState:
-    """Return the sharding of every leaf of the state: moments like their parameters, the rest replicated.
-
-    Where the optimizer offloads, moments are in host memory.
-    """
-    parts = partition(parameter_shardings(model, mesh, rules), frozen)
-    return shardings_with_moments(optimizer, partition(model.abstract, frozen)[0], *parts, mesh=mesh)
-
-
 def shardings_with_moments(
     optimizer: Optimizer, params: Params, trainable: Params, constant: Params, *, mesh: Mesh
 ) -> TrainState:
-    """Return `state_shardings` from the shapes of the trainable parameters, and from their and the frozen shardings."""
+    """Return the sharding of every leaf of the state: moments like their parameters, the rest replicated.
+
+    params: shapes of the trainable parameters. Where the optimizer offloads, moments are in host memory.
+    """
     abstract = jax.eval_shape(optimizer.init, params)
     scalar = replicated(mesh)
     by_path = {key_names(path): s for path, s in jax.tree.leaves_with_path(trainable)}

@@ -8,8 +8,8 @@ microbatch, its gradients go straight to the update.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +19,28 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import Microbatch
 from mmjax.config import CrossEntropy, Exchange, LossConfig, ModelConfig
-from mmjax.config.model import adapted_modules, module_names
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params
-from mmjax.models.model import Model, merge, modules_of, partition
+from mmjax.models.model import Model, merge
 from mmjax.models.stage import Stage
-from mmjax.parallel.sharding import ShardingRules, activations_on, replicated, rows_sharding, tokens_sharding
-from mmjax.runtime.compiler_options import initial_compiler_options
+from mmjax.parallel.sharding import ShardingRules, replicated
 from mmjax.runtime.device_batch import (
     ProcessReport,
+    bisect_bad,
     isolate_rows,
     merge_unreadable,
     put_local_rows,
     put_report,
-    weigh,
-    weigh_images,
 )
 from mmjax.runtime.devices import check_ram
 from mmjax.runtime.losses import Losses
 from mmjax.runtime.objectives import TextObjective
 from mmjax.runtime.program_cache import CachedProgram
 from mmjax.runtime.stage_program import StageProgram, Sums
-from mmjax.runtime.state import (
-    Hyperparameters,
-    Optimizer,
-    TrainState,
-    all_parameters,
-    parameter_shardings,
-    split,
-    state_from,
-    state_shardings,
-)
+from mmjax.runtime.stage_state import StageState
+from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, all_parameters
+
+MAX_TRIALS = 64  # of rows of a microbatch whose gradients may not be finite
 
 
 class StepReport(NamedTuple):
@@ -94,65 +85,69 @@ def loss_weights(model: ModelConfig, llm: Any, patches: Mapping[str, Any] | None
     return {"llm": llm} | {name: llm if patches is None else patches[name] for name in model.generators}
 
 
-class Runner(Protocol):
-    """Run the steps of a model: the interface of executors that training, checkpoints and evaluation use.
+class Runner:
+    """Run the steps of a model whose state lies by stage: what both executors have in common.
 
-    States, gradient sums and batches on devices are its own types.
+    States, gradient sums and batches on devices are an executor's own types.
     """
 
-    model: Model
-    optimizer: Optimizer
-    mesh: Mesh  # of all devices
-    rules: ShardingRules
-    frozen: frozenset[str]
-    synchronous: bool  # whether `step` returns when it is done
+    synchronous = False  # whether `step` returns when it is done
 
-    @property
-    def modules(self) -> tuple[str, ...]: ...
-
-    def init(self, key: jax.Array, pretrained: Params | None = None) -> Any: ...
-
-    def init_from(self, params: Params) -> Any: ...
-
-    def random_adapters(self, key: jax.Array) -> Params: ...
-
-    def zeros(self) -> Any: ...
-
-    def put(self, batch: Microbatch) -> Any: ...
-
-    def put_report(self, report: ProcessReport) -> ProcessReport: ...
-
-    def step(
+    def __init__(
         self,
-        state: Any,
-        accumulated: Any,
-        batches: Sequence[Any],
-        hyper: Hyperparameters,
-        process_report: ProcessReport | None = None,
-        noise: np.ndarray | None = None,
-    ) -> tuple[Any, Any, StepReport]: ...
-
-    def compile(self, state: Any, accumulated: Any, batches: Sequence[Microbatch], hyper: Hyperparameters) -> None: ...
-
-    def weigh_batches(
-        self, batches: Sequence[Any], reports: ProcessReport
-    ) -> tuple[Any, list[Any], tuple[jax.Array, jax.Array]]: ...
-
-    def owners(self, batch: Any) -> np.ndarray: ...
-
-    def is_finite(self, state: Any, batch: Any, rows: np.ndarray, weight: Any, noise: np.ndarray | None) -> bool: ...
-
-    def parts(self, state: Any) -> tuple[TrainState, ...]: ...
-
-    def from_parts(self, parts: Sequence[TrainState]) -> Any: ...
+        model: Model,
+        optimizer: Optimizer,
+        mesh: Mesh,
+        rules: ShardingRules,
+        states: Sequence[StageState],
+    ) -> None:
+        """mesh: of all devices."""
+        self.model = model
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self.rules = rules
+        self.states = tuple(states)
+        self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self.merge_unreadable = jax.jit(merge_unreadable, out_shardings=replicated(mesh))
 
     @property
-    def abstract_parts(self) -> tuple[TrainState, ...]: ...
+    def abstract_parts(self) -> tuple[TrainState, ...]:
+        """Return shapes, dtypes and shardings of `parts`."""
+        return tuple(state.abstract for state in self.states)
 
     @property
-    def parameter_shardings(self) -> Params: ...
+    def parameter_shardings(self) -> Params:
+        """Return the sharding of every parameter, on its stage's mesh."""
+        return reduce(merge, (all_parameters(state.shardings) for state in self.states))
 
-    def parameters(self, state: Any) -> Params: ...
+    def init(self, key: jax.Array, params: Params | None = None) -> Any:
+        """Make the state of step 0. params: those that are not drawn, which lie as `parameter_shardings` says."""
+        return self.from_parts([state.init(key, params or {}) for state in self.states])
+
+    def put_report(self, report: ProcessReport) -> ProcessReport:
+        """Put this process's report on each of its devices: every field becomes an array `[devices, ...]`."""
+        return put_report(report, self.mesh)
+
+    def find_bad(
+        self, state: Any, batches: Sequence[Any], noise: np.ndarray | None, unreadable: Sequence[int]
+    ) -> list[int]:
+        """Return the ids of the samples in rows whose gradient is not finite; empty where no rows alone have such.
+
+        batches: as `put` made them. unreadable: samples of the step that were left out.
+        """
+        reports = self.put_report(ProcessReport(unreadable=unreadable))
+        weights, batches, _ = self.weigh_batches(batches, reports)
+        samples: list[int] = []
+        for batch in batches:
+            owner = self.owners(batch)
+            numbers = np.arange(len(owner))
+
+            def bad(rows: list[int], batch: Any = batch, numbers: np.ndarray = numbers) -> bool:
+                return not self.is_finite(state, batch, np.isin(numbers, rows), weights, noise)
+
+            rows = bisect_bad(numbers.tolist(), bad, MAX_TRIALS)
+            samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
+        return samples
 
 
 def report_step(
@@ -179,10 +174,8 @@ def is_valid(report: StepReport, weight: jax.Array) -> jax.Array:
     return report.agreed & (weight > 0) & report.finite
 
 
-class Executor:
+class Executor(Runner):
     """Runs a model on one mesh: init, gradient and update programs with explicit shardings."""
-
-    synchronous = False
 
     def __init__(
         self,
@@ -202,76 +195,35 @@ class Executor:
 
         A step that must have more all the same adds them up in the precision of the computation, for want of memory.
         """
-        self.model = model
-        self.optimizer = optimizer
-        self.mesh = mesh
-        self.rules = rules
         self.sources = sources
         self.exchange = exchange
         self.objective = TextObjective.of(model, loss, loss_chunks)
-        self.frozen = frozenset(model.frozen)
-        self.shardings = state_shardings(model, optimizer, self.frozen, mesh, rules)
-        on_all = replicated(mesh)
-        self.program = StageProgram(
+        self.program = program = StageProgram(
             Stage.whole(model), mesh, rules, self.objective, sources=sources, exchange=exchange, reduces_once=False
         )
-        self.zero_sums, self.sums_shardings = self.program.zero_sums, self.program.sums_shardings
-        self.per_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self.abstract: TrainState = jax.eval_shape(partial(state_from, model, optimizer, self.frozen), model.abstract)
         closed_over = (model.description, optimizer.config, rules, sources, exchange, loss, loss_chunks, accumulates)
-        self._jit = partial(CachedProgram, None if None in closed_over[:2] else repr(closed_over), mesh)
-        device = [*mesh.local_devices, mesh.devices.flat[0]][0]  # of absent ones none is local
-        self._jit_once = partial(self._jit, compiler_options=initial_compiler_options(device) or None)
-        self.random_parameters = cache(self._random_parameters)
-        self.init_optimizer = self._jit_once(
-            lambda trainable: (jnp.zeros((), jnp.int32), optimizer.init(trainable)),
-            out_shardings=(self.shardings.step, self.shardings.optimizer),
-        )
+        context = None if None in closed_over[:2] else repr(closed_over)
+        self.state = StageState(program, optimizer, context=context)
+        super().__init__(model, optimizer, mesh, rules, [self.state])
+        self.abstract, self.shardings = self.state.abstract, self.state.shardings
+        self.zero_sums, self.sums_shardings = program.zero_sums, program.sums_shardings
         self.accumulates = accumulates
-        jit = partial(self._jit, compiler_options=compiler_options or None)
-        self.zeros = self._jit(self.zero_sums, out_shardings=self.sums_shardings) if accumulates else lambda: None
+        self.zeros = program.zeros if accumulates else lambda: None
+        # Shapes of a step's gradients: of one microbatch alone, in the precision of the computation.
+        sums = jax.eval_shape(partial(self.zero_sums, jnp.float32 if accumulates else model.dtype))
+        self.sums: Sums = jax.tree.map(
+            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), sums, self.sums_shardings
+        )
+        self.accumulated = self.sums if accumulates else None  # of those that a microbatch's are added to
+        jit = partial(CachedProgram, context, mesh, compiler_options=compiler_options or None)
         self.accumulate = jit(self._accumulate, out_shardings=self.sums_shardings, donate_argnums=2)
         # Of rows whose gradients are looked for after a step that was not finite.
-        self._replicate = jax.jit(lambda x: x, out_shardings=on_all)
-        self._isolate = jax.jit(isolate_rows)
-        self._are_finite = jax.jit(are_finite, out_shardings=on_all)
-        self.merge_unreadable = jax.jit(merge_unreadable, out_shardings=on_all)
-        self.weigh = jax.jit(weigh, out_shardings=(on_all, tokens_sharding(mesh, rules)))
-        self.weigh_images = jax.jit(weigh_images, out_shardings=(on_all, rows_sharding(mesh, rules.item_rows)))
+        self._replicate = jax.jit(lambda x: x, out_shardings=replicated(mesh))
+        self._are_finite = jax.jit(are_finite, out_shardings=replicated(mesh))
         cleared = self.sums_shardings if accumulates else None
         donated = (0, 1) if accumulates else 0  # gradients of one microbatch take the place of no output
-        self.update = jit(self._update, out_shardings=(self.shardings, cleared, on_all), donate_argnums=donated)
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of all modules: the LLM, every encoder and its connector; then `<module>.lora` of adapters."""
-        config = self.model.config
-        return (*module_names(config), *(f"{module}.lora" for module in adapted_modules(config)))
-
-    def init(self, key: jax.Array, pretrained: Params | None = None) -> TrainState:
-        """Make the state of step 0, every array in its shards. pretrained: the parameters of some modules, in place."""
-        # Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
-        pretrained = pretrained or {}
-        modules = frozenset(modules_of(pretrained))
-        drawn = self.random_parameters(modules).run(key)
-        read = partition(pretrained, self.frozen & modules)
-        trainable, frozen = (merge(random, stored) for random, stored in zip(drawn, read, strict=True))
-        step, moments = self.init_optimizer.run(trainable)
-        return TrainState(step, trainable, frozen, moments)
-
-    def _random_parameters(self, without: frozenset[str] = frozenset()) -> CachedProgram:
-        """Return the program that makes random parameters, trainable and frozen, in their shards.
-
-        without: modules of which only the adapters are made.
-        """
-
-        def select(parts: tuple[Params, Params]) -> tuple[Params, Params]:
-            return tuple(partition(part, without & modules_of(part))[0] for part in parts)
-
-        def draw(key: jax.Array) -> tuple[Params, Params]:
-            return select(split(self.model, self.frozen, self.model.init(key)))
-
-        return self._jit_once(draw, out_shardings=select((self.shardings.trainable, self.shardings.frozen)))
+        outputs = self.shardings, cleared, replicated(mesh)
+        self.update = jit(self._update, out_shardings=outputs, donate_argnums=donated)
 
     def _accumulate(
         self,
@@ -293,18 +245,13 @@ class Executor:
         reports: ProcessReport,
         unreadable: tuple[jax.Array, jax.Array],
     ) -> tuple[TrainState, Sums | None, StepReport]:
+        def settle(norm: jax.Array) -> tuple[jax.Array, StepReport]:
+            report = report_step(accumulated.losses, norm, reports, unreadable)
+            return is_valid(report, sum(weights.values())), report
+
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients)
-        stored = self.optimizer.load(state.optimizer)
-        with activations_on(self.mesh, self.rules):
-            params, moments, norm = self.optimizer.update(gradients, stored, state.trainable, hyper)
-        step_report = report_step(accumulated.losses, norm, reports, unreadable)
-        # A selection, not a branch: it is part of the update's own pass over the parameters.
-        valid = is_valid(step_report, sum(weights.values()))
-        params, moments = jax.tree.map(
-            lambda new, old: jnp.where(valid, new, old), (params, moments), (state.trainable, stored)
-        )
-        cleared = jax.tree.map(jnp.zeros_like, accumulated) if self.accumulates else None
-        return TrainState(state.step + valid, params, state.frozen, moments), cleared, step_report
+        clear = partial(jax.tree.map, jnp.zeros_like, accumulated if self.accumulates else None)
+        return self.state.update(state, gradients, hyper, settle, clear)
 
     def put(self, batch: Microbatch) -> Microbatch:
         """Bring a packed microbatch to the devices: the rows of this process's ranks, as many for each rank."""
@@ -346,21 +293,9 @@ class Executor:
         totals = loss_weights(self.model.config, np.float32(0))
         weighed = []
         for batch in batches:
-            totals["llm"], weight = self.weigh(totals["llm"], batch.text.weight, batch.text.owner, *unreadable)
-            items = dict(batch.items)
-            for name in self.model.config.generators:
-                totals[name], item = self.weigh_images(totals[name], items[name], *unreadable)
-                items[name] = items[name]._replace(item=item)
-            weighed.append(batch._replace(text=batch.text._replace(weight=weight), items=items))
+            totals, batch = self.program.weigh(totals, batch, unreadable)
+            weighed.append(batch)
         return totals, weighed, unreadable
-
-    def put_report(self, report: ProcessReport) -> ProcessReport:
-        """Put this process's report on each of its devices: every field becomes an array `[devices, ...]`."""
-        return put_report(report, self.mesh)
-
-    def random_adapters(self, key: jax.Array) -> Params:
-        """Make the parameters of all adapters."""
-        return merge(*self.random_parameters(frozenset(modules_of(self.model.abstract))).run(key))
 
     def parts(self, state: TrainState) -> tuple[TrainState, ...]:
         """Return the state by mesh, on the devices, with names of its own in every part: here there is one."""
@@ -370,21 +305,6 @@ class Executor:
         """Return the state of these parts."""
         (state,) = parts
         return state._replace(optimizer=self.optimizer.store(state.optimizer, self.shardings.optimizer))
-
-    @property
-    def abstract_parts(self) -> tuple[TrainState, ...]:
-        """Return shapes, dtypes and shardings of `parts`."""
-        return (jax.tree.map(_on_device, self.abstract, self.shardings),)
-
-    @property
-    def parameter_shardings(self) -> Params:
-        """Return the sharding of every parameter."""
-        return parameter_shardings(self.model, self.mesh, self.rules)
-
-    def init_from(self, params: Params) -> TrainState:
-        """Make the state of step 0 with these parameters, which lie as `parameter_shardings` says."""
-        begin = partial(state_from, self.model, self.optimizer, self.frozen)
-        return jax.jit(begin, out_shardings=self.shardings)(params)
 
     def parameters(self, state: TrainState) -> Params:
         """Return all parameters on the mesh, to evaluate with."""
@@ -403,19 +323,16 @@ class Executor:
         noise: np.ndarray | None,
     ) -> bool:
         """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
-        isolated = self._isolate(batch, batch.text.owner, rows)
+        isolated = isolate_rows(batch, batch.text.owner, rows)
         noise = noise if self.model.is_random else None
         sums = self.accumulate(state.trainable, state.frozen, self.zeros(), isolated, weight, noise)
         return bool(self._are_finite(sums.gradients))
 
-    def compile(
-        self,
-        state: TrainState,
-        accumulated: Sums | None,
-        batches: Sequence[Microbatch],
-        hyper: Hyperparameters,
-    ) -> None:
-        """Compile the gradient program of each batch's shape and the update, ahead of the first step."""
+    def compile(self, state: TrainState, batches: Sequence[Microbatch], hyper: Hyperparameters) -> Sums | None:
+        """Compile the gradient program of each batch's shape and the update, ahead of the first step.
+
+        Returns `zeros()`.
+        """
         # A model that drops nothing takes no noise: there is then one program, whether a step is given any or not.
         noise = np.zeros(2, np.uint32) if self.model.is_random else None
         reports = self.put_report(ProcessReport())
@@ -423,20 +340,13 @@ class Executor:
             put = self.put(batch)
             # Twice, since the first total is a number and each later one an array: two programs of `weigh`.
             weight, (put, _), unreadable = self.weigh_batches([put, put], reports)
-            program = self.accumulate.compile(state.trainable, state.frozen, accumulated, put, weight, noise)
+            program = self.accumulate.compile(state.trainable, state.frozen, self.accumulated, put, weight, noise)
             check_ram(program, self.mesh.local_devices[0])
-        sums = jax.eval_shape(self.zero_sums if self.accumulates else partial(self.zero_sums, self.model.dtype))
-        sums = jax.tree.map(
-            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), sums, self.sums_shardings
-        )
-        self.update.compile(state, sums, hyper, weight, reports, unreadable)
+        self.update.compile(state, self.sums, hyper, weight, reports, unreadable)
         self.parts(state)  # moments in host memory are loaded by programs of their own
+        return self.zeros()
 
 
 def are_finite(gradients: Params) -> jax.Array:
     """Return whether all gradients are finite."""
     return jnp.isfinite(optax.tree.norm(gradients))
-
-
-def _on_device(x: jax.ShapeDtypeStruct, layout: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.with_memory_kind(None))

@@ -187,9 +187,9 @@ def _describe_long_samples(config: Config, loader: StepLoader) -> list[str]:
     ]
 
 
-def describe_zero_rates(config: Config, modules: tuple[str, ...]) -> list[str]:
+def describe_zero_rates(config: Config) -> list[str]:
     """Describe which of the trained modules have a learning rate of 0, and so stay as they are."""
-    peak = hyperparameters(config, modules, config.schedule.warmup)
+    peak = hyperparameters(config, config.schedule.warmup)
     rates = {key.removeprefix("learning_rate/"): rate for key, rate in peak.items() if key.startswith("learning_rate/")}
     still = [name for name, rate in rates.items() if not rate]
     if len(still) == len(rates):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,9 +14,9 @@ from mmjax.console import print_lines
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
-from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport
+from mmjax.runtime.device_batch import MAX_UNREADABLE
 from mmjax.runtime.losses import MAX_WORST
-from mmjax.runtime.step import Runner, StepReport
+from mmjax.runtime.step import StepReport
 
 
 class UnreadableSamples:
@@ -68,51 +67,6 @@ class UnreadableSamples:
         if sample in self._reasons or not coordination.is_leader():
             return self._reasons.get(sample, "another process could not read it")
         return coordination.kv_get(f"unreadable/{sample}")
-
-
-MAX_TRIALS = 64
-
-
-def samples_with_bad_gradients(
-    executor: Runner, state: Any, batches: Sequence[Any], noise: np.ndarray | None, unreadable: Sequence[int]
-) -> list[int]:
-    """Return the ids of the samples in rows whose gradient is not finite; empty where no rows have such by themselves.
-
-    batches: as `executor.put` made them. unreadable: samples of the step that were left out.
-    """
-    weight, batches, _ = executor.weigh_batches(batches, executor.put_report(ProcessReport(unreadable=unreadable)))
-    samples: list[int] = []
-    for batch in batches:
-        owner = executor.owners(batch)
-        numbers = np.arange(len(owner))
-
-        def bad(rows: list[int], batch: Any = batch, numbers: np.ndarray = numbers) -> bool:
-            return not executor.is_finite(state, batch, np.isin(numbers, rows), weight, noise)
-
-        rows = bisect_bad(list(range(len(owner))), bad, MAX_TRIALS)
-        samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
-    return samples
-
-
-def bisect_bad(members: list[int], bad: Callable[[list[int]], bool], max_trials: int) -> list[int]:
-    """Return the members that are bad by themselves, found by bisection.
-
-    After `max_trials` trials, all members of the parts that are not decided yet are returned, too.
-    """
-    culprits: list[int] = []
-    parts = [members]
-    for _ in range(max_trials):
-        if not parts:
-            return sorted(culprits)
-        part = parts.pop()
-        if not bad(part):
-            continue
-        if len(part) == 1:
-            culprits += part
-        else:
-            middle = len(part) // 2
-            parts += [half for half in (part[:middle], part[middle:]) if half]
-    return sorted(culprits + [member for part in parts for member in part])
 
 
 LOGGED_WORST = 8  # samples of a step

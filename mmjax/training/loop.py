@@ -73,7 +73,7 @@ from mmjax.runtime.units import unit_ranks
 from mmjax.startup import activity, rare_collection
 from mmjax.startup import seconds as startup_seconds
 from mmjax.training import announce
-from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples, samples_with_bad_gradients
+from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples
 from mmjax.training.evaluation import BestMetric, make_evaluator, score_split, write_test_scores
 from mmjax.training.metrics import MetricsLog, MetricValue, StepMetrics, check_wandb_login
 from mmjax.training.pass_times import time_passes, write_planned
@@ -320,7 +320,7 @@ class Trainer:
         announce.print_run_summary(
             self.config, self.executor.model, self.mesh, self.loader, example, self.compiler_options
         )
-        print_lines(*self.describe_devices(), *announce.describe_zero_rates(self.config, self.executor.modules))
+        print_lines(*self.describe_devices(), *announce.describe_zero_rates(self.config))
         return example.microbatches[0]
 
     def describe_devices(self) -> list[str]:
@@ -359,11 +359,10 @@ class Trainer:
         self.watchdog.set_phase("compiling", self.first_step)
         began = time.monotonic()
         with activity("compiling the programs of a step"):
-            accumulated = self.executor.zeros()
             # One microbatch is enough for the programs of all shapes: they differ only in the rows' lengths.
             shapes = padding_microbatches(self.loader.layout.shapes, example, self.config.model.item_modules)
-            hyper = hyperparameters(self.config, self.executor.modules, self.first_step)
-            self.executor.compile(state, accumulated, shapes, hyper)
+            hyper = hyperparameters(self.config, self.first_step)
+            accumulated = self.executor.compile(state, shapes, hyper)
         with activity("compiling those of saving and answering"):
             self.checkpoints.compile()
             self.evaluator.compile(self.executor.parameters(state))
@@ -405,7 +404,7 @@ class Trainer:
                     stop=bool(self.flags.stop),
                     unreadable=self.unreadable.publish(loaded.unreadable),
                 )
-                hyper = hyperparameters(config, self.executor.modules, step)
+                hyper = hyperparameters(config, step)
                 noise = np.array([config.seed, step], np.uint32)
                 self.flags.stepped = True
                 with time_passes(self.folder.passes, self.executor, step + 1, self.first_step):
@@ -463,7 +462,7 @@ class Trainer:
         check_updated(step, report)
         self.stop_requested = bool(report.stop)
 
-        hyper = hyperparameters(self.config, self.executor.modules, step)
+        hyper = hyperparameters(self.config, step)
         scalars = self.metrics.compute(loaded, report, hyper)
         low, high = map(int, report.content)
         extra = {"batch": spelled(low + (high << 32)), "worst": self.nonfinite.worst_losses(report)}
@@ -474,7 +473,7 @@ class Trainer:
 
         noise = np.array([self.config.seed, step], np.uint32)
         unreadable = report.unreadable[report.unreadable >= 0].tolist()
-        find = partial(samples_with_bad_gradients, self.executor, state, batches, noise, unreadable)
+        find = partial(self.executor.find_bad, state, batches, noise, unreadable)
         self.nonfinite.check(step, report, find, loaded.samples.tolist())
         self.checkpoints.warn_of_failure()
         if self.metrics.steps == WARM_STEPS:

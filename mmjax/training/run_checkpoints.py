@@ -17,7 +17,7 @@ from mmjax.console import print_lines
 from mmjax.data.plan.grouping import OF_START, OLDER_PLANNERS, PLANNER
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
-from mmjax.models.model import Model, merge, restrict
+from mmjax.models.model import Model, restrict
 from mmjax.runtime.checkpoint import (
     CheckpointMetadata,
     CheckpointStore,
@@ -93,10 +93,10 @@ class RunCheckpoints:
             self._check_data(saved)
             print_lines(f"resumed {self._folder.path} at step {first}")
             return state
+        key = jax.random.key(self._config.seed)
         if self._config.init_from:
-            return executor.init_from(self._other_run_parameters(Path(self._config.init_from)))
-        pretrained = load_pretrained(executor.model, executor.parameter_shardings)
-        state = executor.init(jax.random.key(self._config.seed), pretrained)
+            return executor.init(key, self._other_run_parameters(Path(self._config.init_from)))
+        state = executor.init(key, load_pretrained(executor.model, executor.parameter_shardings))
         for folder, modules in modules_by_folder(self._config.model).items():
             print_lines(f"weights of {', '.join(modules)} from {folder}")
         return state
@@ -128,7 +128,7 @@ class RunCheckpoints:
             )
 
     def _other_run_parameters(self, run: Path) -> Params:
-        """Restore the parameters of another run's newest checkpoint; adapters that it has not are random."""
+        """Restore the parameters of another run's newest checkpoint, without adapters where it has none."""
         source = RunFolder(run)
         executor = self._executor
         try:
@@ -146,12 +146,10 @@ class RunCheckpoints:
                     "with python -m mmjax.export and start from that folder"
                 )
             step = checkpoint_step(source.checkpoints)
-            adapters: Params = {}
             if model.config.lora and not adapted:
-                adapters = executor.random_adapters(jax.random.key(self._config.seed))
                 model = Model.build(replace(model.config, lora={}), model.dtype)
             shardings = restrict(executor.parameter_shardings, model.abstract)
-            params = merge(restore_parameters(source.checkpoints, step, model, shardings), adapters)
+            params = restore_parameters(source.checkpoints, step, model, shardings)
         except UserError as error:
             raise UserError(f"init_from={run}: {error}") from error
         print_lines(f"parameters of {run} after {step} steps")

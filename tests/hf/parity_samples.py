@@ -288,7 +288,7 @@ def check_ten_steps(model: torch.nn.Module, folder: Path, samples: Sequence[Sequ
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for step in range(10):
-        hyper = hyperparameters(run, executor.modules, step)
+        hyper = hyperparameters(run, step)
         state, accumulated, report = executor.step(state, accumulated, [batch], hyper)
         loss = torch.zeros(())
         for number, sample in enumerate(samples):

@@ -93,7 +93,7 @@ def test_two_steps_of_a_new_pair_reach_every_parameter(encoder, decoder, folders
     state, accumulated = executor.init(jax.random.key(0), pretrained), executor.zeros()
     before, losses = jax.device_get(state.trainable), []
     for step in range(2):
-        hyper = hyperparameters(run, executor.modules, step)
+        hyper = hyperparameters(run, step)
         state, accumulated, report = executor.step(state, accumulated, [executor.put(made)], hyper)
         losses.append(report.mean_loss)
     assert np.isfinite(losses).all()

@@ -90,7 +90,7 @@ def torch_steps(place: Path, losses: Sequence[Loss], config: Config) -> list[tup
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.clip)
         for group in optimizer.param_groups:
-            group["lr"] = float(hyperparameters(config, ["llm"], step)["learning_rate/llm"])
+            group["lr"] = float(hyperparameters(config, step)["learning_rate/llm"])
         optimizer.step()
         told.append((loss.item(), norm.item()))
     return told
@@ -101,7 +101,7 @@ def our_steps(config: Config, executor: Executor, state: Any, steps: Sequence[Se
     accumulated = executor.zeros()
     reports = []
     for step, batches in enumerate(steps):
-        hyper = hyperparameters(config, executor.modules, step)
+        hyper = hyperparameters(config, step)
         put = [executor.put(batch) for batch in batches]
         state, accumulated, report = executor.step(state, accumulated, put, hyper)
         reports.append(jax.device_get(report))

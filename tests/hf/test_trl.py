@@ -64,7 +64,7 @@ def test_ten_steps_of_dpo_are_those_of_trl(tmp_path: Path, loss: Dpo) -> None:
         for matrices in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, 1.0, betas=(0.9, 0.95), eps=1e-8)
-    rates = [float(hyperparameters(config, ["llm"], step)["learning_rate/llm"]) for step in range(STEPS)]
+    rates = [float(hyperparameters(config, step)["learning_rate/llm"]) for step in range(STEPS)]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[min(step, STEPS - 1)])
     arguments = trl.DPOConfig(
         str(tmp_path / "trl"),

@@ -74,7 +74,7 @@ def train(
     for step in range(steps):
         now = loaded[step % len(loaded)]
         batches = [executor.put(batch) for batch in now.microbatches]
-        hyper = hyperparameters(config, executor.modules, step)
+        hyper = hyperparameters(config, step)
         state, sums, report = executor.step(state, sums, batches, hyper, ProcessReport(digest=int(now.digest)))
         assert bool(report.agreed & report.finite)
         losses.append(np.asarray(report.losses.loss))

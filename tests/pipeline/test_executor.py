@@ -342,7 +342,7 @@ def assert_updates_of_one_mesh(
     state, accumulated = one.init(jax.random.key(0)), one.zeros()
     staged, sums = pipeline.init(jax.random.key(0)), pipeline.zeros()
     for number, batches in enumerate(steps):
-        hyper = hyperparameters(config, one.modules, number)
+        hyper = hyperparameters(config, number)
         put = [put_rows(batch, one.mesh, one.rules) for batch in batches]
         state, accumulated, expected = one.step(state, accumulated, put, hyper)
         staged, sums, report = pipeline.step(staged, sums, [pipeline.put(batch) for batch in batches], hyper)
@@ -375,7 +375,7 @@ def test_a_step_that_is_not_finite_updates_no_stage_and_its_rows_are_found(spoil
     state = pipeline.init(jax.random.key(0))
     before = jax.device_get(state)
     put = [pipeline.put(batch) for batch in (bad, *batches[1:])]
-    after, _, report = pipeline.step(state, pipeline.zeros(), put, hyperparameters(config, pipeline.modules, 0))
+    after, _, report = pipeline.step(state, pipeline.zeros(), put, hyperparameters(config, 0))
     assert not bool(report.finite)
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(after))
 
@@ -393,7 +393,7 @@ def test_samples_that_a_process_could_not_read_have_no_weight(spoilable):
     sample = int(batches[0].text.owner.max())
     state = pipeline.init(jax.random.key(0))
     put = [pipeline.put(batch) for batch in batches]
-    hyper = hyperparameters(config, pipeline.modules, 0)
+    hyper = hyperparameters(config, 0)
     _, _, report = pipeline.step(state, pipeline.zeros(), put, hyper, ProcessReport(unreadable=[sample]))
     left_out = sum(float(b.text.weight[b.text.owner == sample].sum()) for b in batches)
     assert left_out > 0
@@ -438,13 +438,13 @@ def test_steps_of_any_number_of_microbatches_in_any_compiled_shape_compile_nothi
     state, sums = pipeline.init(jax.random.key(0)), pipeline.zeros()
     # As in a run: the update is compiled ahead into the cache on disk.
     enable_compilation_cache(tmp_path / "programs")
-    pipeline.compile(state, sums, list(by_shape.values()), hyperparameters(config, pipeline.modules, 0))
+    pipeline.compile(state, list(by_shape.values()), hyperparameters(config, 0))
     programs = CompileCounter()
     one_of_each = list(by_shape.values())
     for number, batches in enumerate(
         (microbatches[:4], one_of_each[:1], one_of_each * 3, microbatches[:1], one_of_each)
     ):
-        hyper = hyperparameters(config, pipeline.modules, number)
+        hyper = hyperparameters(config, number)
         state, sums, report = pipeline.step(state, sums, [pipeline.put(batch) for batch in batches], hyper)
         assert bool(report.finite)
         assert programs.compiled == 0, number

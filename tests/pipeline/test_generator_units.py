@@ -138,7 +138,7 @@ def test_updates_and_reports_are_those_of_one_program(units, tmp_path):
     state, accumulated = one.init(jax.random.key(0)), one.zeros()
     staged, sums = pipeline.init(jax.random.key(0)), pipeline.zeros()
     for number, batches in enumerate(steps):
-        hyper = hyperparameters(config, one.modules, number)
+        hyper = hyperparameters(config, number)
         # One sample with an image could not be read.
         owner = batches[0].items["picture"].owner
         reports = ProcessReport(unreadable=[int(owner[batches[0].items["picture"].item >= 0][0])])

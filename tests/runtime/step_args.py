@@ -29,16 +29,13 @@ def step_arguments(config: Config, executor: Executor, batch: Microbatch) -> Ste
         return jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree, layouts)
 
     state = structs(executor.abstract, executor.shardings)
-    products = executor.model.dtype if not executor.accumulates else np.float32
-    sums = structs(jax.eval_shape(lambda: executor.zero_sums(products)), executor.sums_shardings)
     of_losses = {name: jax.ShapeDtypeStruct((), np.float32) for name in weights([batch])}
     reports = executor.put_report(ProcessReport())
     noise = np.zeros(2, np.uint32) if executor.model.is_random else None
     put = put_rows(batch, executor.mesh, executor.rules)
-    accumulated = sums if executor.accumulates else None
     unreadable = jax.eval_shape(executor.merge_unreadable, reports.unreadable)
-    hyper = hyperparameters(config, executor.modules, 0)
+    hyper = hyperparameters(config, 0)
     return StepArguments(
-        (state.trainable, state.frozen, accumulated, put, of_losses, noise),
-        (state, sums, hyper, of_losses, reports, unreadable),
+        (state.trainable, state.frozen, executor.accumulated, put, of_losses, noise),
+        (state, executor.sums, hyper, of_losses, reports, unreadable),
     )

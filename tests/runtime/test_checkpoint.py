@@ -114,7 +114,7 @@ def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_onc
     checkpoints = CheckpointStore(tmp_path, one, Retention(1))
     checkpoints.prepare()
     checkpoints.save(state, "{}", DATA)
-    hyper = hyperparameters(CONFIG, one.modules, 0)
+    hyper = hyperparameters(CONFIG, 0)
     accumulated = one.zeros()
     reports = one.put_report(ProcessReport())
     reported = reports, one.merge_unreadable(reports.unreadable)
@@ -192,7 +192,7 @@ def test_other_moments_are_refused_and_are_no_damage(small_saved):
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
 def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_moments_are(moments, tmp_path):
     on, on_host = (executor(load(TINY).model, optimizer=AdamW(moments=moments, offload=o)) for o in (False, True))
-    hyper = hyperparameters(CONFIG, on.modules, 0)
+    hyper = hyperparameters(CONFIG, 0)
     reports = on.put_report(ProcessReport())
     reported = reports, on.merge_unreadable(reports.unreadable)
 

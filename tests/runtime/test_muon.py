@@ -76,7 +76,7 @@ def test_under_fsdp_a_device_receives_its_shards_twice_and_no_whole_matrix():
     struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
     state = jax.tree.map(struct, executor.abstract, executor.shardings)
     reports = executor.put_report(ProcessReport())
-    hyper = hyperparameters(config, executor.modules, 0)
+    hyper = hyperparameters(config, 0)
     text = (
         executor.update.lower(
             state,

@@ -189,12 +189,14 @@ def test_rates_of_a_config_are_scheduled_and_given_by_module():
     own = {"vision": Rates(learning_rate=0.5), "llm": Rates(weight_decay=0.7)}
     adamw = AdamW(learning_rate=0.2, weight_decay=0.1, modules=own)
     config = tiny_config(optimizer=adamw, schedule=Schedule(warmup=4))
-    rates = hyperparameters(config, MODULES, 0)
+    rates = hyperparameters(config, 0)
     wanted = {"learning_rate/llm": 0.05, "learning_rate/vision": 0.125, "learning_rate/vision.connector": 0.05}
     wanted |= {"weight_decay/llm": 0.7, "weight_decay/vision": 0.1, "weight_decay/vision.connector": 0.1}
+    wanted |= {f"learning_rate/{module}": 0.05 for module in ("audio", "audio.connector")}
+    wanted |= {f"weight_decay/{module}": 0.1 for module in ("audio", "audio.connector")}
     assert rates == pytest.approx(wanted | {"clip": config.training.clip})
 
     muon = Muon(learning_rate=0.2, adam_learning_rate=0.02, weight_decay=0.1, modules=own)
-    rates = hyperparameters(replace(config, optimizer=muon), MODULES, 3)
+    rates = hyperparameters(replace(config, optimizer=muon), 3)
     for group, pair in {"vision/matrix": (0.5, 0.1), "vision/other": (0.05, 0.1), "llm/other": (0.02, 0.7)}.items():
         assert (rates[f"learning_rate/{group}"], rates[f"weight_decay/{group}"]) == pytest.approx(pair)

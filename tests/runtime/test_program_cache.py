@@ -131,7 +131,7 @@ def test_another_executor_of_the_same_config_reads_its_programs_and_one_of_anoth
         optimizer = make_optimizer(replace(config.optimizer, **changes), model.axes, model.dtype)
         executor = Executor(model, optimizer, mesh, ShardingRules(), sources=1)
         counter = CompileCounter()
-        executor.init_optimizer.compile(executor.abstract_parts[0].trainable)
+        executor.state.init_optimizer.compile(executor.abstract_parts[0].trainable)
         return counter.compiled, counter.from_cache
 
     assert drawn() == (1, 0)

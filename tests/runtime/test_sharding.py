@@ -28,7 +28,7 @@ def fsdp() -> Executor:
 
 @pytest.fixture(scope="module")
 def born(fsdp) -> Any:
-    return fsdp.random_parameters().lower(jax.random.key(0)).compile()
+    return fsdp.state.random_parameters().lower(jax.random.key(0)).compile()
 
 
 def bytes_of(tree: Any) -> int:
@@ -78,7 +78,7 @@ def test_initialisation_needs_less_than_half_of_all_parameters_on_a_device(fsdp,
     """What one device holds at any time, outputs and temporaries, of AdamW's whole state: 3 x 1/8 and the vectors."""
     every_parameter = bytes_of(fsdp.model.abstract)
     parameters = born.memory_analysis()
-    moments = fsdp.init_optimizer.lower(fsdp.abstract.trainable).compile().memory_analysis()
+    moments = fsdp.state.init_optimizer.lower(fsdp.abstract.trainable).compile().memory_analysis()
     at_birth = parameters.output_size_in_bytes + parameters.temp_size_in_bytes
     at_start = parameters.output_size_in_bytes + moments.output_size_in_bytes + moments.temp_size_in_bytes
     assert parameters.output_size_in_bytes > every_parameter / 8
@@ -88,7 +88,7 @@ def test_initialisation_needs_less_than_half_of_all_parameters_on_a_device(fsdp,
 
 def test_initialisation_gathers_nothing(fsdp, born):
     assert "all-gather" not in born.as_text()
-    assert "all-gather" not in fsdp.init_optimizer.lower(fsdp.abstract.trainable).compile().as_text()
+    assert "all-gather" not in fsdp.state.init_optimizer.lower(fsdp.abstract.trainable).compile().as_text()
     gathering = jax.jit(lambda x: x * 2, out_shardings=replicated(fsdp.mesh)).lower(
         jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(fsdp.mesh, PartitionSpec("fsdp")))
     )
@@ -97,7 +97,7 @@ def test_initialisation_gathers_nothing(fsdp, born):
 
 def test_parameters_do_not_depend_on_the_mesh_they_are_born_on(fsdp, born):
     trainable, _ = born(jax.random.key(0))
-    one = make_executor(CONFIG, MESHES["one device"]).random_parameters()(jax.random.key(0))[0]
+    one = make_executor(CONFIG, MESHES["one device"]).state.random_parameters()(jax.random.key(0))[0]
     for name, leaf in paths(jax.device_get(one)).items():
         np.testing.assert_allclose(paths(trainable)[name], leaf, rtol=1e-6, atol=1e-7, err_msg=name)
     assert paths(jax.tree.map(lambda x: x.sharding, trainable)) == paths(fsdp.shardings.trainable)

@@ -50,7 +50,7 @@ def run(tmp_path_factory) -> Run:
     state = executor.init(jax.random.key(0))
     before = jax.device_get(state)
     shapes = {str(jax.tree.map(np.shape, b)): b for batches in steps for b in batches}
-    executor.compile(state, executor.zeros(), [*shapes.values()], hyperparameters(config(), executor.modules, 0))
+    executor.compile(state, [*shapes.values()], hyperparameters(config(), 0))
     programs = CompileCounter()
     trained = train(config(), executor, state, steps)
     return Run(executor, steps, before, trained, programs.requested)
@@ -103,7 +103,7 @@ def test_another_learning_rate_decay_clip_or_seed_compiles_nothing(run):
             optimizer=AdamW(10.0**-n, 0.1 * n, modules=own),
             training=replace(config().training, clip=1.0 + n),
         )
-        hyper = hyperparameters(changed, executor.modules, n)
+        hyper = hyperparameters(changed, n)
         state, accumulated, _ = executor.step(state, accumulated, batches, hyper)
         state = executor.init(jax.random.key(n))
     assert programs.requested == 0
@@ -117,7 +117,7 @@ def test_programs_compiled_ahead_are_all_that_training_runs(run):
 
 def test_a_step_leaves_the_accumulated_gradients_and_report_at_zero(run):
     executor = run.executor
-    hyper = hyperparameters(config(), executor.modules, 0)
+    hyper = hyperparameters(config(), 0)
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
     state = executor.init(jax.random.key(0))
     _, accumulated, told = executor.step(state, executor.zeros(), batches, hyper)
@@ -130,7 +130,7 @@ def test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so(run
     executor = run.executor
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     before = jax.device_get(state)
-    hyper = hyperparameters(config(), executor.modules, 0)
+    hyper = hyperparameters(config(), 0)
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
     weighed = [b._replace(text=b.text._replace(weight=b.text.weight * factor)) for b in batches]
     state, accumulated, report = executor.step(state, accumulated, weighed, hyper)
@@ -145,7 +145,7 @@ def test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so(run
 def test_a_sample_that_some_process_could_not_read_weighs_nothing_and_all_know_it(run):
     executor = run.executor
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
-    hyper, owners = hyperparameters(config(), executor.modules, 0), np.asarray(batches[0].text.owner)
+    hyper, owners = hyperparameters(config(), 0), np.asarray(batches[0].text.owner)
     bad = sorted(int(n) for n in np.unique(owners[owners >= 0])[:2])
     silent = [
         b._replace(text=b.text._replace(weight=jnp.where(jnp.isin(b.text.owner, jnp.array(bad)), 0.0, b.text.weight)))
@@ -174,7 +174,7 @@ def test_where_more_cannot_be_read_than_may_be_left_out_nothing_is_updated(run):
     state = executor.init(jax.random.key(0))
     before = jax.device_get(state)
     batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
-    hyper, many = hyperparameters(config(), executor.modules, 0), range(10_000, 10_000 + 5 * MAX_UNREADABLE)
+    hyper, many = hyperparameters(config(), 0), range(10_000, 10_000 + 5 * MAX_UNREADABLE)
     state, _, told = executor.step(state, executor.zeros(), batches, hyper, ProcessReport(unreadable=many))
     assert int(told.unreadable_count) == MAX_UNREADABLE + 1
     assert_unchanged(state, before)
@@ -194,8 +194,8 @@ def test_one_microbatch_leaves_nothing_between_steps_and_updates_the_same(tmp_pa
     ((batch,), _) = steps = load_steps(made, tmp_path, 2)
     states = [executor.init(jax.random.key(0)) for executor in (summing, direct)]
     assert direct.zeros() is None
-    hyper = hyperparameters(made, direct.modules, 0)
-    direct.compile(states[1], None, [batch], hyper)
+    hyper = hyperparameters(made, 0)
+    direct.compile(states[1], [batch], hyper)
 
     def gradients(executor, sums):
         return executor.accumulate(states[1].trainable, {}, sums, executor.put(batch), weights([batch]))
@@ -228,7 +228,7 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
     executor = run.executor
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     before = jax.device_get(state)
-    hyper = hyperparameters(config(), executor.modules, 0)
+    hyper = hyperparameters(config(), 0)
     for batch in run.steps[0]:
         batch = put_rows(batch, executor.mesh, executor.rules)
         accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, {"llm": np.float32(1)})

@@ -97,7 +97,7 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     losses, flops = [], []
     for step, arrays in enumerate(loaded):
         put = [executor.put(b) for b in arrays.microbatches]
-        hyper, noise = hyperparameters(config, executor.modules, step), np.array([config.seed, step], np.uint32)
+        hyper, noise = hyperparameters(config, step), np.array([config.seed, step], np.uint32)
         told = ProcessReport(int(arrays.digest), needed_flops=float(arrays.needed_flops))
         state, accumulated, report = executor.step(state, accumulated, put, hyper, told, noise)
         report = jax.device_get(report)

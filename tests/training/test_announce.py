@@ -14,7 +14,6 @@ from commands import TINY, TINY_DRAWING, media_run, run
 
 from mmjax import train
 from mmjax.config.loading import load
-from mmjax.config.model import module_names
 from mmjax.models import attention
 from mmjax.training import loop
 from mmjax.training.announce import describe_attention, describe_interruption, describe_zero_rates
@@ -120,8 +119,7 @@ def test_ctrl_c_names_the_command_that_goes_on_with_the_run(tmp_path, capsys, mo
     ],
 )
 def test_a_learning_rate_of_0_is_said(words, said):
-    config = load("tiny_omni", words)
-    lines = describe_zero_rates(config, tuple(module_names(config.model)))
+    lines = describe_zero_rates(load("tiny_omni", words))
     assert len(lines) == len(said)
     assert all(text in line for line, text in zip(lines, said, strict=True))
 

@@ -167,7 +167,7 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
     executor = on(ALL_AXES).executor
     planned = loaded(mesh_topology(executor.mesh, MESHES[ALL_AXES]))[0]
     batches = [without(b, ("vision",)) for b in planned]
-    hyper = hyperparameters(CONFIG, executor.modules, 5)
+    hyper = hyperparameters(CONFIG, 5)
     accumulated = gradients(executor, state_with(executor, parameters), batches)
     accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()))
     reports = executor.put_report(ProcessReport())

@@ -71,9 +71,9 @@ def test_a_step_reports_the_losses_and_the_imbalance_of_its_experts():
     params = scattered(executor)
     batches = [batch_of_rows(2), batch_of_rows(4)]
     alone = [gradients(executor, state_with(executor, params), [batch]) for batch in batches]
-    hyper = hyperparameters(config, executor.modules, 0)
+    hyper = hyperparameters(config, 0)
     state = state_with(executor, params)
-    executor.compile(state, executor.zeros(), batches, hyper)
+    executor.compile(state, batches, hyper)
     put = [executor.put(batch) for batch in batches]
     *_, report = executor.step(state, executor.zeros(), put, hyper)
     scalars = expert_scalars(jax.device_get(report.losses.experts))

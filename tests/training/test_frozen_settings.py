@@ -65,7 +65,7 @@ def test_what_is_frozen_stays_to_the_bit_and_every_parameter_that_is_not_has_a_g
     accumulated = executor.zeros()
     for number, batches in enumerate(microbatches):
         put = [put_rows(batch, executor.mesh, executor.rules) for batch in batches]
-        hyper = hyperparameters(config, executor.modules, number)
+        hyper = hyperparameters(config, number)
         noise = np.array([0, number], np.uint32)
         state, accumulated, _ = executor.step(state, accumulated, put, hyper, noise=noise)
     after = jax.device_get(state)
@@ -94,7 +94,7 @@ def traced_products(jaxpr) -> int:
 def step_program(config: Config, batch):
     """The arguments of a step's gradient program, and its executor."""
     executor = make_executor(config, MESHES["one device"], accumulates=False)
-    params = jax.eval_shape(executor.random_parameters(), jax.random.key(0))
+    params = jax.eval_shape(executor.state.random_parameters(), jax.random.key(0))
     return executor, (*params, None, batch, weights([batch]), np.zeros(2, np.uint32))
 
 

@@ -13,10 +13,10 @@ from tiny_run import MESHES, load_steps, make_executor, tiny_config
 from mmjax.config import BatchConfig, PackGrouping, Samples, TrainingConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
-from mmjax.runtime.device_batch import put_rows
+from mmjax.runtime.device_batch import bisect_bad, put_rows
 from mmjax.runtime.losses import MAX_WORST, Losses
 from mmjax.runtime.state import hyperparameters
-from mmjax.training.bad_samples import MAX_SKIPPED, MIN_NORMS, NonFiniteWatch, bisect_bad, samples_with_bad_gradients
+from mmjax.training.bad_samples import MAX_SKIPPED, MIN_NORMS, NonFiniteWatch
 
 TINY = tiny_config(batch=BatchConfig(Samples(24), {"llm": 8, "vision": 8, "audio": 8}, 2, PackGrouping(chunk_steps=4)))
 # Not tied: else a token's row of the table would be in every position's logits.
@@ -62,7 +62,7 @@ def test_a_step_without_finite_numbers_updates_nothing_and_its_rows_samples_are_
     state = state_with_embedding(executor, token, value)
     before = jax.device_get(state)
     put = [put_rows(b, executor.mesh, executor.rules) for b in batches]
-    hyper = hyperparameters(CONFIG, executor.modules, 0)
+    hyper = hyperparameters(CONFIG, 0)
     state, accumulated, told = executor.step(state, executor.zeros(), put, hyper)
     assert not told.finite
     assert told.agreed
@@ -76,7 +76,7 @@ def test_a_step_without_finite_numbers_updates_nothing_and_its_rows_samples_are_
     else:
         assert count == 0
         assert np.isfinite(np.asarray(told.losses.loss)).all()
-        found = set(samples_with_bad_gradients(executor, state, put, None, ()))
+        found = set(executor.find_bad(state, put, None, ()))
     assert found <= affected
     weighted = {int(k) for b in batches for k in b.text.owner[b.text.weight > 0]}
     assert found >= affected & weighted

@@ -132,7 +132,7 @@ def scattered(executor: Executor, seed: int = 0) -> Any:
 def state_with(executor: Executor, trainable: Any) -> TrainState:
     """Step 0 with these parameters, nothing frozen, where the executor wants them."""
     trainable = jax.device_put(trainable, executor.shardings.trainable)
-    step, moments = executor.init_optimizer(trainable)
+    step, moments = executor.state.init_optimizer(trainable)
     return TrainState(step, trainable, {}, moments)
 
 
@@ -164,7 +164,7 @@ def train(config: Config, executor: Executor, state: TrainState, steps: Sequence
     losses, norms = [], []
     for n, batches in enumerate(steps):
         put = [put_rows(b, executor.mesh, executor.rules) for b in batches]
-        hyper = hyperparameters(config, executor.modules, n)
+        hyper = hyperparameters(config, n)
         state, accumulated, told = executor.step(state, accumulated, put, hyper)
         told = jax.device_get(told)
         losses.append(told.losses.loss.sum() / told.losses.weight.sum())
