@@ -26,11 +26,12 @@ from mmjax.parallel.sharding import ShardingRules, replicated, row_ranks
 from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.pipeline.stage_plan import memory_plan_of
-from mmjax.pipeline.units import batch_shardings, place_stages, select_tables
+from mmjax.pipeline.units import place_stages, select_tables
 from mmjax.planning.memory import LOADED
 from mmjax.planning.remat import StagePlan
 from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.compiler_options import compiler_options
+from mmjax.runtime.device_batch import batch_shardings
 from mmjax.runtime.stage_program import StageProgram
 from mmjax.runtime.state import Hyperparameters, hyperparameters, make_optimizer
 

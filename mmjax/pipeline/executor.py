@@ -27,9 +27,9 @@ from mmjax.parallel.sharding import AXES, ShardingRules, replicated, tokens_shar
 from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.pipeline.shared import add_on_mesh, tied_table
 from mmjax.pipeline.transfer import move, move_array, open_carrier, view
-from mmjax.pipeline.units import TowerRows, put_batch
+from mmjax.pipeline.units import put_batch
 from mmjax.planning.schedules import ScheduleName
-from mmjax.runtime.device_batch import ProcessReport, isolate_rows
+from mmjax.runtime.device_batch import ProcessReport, TowerRows, isolate_rows
 from mmjax.runtime.losses import Losses
 from mmjax.runtime.objectives import TextObjective
 from mmjax.runtime.stage_program import Sums, zeros_like

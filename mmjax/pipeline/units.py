@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from mmjax.batch import TABLES, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
 from mmjax.models.stage import Stage, cut_in_stages
-from mmjax.parallel.sharding import CONTEXT, ShardingRules, rows_sharding, tokens_sharding
+from mmjax.parallel.sharding import CONTEXT, ShardingRules
 from mmjax.pipeline.passes import PlacedStage, StagedBatch
 from mmjax.planning.schedules import list_stages, stage_cuts
-from mmjax.runtime.device_batch import tables_of, without_tables
+from mmjax.runtime.device_batch import TowerRows, put_tower_rows, tables_of, without_tables
 from mmjax.runtime.units import UnitRanks, unit_meshes
-
-
-class TowerRows(NamedTuple):
-    """The rows of a tower's batches that this process packs."""
-
-    local: range  # ranks whose rows they are
-    ranks: int  # in all
-    per_rank: int  # rows
 
 
 def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) -> list[PlacedStage]:
@@ -70,7 +62,7 @@ def put_batch(
         if key not in done:
             if any(device.process_index == jax.process_index() for device in mesh.devices.flat):
                 of_tower = None if rows is None else rows[tower]
-                done[key] = _put_rows(part, of_tower, batch_shardings(part, mesh, rules))
+                done[key] = put_tower_rows(part, of_tower, mesh, rules)
             else:
                 done[key] = _row_shapes(part, tower, rows, mesh.shape[CONTEXT])
         return done[key]
@@ -96,35 +88,6 @@ def select_tables(text: TextBatch, stage: Stage) -> TextBatch:
     modules["slots"] = (*stage.encoders, *stage.embeds_queries)
     tables = {name: getattr(text, name) for name in modules}
     return text._replace(**{n: {m: table[m] for m in modules[n] if m in table} for n, table in tables.items()})
-
-
-def batch_shardings(part: TextBatch | ItemBatch, mesh: Mesh, rules: ShardingRules) -> TextBatch | ItemBatch:
-    """Return the sharding of every array of a tower's batch."""
-    if isinstance(part, ItemBatch):
-        return jax.tree.map(lambda _: rows_sharding(mesh, rules.item_rows), part)
-    of_devices = rows_sharding(mesh, rules.token_rows)
-    tables = jax.tree.map(lambda _: of_devices, tables_of(part))
-    tokens = tokens_sharding(mesh, rules)
-    return jax.tree.map(lambda _: tokens, without_tables(part))._replace(**tables)
-
-
-def _put_rows(part: TextBatch | ItemBatch, rows: TowerRows | None, layouts: Any) -> TextBatch | ItemBatch:
-    """Put this process's rows of a tower's batch on its devices."""
-
-    def put(x: np.ndarray, layout: NamedSharding) -> jax.Array:
-        if rows is None:
-            return jax.make_array_from_callback(x.shape, layout, x.__getitem__)
-        # Tables of the exchange have an entry for each device of a rank, the others as many as the rank has rows.
-        per_rank = len(x) // len(rows.local)
-        shape = (per_rank * rows.ranks, *x.shape[1:])
-
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
-            first, last, _ = index[0].indices(shape[0])
-            return x[first - per_rank * rows.local.start : last - per_rank * rows.local.start, *index[1:]]
-
-        return jax.make_array_from_callback(shape, layout, shard, dtype=x.dtype)
-
-    return jax.tree.map(put, part, layouts)
 
 
 def _row_shapes(

@@ -33,53 +33,61 @@ class ProcessReport(NamedTuple):
     unreadable: Sequence[int] = ()  # ids in the length index of the samples that it could not read
 
 
+class TowerRows(NamedTuple):
+    """The rows of a tower's batches that this process packs."""
+
+    local: range  # ranks whose rows they are
+    ranks: int  # in all
+    per_rank: int = 0  # rows; 0 where no process needs the shapes of others'
+
+
 def put_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
     """Put a microbatch, made for the ranks of `mesh` and whole on every process, on the devices."""
-
-    def put(x: np.ndarray, axes: tuple[str, ...], layout: NamedSharding) -> jax.Array:
-        return jax.make_array_from_callback(x.shape, layout, x.__getitem__)
-
-    return _put(batch, put, mesh, rules)
+    items = {name: put_tower_rows(part, None, mesh, rules) for name, part in batch.items.items()}
+    return Microbatch(put_tower_rows(batch.text, None, mesh, rules), items)
 
 
 def put_local_rows(batch: Microbatch, mesh: Mesh, rules: ShardingRules) -> Microbatch:
     """Put a microbatch of the rows of this process's ranks on the devices; as many for each rank."""
-
-    def put(x: np.ndarray, axes: tuple[str, ...], layout: NamedSharding) -> jax.Array:
-        # 6 rows of this process's ranks 2 and 3, of 8 ranks in all: rows 6 to 11 of 6 * 8 // 2 = 24.
-        local = local_ranks(mesh, axes)
-        rows = len(x) * row_ranks(mesh, axes) // len(local)
-        first = local.start * len(x) // len(local)
-
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
-            begin, end, _ = index[0].indices(rows)
-            return x[begin - first : end - first, *index[1:]]
-
-        return jax.make_array_from_callback((rows, *x.shape[1:]), layout, piece)
-
-    return _put(batch, put, mesh, rules)
+    text, items = (TowerRows(local_ranks(mesh, axes), row_ranks(mesh, axes)) for axes in (rules.rows, rules.item_rows))
+    parts = {name: put_tower_rows(part, items, mesh, rules) for name, part in batch.items.items()}
+    return Microbatch(put_tower_rows(batch.text, text, mesh, rules), parts)
 
 
-def _put(
-    batch: Microbatch,
-    put: Callable[[np.ndarray, tuple[str, ...], NamedSharding], jax.Array],
-    mesh: Mesh,
-    rules: ShardingRules,
-) -> Microbatch:
-    """Put every array on the devices by `put(array, axes, sharding)`. axes: of the ranks whose part a process holds."""
-    tokens, by_device = tokens_sharding(mesh, rules), rows_sharding(mesh, rules.token_rows)
-    by_rank = rows_sharding(mesh, rules.rows)
-    text = jax.tree.map(lambda x: put(x, rules.rows, tokens), without_tables(batch.text))
+def put_tower_rows(
+    part: TextBatch | ItemBatch, rows: TowerRows | None, mesh: Mesh, rules: ShardingRules
+) -> TextBatch | ItemBatch:
+    """Put a tower's batch on the devices. rows: those that it has, as many for each rank; None: all."""
+
+    def put(x: np.ndarray, layout: NamedSharding) -> jax.Array:
+        if rows is None:
+            return jax.make_array_from_callback(x.shape, layout, x.__getitem__)
+        # Tables of the exchange have an entry for each device of a rank, the others as many as the rank has rows.
+        # 6 rows of this process's ranks 2 and 3, of 8 ranks in all: rows 6 to 11 of 24.
+        per_rank = len(x) // len(rows.local)
+        shape = (per_rank * rows.ranks, *x.shape[1:])
+
+        def shard(index: tuple[slice, ...]) -> np.ndarray:
+            first, last, _ = index[0].indices(shape[0])
+            return x[first - per_rank * rows.local.start : last - per_rank * rows.local.start, *index[1:]]
+
+        return jax.make_array_from_callback(shape, layout, shard, dtype=x.dtype)
+
+    return jax.tree.map(put, part, batch_shardings(part, mesh, rules))
+
+
+def batch_shardings(part: TextBatch | ItemBatch, mesh: Mesh, rules: ShardingRules) -> TextBatch | ItemBatch:
+    """Return the sharding of every array of a tower's batch."""
+    if isinstance(part, ItemBatch):
+        return jax.tree.map(lambda _: rows_sharding(mesh, rules.item_rows), part)
     # A process holds the tables of all devices of its ranks; what generators are sent goes from rank to rank.
+    by_device, by_rank = (rows_sharding(mesh, axes) for axes in (rules.token_rows, rules.rows))
     tables = {
-        table: {
-            name: put(x, rules.rows, by_rank if name in batch.text.condition else by_device)
-            for name, x in arrays.items()
-        }
-        for table, arrays in tables_of(batch.text).items()
+        table: {name: by_rank if name in part.condition else by_device for name in arrays}
+        for table, arrays in tables_of(part).items()
     }
-    items = jax.tree.map(lambda x: put(x, rules.item_rows, rows_sharding(mesh, rules.item_rows)), batch.items)
-    return Microbatch(text._replace(**tables), items)
+    tokens = tokens_sharding(mesh, rules)
+    return jax.tree.map(lambda _: tokens, without_tables(part))._replace(**tables)
 
 
 def tables_of(text: TextBatch) -> dict[str, dict[str, jax.Array]]:
