@@ -44,11 +44,12 @@ from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, 
 from mmjax.runtime.compiler_options import quick_compiler_options
 from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.stage_program import Sums
-from mmjax.runtime.state import Optimizer, all_parameters
-from mmjax.runtime.step import Executor, loss_weights
+from mmjax.runtime.state import Optimizer
+from mmjax.runtime.step_report import loss_weights
 from mmjax.startup import activity
 from mmjax.training.run_checkpoints import RunCheckpoints
 from mmjax.training.run_data import open_data
@@ -279,7 +280,7 @@ class Verifier:
     def executor(self, model: Model) -> Executor:
         """Return the run's own programs of a model, without an optimizer's state."""
         stateless = Optimizer(optax.identity(), parameter_group, frozenset())
-        return Executor(
+        return Executor.on_mesh(
             model,
             stateless,
             self.mesh,
@@ -356,7 +357,7 @@ class Programs:
     def states(self, batch: Microbatch) -> States:
         """Return what a microbatch's towers read and what every layer puts out, on the host."""
         put = put_rows(batch, self.executor.mesh, self.executor.rules)
-        return input_states(batch) | jax.device_get(self._layer_states(all_parameters(self.run.state), put))
+        return input_states(batch) | jax.device_get(self._layer_states(self.executor.parameters(self.run.state), put))
 
     def gradients(self, batches: Sequence[Microbatch]) -> Sums:
         """Return the gradients of all microbatches together, on the host."""
@@ -367,8 +368,8 @@ class Programs:
         accumulated = executor.zeros()
         for batch in batches:
             put = put_rows(batch, executor.mesh, executor.rules)
-            accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, put, weights)
-        return jax.device_get(accumulated)
+            accumulated = executor.gradients(state, accumulated, [(put,)], weights, None).sums
+        return jax.device_get(accumulated[0])
 
     def packed_is_alone(self, packed: Sequence[Microbatch], apart: Sequence[Sequence[Microbatch]]) -> Differences:
         """Compare all that is computed of the samples of each microbatch with what is computed of them alone."""

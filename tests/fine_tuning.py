@@ -21,9 +21,9 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import CheckpointStore, DataState
 from mmjax.runtime.checkpoint_commit import Retention
+from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import make_optimizer, parameter_shardings
-from mmjax.runtime.step import Executor
 from mmjax.runtime.weights import load_pretrained
 from mmjax.train import train
 
@@ -97,13 +97,13 @@ def moved_run(config: Config, amount: float = 0.05) -> Path:
     folder.write_config(config)
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
-    executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1)
+    executor = Executor.on_mesh(model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1)
     given = load_pretrained(model, parameter_shardings(model, mesh, rules))
     state = executor.init(jax.random.key(0), given)
     rng, checkpoints = np.random.default_rng(0), CheckpointStore(folder.checkpoints, executor, Retention(3))
     for step in (1, 2, 3):
         trainable = jax.tree.map(lambda p: p + amount * rng.standard_normal(p.shape, np.float32), state.trainable)
-        state = state._replace(trainable=trainable)
+        state = State((state.stages[0]._replace(trainable=trainable),))
         checkpoints.save(state, to_json(config), DataState(step, "an index", {}))
     checkpoints.close()
     return folder.path

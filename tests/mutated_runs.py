@@ -28,9 +28,9 @@ from mmjax.planning.memory import ModelSharding
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.runtime.checkpoint import CheckpointMetadata, CheckpointStore, DataState, read_metadata, restore_parameters
 from mmjax.runtime.checkpoint_commit import Retention
+from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder, changes_of
 from mmjax.runtime.state import make_optimizer, parameter_shardings
-from mmjax.runtime.step import Executor
 from mmjax.training.metrics import MetricsLog
 
 
@@ -135,10 +135,10 @@ class Runs:
         config = load(TINY)
         mesh, rules = make_mesh(MeshConfig(), jax.devices()[:1]), ShardingRules()
         model = Model.build(config.model, jnp.float32)
-        executor = Executor(model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1)
+        executor = Executor.on_mesh(model, make_optimizer(config.optimizer, model.axes), mesh, rules, sources=1)
         rng, folder = np.random.default_rng(0), self.folder / "checkpoints"
-        host = jax.tree.map(lambda x: np.asarray(rng.normal(size=x.shape), x.dtype), executor.abstract)
-        state = jax.device_put(host, executor.shardings)
+        host = jax.tree.map(lambda x: np.asarray(rng.normal(size=x.shape), x.dtype), executor.states[0].abstract)
+        state = State((jax.device_put(host, executor.states[0].shardings),))
         checkpoints = CheckpointStore(folder, executor, Retention(2))
         for step in (2, 4):
             checkpoints.save(state, to_json(config), DataState(step, "an index", {"rows": [1]}))

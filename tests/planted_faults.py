@@ -297,7 +297,7 @@ FAULTS = (
     ),
     Fault(
         "an update though the processes planned different steps",
-        "runtime/step.py",
+        "runtime/step_report.py",
         "agreed=jnp.all(digests.min(0) == digests.max(0))",
         "agreed=jnp.array(True)",
         ("runtime/test_step.py::test_a_step_that_processes_planned_differently_updates_nothing_and_says_so",),
@@ -346,7 +346,7 @@ FAULTS = (
     ),
     Fault(
         "a tied table's gradient that misses the last stage's part",
-        "pipeline/shared.py",
+        "runtime/shared.py",
         "total = wait(jax.tree.map(add_on_mesh, restrict(gradients, self.structure), arrived))",
         "total = restrict(gradients, self.structure)",
         ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
@@ -388,21 +388,21 @@ FAULTS = (
     ),
     Fault(
         "a gradient norm that counts a stage's devices each",
-        "pipeline/executor.py",
+        "runtime/executor.py",
         "norm = jnp.sqrt(jnp.sum(norms * self._counts))",
         "norm = jnp.sqrt(jnp.sum(norms))",
         ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
         "a gradient that reaches a stage twice",
-        "pipeline/passes.py",
+        "runtime/passes.py",
         "run.output_gradients[producer, microbatch][name] = arrived",
         "run.output_gradients[producer, microbatch][name] = arrived + arrived",
         ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
         "a gradient norm that counts a tied table twice",
-        "pipeline/executor.py",
+        "runtime/executor.py",
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)",
         'twice = (sums, sums.get("llm", {}).get("embed", {}))\n    '
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(twice)), jnp.float32(0)).reshape(1)",
@@ -410,14 +410,14 @@ FAULTS = (
     ),
     Fault(
         "pieces that arrive in each other's place",
-        "pipeline/transfer.py",
+        "runtime/transfer.py",
         "if not np.array_equal(sent, _check_words(piece, number)):",
         "if False:",
-        ("pipeline/test_transfer.py::test_a_piece_that_comes_in_the_place_of_another_or_changed_is_refused",),
+        ("runtime/test_transfer.py::test_a_piece_that_comes_in_the_place_of_another_or_changed_is_refused",),
     ),
     Fault(
         "an update by gradients that are not finite",
-        "runtime/step.py",
+        "runtime/step_report.py",
         "return report.agreed & (weight > 0) & report.finite",
         "return report.agreed & (weight > 0)",
         ("runtime/test_step.py::test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so",),
@@ -440,9 +440,9 @@ FAULTS = (
     ),
     Fault(
         "a second microbatch that compiles in mid-run",
-        "runtime/step.py",
-        "weight, (put, _), unreadable = self.weigh_batches([put, put], reports)",
-        "weight, (put,), unreadable = self.weigh_batches([put], reports)",
+        "runtime/executor.py",
+        "weights, ((put,), _), unreadable = self.weigh_batches([put, put], reports)",
+        "weights, ((put,),), unreadable = self.weigh_batches([put], reports)",
         ("test_train.py::test_nothing_is_compiled_after_the_start",),
     ),
     Fault(

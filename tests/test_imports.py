@@ -332,7 +332,7 @@ def test_everything_imported_is_a_declared_dependency() -> None:
             "mmjax.data.plan.length_index imports grain, which only mmjax.data.loading.workers may",
         ),
         ("data/plan/length_index", "import mmjax.models.llm", "mmjax.data.plan.length_index imports mmjax.models.llm"),
-        ("models/llm", "import mmjax.runtime.step", "mmjax.models.llm imports mmjax.runtime.step"),
+        ("models/llm", "import mmjax.runtime.executor", "mmjax.models.llm imports mmjax.runtime.executor"),
         ("models/llm", "import optax", "mmjax.models.llm imports optax"),
         ("parallel/sharding", "import mmjax.models.llm", "mmjax.parallel.sharding imports mmjax.models.llm"),
         (
@@ -340,7 +340,7 @@ def test_everything_imported_is_a_declared_dependency() -> None:
             "import mmjax.data.plan.length_index",
             "mmjax.parallel.sharding imports mmjax.data.plan.length_index",
         ),
-        ("runtime/step", "import mmjax.train", "mmjax.runtime.step imports mmjax.train"),
+        ("runtime/executor", "import mmjax.train", "mmjax.runtime.executor imports mmjax.train"),
         (
             "train",
             "import orbax.checkpoint",

@@ -53,7 +53,7 @@ def test_a_recipe_trains_what_it_says(place, recipe, tmp_path):
     words += ["batch.rows.vision=1", *(["model.lora.llm.rank=4"] if recipe == "llava_lora" else [])]
     config = load(recipe, [*words, *SMALL, f"run={tmp_path / 'run'}", f"data.cache={place / 'cache'}"])
     trainer = train.train(config, find_config(recipe), devices=jax.devices()[:1])
-    trainable = trainer.executor.abstract.trainable
+    trainable = trainer.executor.states[0].abstract.trainable
     modules = {module_of(tuple(key.key for key in path)) for path, _ in jax.tree.leaves_with_path(trainable)}
     llm = {"llava_style": {"llm"}, "llava_lora": {"llm"}, "llava_alignment": set()}[recipe]
     assert modules == llm | {"vision.connector"}

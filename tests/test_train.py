@@ -28,7 +28,7 @@ from mmjax.disk import verify_checksum, with_checksum
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.runtime.checkpoint import checkpoint_step, restore_parameters
 from mmjax.runtime.run_dir import RunFolder, claim, run_folder_of
-from mmjax.runtime.state import all_parameters, parameter_shardings
+from mmjax.runtime.state import parameter_shardings
 from mmjax.training.announce import loader_verdict
 from mmjax.training.loop import Trainer
 from mmjax.training.signals import StopFlags
@@ -363,11 +363,11 @@ def test_a_run_can_start_from_anothers_parameters_alone(trained, monkeypatch):
         trainer = Trainer(config, folder, jax.devices(), watchdog, StopFlags())
         state = trainer.init_state()
         trainer.close()
-    assert trainer.first_step == int(state.step) == 0
+    assert trainer.first_step == int(state.stages[0].step) == 0
     executor = trainer.executor
     layouts = parameter_shardings(executor.model, trainer.mesh, executor.rules)
     saved = restore_parameters(RunFolder(source).checkpoints, STEPS, executor.model, layouts)
-    jax.tree.map(np.testing.assert_array_equal, all_parameters(state), saved)
+    jax.tree.map(np.testing.assert_array_equal, executor.parameters(state), saved)
 
 
 # ------------------------------------------------------------------------------------------------ whole processes

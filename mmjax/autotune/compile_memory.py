@@ -39,9 +39,10 @@ from mmjax.planning.hardware import DEVICES, USABLE, Cluster
 from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor, loss_weights
+from mmjax.runtime.step_report import loss_weights
 
 WHEELS = "jax_cuda13_plugin"
 INSTALL = 'pip install "mmjax[aot]"'
@@ -148,7 +149,7 @@ class StepPrograms:
         encoders = {name: replace(e, callbacks=Callbacks()) for name, e in config.model.encoders.items()}
         model = Model.build(replace(config.model, encoders=encoders), jnp.dtype(config.training.precision))
         mesh = make_mesh(config.mesh, devices)
-        executor = Executor(
+        executor = Executor.on_mesh(
             model,
             make_optimizer(config.optimizer, model.axes, model.dtype),
             mesh,
@@ -162,8 +163,8 @@ class StepPrograms:
         )
         return cls(
             executor=executor,
-            state=jax.tree.map(_struct, executor.abstract, executor.shardings),
-            accumulated=executor.accumulated,
+            state=jax.tree.map(_struct, executor.abstract_parts[0], executor.states[0].shardings),
+            accumulated=executor.sums if executor.accumulates else None,
             gradients=executor.sums,
             microbatch=_microbatch(executor, batch, config.model),
             microbatches=batch.microbatches,
@@ -177,11 +178,11 @@ class StepPrograms:
         """
         noise = np.zeros(2, np.uint32) if self.executor.model.is_random else None
         weights = loss_weights(self.executor.model.config, jax.ShapeDtypeStruct((), np.float32))
-        arguments = self.state.trainable, self.state.frozen, self.accumulated, self.microbatch, weights, noise
+        arguments = self.state.trainable, self.state.frozen, self.accumulated, self.microbatch, weights, noise, {}
         # The microbatch in the program is one of those that are loaded.
         waiting = (LOADED * self.microbatches - 1) * _on_one_device(self.microbatch)
         moments = 0 if self.executor.optimizer.offloads else _on_one_device(self.state.optimizer)
-        return self._compile(self.executor.accumulate, arguments, moments + waiting)
+        return self._compile(self.executor.programs[0].forward_backward, arguments, moments + waiting)
 
     def compile_update(self) -> CompiledProgram:
         """Compile the optimizer's update. Beside it lie the batches of this step and of the next."""
@@ -206,7 +207,7 @@ class StepPrograms:
         weights = loss_weights(self.executor.model.config, weight)
         arguments = self.state, self.gradients, self.hyper, weights, reports, unreadable
         return self._compile(
-            self.executor.update, arguments, LOADED * self.microbatches * _on_one_device(self.microbatch)
+            self.executor.update_whole, arguments, LOADED * self.microbatches * _on_one_device(self.microbatch)
         )
 
     def _compile(self, program: Any, arguments: tuple[Any, ...], beside: int) -> CompiledProgram:

@@ -30,9 +30,10 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, local_ranks, make_mesh, replicated
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter
+from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.passes import StagedBatch
 from mmjax.runtime.stage_program import Sums
-from mmjax.runtime.state import Hyperparameters, TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor
+from mmjax.runtime.state import Hyperparameters, hyperparameters, make_optimizer
 
 CORES_LEFT = -1  # in place of a core's number: do not pin
 
@@ -48,7 +49,7 @@ class Task:
 class Prepared(NamedTuple):
     """Hold one step of one mode, on the devices."""
 
-    arrays: tuple[Microbatch, ...]
+    arrays: tuple[StagedBatch, ...]
     loaded: LoadedStep
 
 
@@ -57,8 +58,8 @@ class Trainer:
     """Hold an executor and the state that it trains."""
 
     executor: Executor
-    state: TrainState
-    accumulated: Sums | None
+    state: State
+    accumulated: list[Sums | None]
     hyper: Hyperparameters
 
     def step(self, step: Prepared) -> bool:
@@ -112,7 +113,7 @@ def _make_trainer(config: Config) -> Trainer:
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
     accumulates = config.batch.microbatches > 1
-    executor = Executor(model, optimizer, mesh, ShardingRules(), sources=1, accumulates=accumulates)
+    executor = Executor.on_mesh(model, optimizer, mesh, ShardingRules(), sources=1, accumulates=accumulates)
     state = executor.init(jax.random.key(config.seed))
     return Trainer(executor, state, executor.zeros(), hyperparameters(config, 0))
 

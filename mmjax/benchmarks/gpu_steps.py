@@ -49,9 +49,9 @@ from mmjax.planning.remat import MemoryPlan
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor
 from mmjax.training.rate_probe import SAMPLES as PROBED_SAMPLES
 from mmjax.training.rate_probe import ProbedRow, fit_rates, fullest_pairs, time_gradients, with_samples
 from mmjax.training.run_data import RunData, open_data
@@ -209,7 +209,7 @@ def prepare(name: str, tokens: int, tiny: bool, steps: int, changes: Sequence[st
         config, plan = _fit(config, data, mesh)
         loaded = [data.loader(n) for n in range(steps)]
     built = Model.build(plan.applied(config.model), jnp.dtype(config.training.precision))
-    executor = Executor(
+    executor = Executor.on_mesh(
         built,
         make_optimizer(config.optimizer, built.axes, built.dtype),
         mesh,
@@ -246,7 +246,7 @@ def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()
     jax.block_until_ready((batches, accumulated))
     began = time.perf_counter()
     for batch in batches:
-        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, weight, None)
+        accumulated = executor.gradients(state, accumulated, [batch], weight, None).sums
     jax.block_until_ready(accumulated)
     gradients = time.perf_counter() - began
     del accumulated

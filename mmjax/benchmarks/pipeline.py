@@ -21,10 +21,10 @@ from mmjax.benchmarks.pipeline_worker import STAGES, Task, Variant, make_pipelin
 from mmjax.benchmarks.processes import run_workers
 from mmjax.config.loading import find_config, load
 from mmjax.errors import UserError
-from mmjax.pipeline.passes import Gradients
 from mmjax.planning.reorder import reorder
 from mmjax.planning.schedules import Action, Schedule, ScheduleName, StageGraph, make_schedule, unit_graph
 from mmjax.planning.simulate import StageTimes, simulate, total_order
+from mmjax.runtime.passes import Gradients
 
 DEVICES = 6
 UNITS = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=3", "batch.microbatches=8")

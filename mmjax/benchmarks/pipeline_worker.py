@@ -26,15 +26,15 @@ from mmjax.distributed import coordination
 from mmjax.errors import exit_process, run_command
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.pipeline.executor import PipelineExecutor, PipelineState
-from mmjax.pipeline.passes import Gradients, StagedBatch
-from mmjax.pipeline.transfer import links
-from mmjax.pipeline.units import place_stages, tower_rows
 from mmjax.planning.schedules import ScheduleName, make_schedule, schedule_name, stage_cuts
 from mmjax.planning.simulate import total_order
 from mmjax.runtime.device_batch import ProcessReport
+from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.passes import Gradients, StagedBatch
+from mmjax.runtime.placement import place_stages, tower_rows
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import make_optimizer
+from mmjax.runtime.transfer import links
 from mmjax.runtime.units import unit_ranks
 from mmjax.training.run_data import open_data
 
@@ -70,8 +70,8 @@ class Task:
 class Pipeline(NamedTuple):
     """Stages with parameters, and the microbatches of a step on their devices."""
 
-    executor: PipelineExecutor
-    state: PipelineState
+    executor: Executor
+    state: State
     batches: list[StagedBatch]
     weight: jax.Array
 
@@ -85,7 +85,7 @@ def make_pipeline(words: Sequence[str], devices: Sequence[jax.Device], folder: P
     config = load(find_config("tiny_omni"), words)
     data = open_data(config, RunFolder(folder), 0, NO_CHANGES, make_mesh(MeshConfig(data=1, fsdp=-1), devices))
     model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
-    executor = PipelineExecutor(
+    executor = Executor(
         model,
         make_optimizer(config.optimizer, model.axes, model.dtype),
         place_stages(config, model, devices),

@@ -30,8 +30,8 @@ from mmjax.planning.memory import GB, DeviceBatch, ModelSharding, saved_bytes_pe
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import make_optimizer
-from mmjax.runtime.step import Executor
 
 AUTO = "auto"
 STEP = "step"
@@ -137,15 +137,16 @@ def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, 
     model = Model.build(config.model, jnp.dtype(config.training.precision))
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
-    executor = Executor(model, optimizer, mesh, ShardingRules.of(config.mesh), sources=1, accumulates=False)
+    executor = Executor.on_mesh(model, optimizer, mesh, ShardingRules.of(config.mesh), sources=1, accumulates=False)
     runs = str({tower: [name for run in plan for name in run.parts] for tower, plan in model.runs.items()})
     if runs not in states:
-        states[runs] = executor.state.random_parameters()(jax.random.key(0))
-    arrays = executor.put(_microbatch(config, batch))
+        states[runs] = executor.states[0].random_parameters()(jax.random.key(0))
+    (arrays,) = executor.put(_microbatch(config, batch))
+    program = executor.programs[0].forward_backward
     weight = {"llm": np.float32(batch.shape["llm"][1])}
 
     def step() -> jax.Array:
-        return executor.accumulate(*states[runs], None, arrays, weight).losses.loss
+        return program(*states[runs], None, arrays, weight, None, {})[0].losses.loss
 
     return step
 

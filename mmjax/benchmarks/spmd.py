@@ -38,9 +38,9 @@ from mmjax.planning.memory import ACTIVATION, DeviceBatch
 from mmjax.planning.remat import MemoryPlan
 from mmjax.planning.step_time import ClusterRun, LayerTimes, Speed, StepTime, step_time
 from mmjax.runtime.devices import device_description
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor
 from mmjax.training.run_data import open_data
 
 VOCAB, TEXT, SIDE = 2048, 192, 64  # of every sample: text tokens, and pixels of the side of its image
@@ -148,7 +148,7 @@ def make_step(config: Config, devices: list[jax.Device]) -> Step:
     layout = data.loader.layout
     plan = plan_memory_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh))
     model = Model.build(plan.applied(config.model), jnp.dtype(config.training.precision))
-    executor = Executor(
+    executor = Executor.on_mesh(
         model,
         make_optimizer(config.optimizer, model.axes, model.dtype),
         mesh,

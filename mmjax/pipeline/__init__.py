@@ -1,1 +1,1 @@
-"""Pipelines over units: stages on meshes of their own, the transfers between them, and the executor that runs both."""
+"""Units, chosen and planned: memory and time of their stages, compiled and forecast."""

@@ -23,15 +23,15 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, merge
 from mmjax.models.quantization import cast_frozen
 from mmjax.parallel.sharding import ShardingRules, replicated, row_ranks
-from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.pipeline.stage_plan import memory_plan_of
-from mmjax.pipeline.units import place_stages, select_tables
 from mmjax.planning.memory import LOADED
 from mmjax.planning.remat import StagePlan
 from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import batch_shardings
+from mmjax.runtime.executor import Executor
+from mmjax.runtime.placement import place_stages, select_tables
 from mmjax.runtime.stage_program import StageProgram
 from mmjax.runtime.state import Hyperparameters, hyperparameters, make_optimizer
 
@@ -66,7 +66,7 @@ def compile_stages(
         replace(config.model, encoders=encoders), jnp.dtype(config.training.precision), stage_cuts(config)
     )
     used = 1 + max(number for plan in plans for number in plan.devices)
-    pipeline = PipelineExecutor(
+    pipeline = Executor(
         model,
         make_optimizer(config.optimizer, model.axes, model.dtype),
         place_stages(config, model, devices[:used]),
@@ -102,9 +102,7 @@ def _longest_shape(config: Config, layout: RankLayout, tower: str) -> BatchShape
     )
 
 
-def _program_texts(
-    pipeline: PipelineExecutor, number: int, shape: BatchShape, hyper: Hyperparameters
-) -> tuple[Any, ...]:
+def _program_texts(pipeline: Executor, number: int, shape: BatchShape, hyper: Hyperparameters) -> tuple[Any, ...]:
     """Return the first program of a stage's passes and its update in StableHLO: stages that share both are equal."""
     first, update = lower_first(pipeline, number, shape), lower_update(pipeline, number, hyper)
     program = pipeline.programs[number]
@@ -114,7 +112,7 @@ def _program_texts(
 
 def _stage_bytes(
     config: Config,
-    pipeline: PipelineExecutor,
+    pipeline: Executor,
     number: int,
     shape: BatchShape,
     in_flight: int,
@@ -149,7 +147,7 @@ def _on_device(tree: Any) -> int:
 # ------------------------------------------------------------------------------------------------- a stage's programs
 
 
-def stage_parameters(pipeline: PipelineExecutor, number: int) -> tuple[Any, Any]:
+def stage_parameters(pipeline: Executor, number: int) -> tuple[Any, Any]:
     """Return the shapes of a stage's trainable and frozen parameters, with its copy of a tied embedding."""
     program = pipeline.programs[number]
     trainable, frozen = program.abstract
@@ -157,7 +155,7 @@ def stage_parameters(pipeline: PipelineExecutor, number: int) -> tuple[Any, Any]
     return put_shapes(trainable, program.shardings[0]), put_shapes(frozen, program.shardings[1])
 
 
-def stage_batch(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> Microbatch:
+def stage_batch(pipeline: Executor, number: int, shape: BatchShape) -> Microbatch:
     """Return the shapes of a stage's microbatch."""
     _, stage, mesh = pipeline.stages[number]
     config = pipeline.model.config
@@ -172,13 +170,13 @@ def stage_batch(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> M
         devices = row_ranks(mesh, pipeline.rules.token_rows)
         rows = {name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in modules}
         tables = table_structs(modules, text.token, mesh, pipeline.rules, rows, shape.widths, row_ranks(mesh))
-        inputs = dict.fromkeys(loss_inputs(pipeline.loss), text.weight)
+        inputs = dict.fromkeys(loss_inputs(pipeline.objective.loss), text.weight)
         text = put(select_tables(text._replace(**tables, loss_inputs=inputs), stage))
     towers = [tower for tower in stage.towers if tower != "llm"]
     return Microbatch(text, {tower: put(tower_batch(config, tower, shape.towers[tower])) for tower in towers})
 
 
-def stage_inputs(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> dict[str, jax.ShapeDtypeStruct]:
+def stage_inputs(pipeline: Executor, number: int, shape: BatchShape) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of what a stage gets from those before it."""
     inputs = {}
     for producer in pipeline.graph.producers[number]:
@@ -193,7 +191,7 @@ def stage_inputs(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> 
     return inputs
 
 
-def lower_first(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> jax.stages.Lowered:
+def lower_first(pipeline: Executor, number: int, shape: BatchShape) -> jax.stages.Lowered:
     """Lower the first program that a stage runs of a microbatch: forward, or both passes where the loss is."""
     program, mesh = pipeline.programs[number], pipeline.stages[number].mesh
     params = stage_parameters(pipeline, number)
@@ -209,7 +207,7 @@ def lower_first(pipeline: PipelineExecutor, number: int, shape: BatchShape) -> j
         return program.forward_only.lower(merge(*params), *operands)
 
 
-def lower_update(pipeline: PipelineExecutor, number: int, hyper: Hyperparameters) -> jax.stages.Lowered:
+def lower_update(pipeline: Executor, number: int, hyper: Hyperparameters) -> jax.stages.Lowered:
     """Lower the optimizer's update of a stage."""
     on_all = replicated(pipeline.stages[number].mesh)
     part = put_shapes(pipeline.abstract_parts[number], pipeline.states[number].shardings)
@@ -222,7 +220,7 @@ def lower_update(pipeline: PipelineExecutor, number: int, hyper: Hyperparameters
 
 
 def compile_stage(
-    pipeline: PipelineExecutor, number: int, shape: BatchShape, hyper: Hyperparameters | None = None
+    pipeline: Executor, number: int, shape: BatchShape, hyper: Hyperparameters | None = None
 ) -> tuple[dict[str, jax.stages.Compiled], Any]:
     """Compile the programs that a step runs of a stage, the update if `hyper` is given; and its residuals' shapes."""
     program, mesh = pipeline.programs[number], pipeline.stages[number].mesh

@@ -31,7 +31,6 @@ from mmjax.models.model import Model, modules_of, partition
 from mmjax.models.quantization import cast_frozen, parameter_shapes
 from mmjax.models.stage import Piece, Stage, cut_in_stages
 from mmjax.parallel.sharding import AXES, CONTEXT, TENSOR, ShardingRules, row_ranks, sharding
-from mmjax.pipeline.passes import trained_activations
 from mmjax.planning.flops import frozen_modules, layer_policies, recompute_flops, stage_flops
 from mmjax.planning.memory import (
     ACTIVATION,
@@ -55,6 +54,7 @@ from mmjax.planning.schedules import Schedule, list_stages, make_schedule, sched
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import resolve_attention, row_work
+from mmjax.runtime.passes import trained_activations
 from mmjax.runtime.state import make_optimizer, shardings_with_moments
 
 RULES = ShardingRules()  # of all stages

@@ -47,9 +47,9 @@ from mmjax.runtime.checkpoint_commit import (
     run_and_describe_failure,
     saved_steps,
 )
+from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import TrainState, all_parameters
-from mmjax.runtime.step import Runner
 
 # TensorStore's errors begin with a status code: "OUT_OF_RANGE: Error writing ..".
 _STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
@@ -128,7 +128,7 @@ class DamagedCheckpoint(UserError):
 class CheckpointStore:
     """The checkpoints of one run, in the structure and shardings of its executor."""
 
-    def __init__(self, folder: Path, executor: Runner, retention: Retention) -> None:
+    def __init__(self, folder: Path, executor: Executor, retention: Retention) -> None:
         self._folder = folder
         self._executor = executor
         self.retention = retention
@@ -165,7 +165,7 @@ class CheckpointStore:
             for unstack, part, local in zip(self._unstack, self._abstract, self._local, strict=True)
         ]
 
-    def save(self, state: TrainState, config: str, data: DataState) -> None:
+    def save(self, state: State, config: str, data: DataState) -> None:
         """Copy the state to the host and write it in the background; it appears whole or not at all."""
         self.wait()
         parts = []
@@ -241,7 +241,7 @@ class CheckpointStore:
         """Return the last save if it has ended, successfully or not."""
         return self._commit if self._commit and self._commit.finished else None
 
-    def restore(self, step: int) -> tuple[TrainState, CheckpointMetadata]:
+    def restore(self, step: int) -> tuple[State, CheckpointMetadata]:
         """Restore step `step` into this run's shardings.
 
         Raises DamagedCheckpoint on all processes where one of them cannot read it, and UserError where it is of another

@@ -40,6 +40,7 @@ from mmjax.runtime.losses import (
     zero_losses,
 )
 from mmjax.runtime.objectives import TextObjective, measures_of
+from mmjax.runtime.program_cache import CachedProgram
 
 LOSS = "loss"  # of a stage, beside what it makes for others
 
@@ -98,11 +99,13 @@ class StageProgram:
         sources: int,
         exchange: Exchange = "padded",
         reduces_once: bool = True,
+        context: str | None = None,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
         """trained: names of the activations whose gradients the stages that make them need.
 
-        reduces_once: whether gradients are reduced over `data` once a step, and not with every microbatch.
+        reduces_once: whether gradients are reduced over `data` once a step, and not with every microbatch. context: as
+        of `CachedProgram`.
         """
         model = stage.model
         self.stage = stage
@@ -166,7 +169,8 @@ class StageProgram:
         # Gradients of inputs lie as the inputs do: the way back is the way there.
         inputs = {name: self.layouts[name] for name in sorted(self.gradient_inputs)}
         self.backward = jit(self._backward, donate_argnums=2, out_shardings=(sums.gradients, inputs))
-        self.forward_backward = jit(self.add_gradients, donate_argnums=2, out_shardings=(sums, inputs))
+        cached = partial(CachedProgram, context, mesh, compiler_options=compiler_options or None)
+        self.forward_backward = cached(self.add_gradients, donate_argnums=2, out_shardings=(sums, inputs))
 
     def weigh(
         self, totals: Mapping[str, jax.Array], batch: Microbatch, unreadable: tuple[jax.Array, jax.Array]

@@ -16,7 +16,7 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.runtime.device_batch import MAX_UNREADABLE
 from mmjax.runtime.losses import MAX_WORST
-from mmjax.runtime.step import StepReport
+from mmjax.runtime.step_report import StepReport
 
 
 class UnreadableSamples:

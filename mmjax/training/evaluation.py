@@ -22,14 +22,14 @@ from mmjax.inference.evaluation import Answered, Evaluator, Scores, evaluation_s
 from mmjax.inference.prompts import BatchLimits
 from mmjax.planning.memory import ACTIVATION
 from mmjax.planning.remat import MemoryPlan
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.step import Runner
 
 
 def make_evaluator(
     config: Config,
     folder: RunFolder,
-    executor: Runner,
+    executor: Executor,
     layout: RankLayout,
     memory_plan: MemoryPlan,
     report_progress: Callable[[int], None],

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +37,9 @@ from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError, raise_ctrl_c_once
 from mmjax.models.model import Model
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
-from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, simulate_stages
-from mmjax.pipeline.units import place_stages, tower_rows
 from mmjax.planning.hardware import check_float8, find_device
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan, with_policies
@@ -56,6 +54,9 @@ from mmjax.runtime.devices import (
     peak_flops,
     peak_memory_used,
 )
+from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.passes import PlacedStage, StagedBatch
+from mmjax.runtime.placement import place_stages, tower_rows
 from mmjax.runtime.run_dir import (
     NO_CHANGES,
     AllowedChanges,
@@ -68,7 +69,7 @@ from mmjax.runtime.run_dir import (
 )
 from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor, Runner, StepReport, check_updated
+from mmjax.runtime.step_report import StepReport, check_updated
 from mmjax.runtime.units import unit_ranks
 from mmjax.startup import activity, rare_collection
 from mmjax.startup import seconds as startup_seconds
@@ -183,8 +184,8 @@ class Trainer:
             self.stages, self.memory_plan = (
                 self.plan_units(profile) if config.units else ((), self.plan_memory(profile))
             )
-        self.executor: Runner = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
-        if isinstance(self.executor, PipelineExecutor):
+        self.executor = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
+        if config.units:
             watchdog.follow(self.executor.passes.progress, self.executor.passes.roles)
 
         self.checkpoints = RunCheckpoints(config, folder, self.data, self.executor)
@@ -207,51 +208,46 @@ class Trainer:
         self.metrics = StepMetrics(config, self.executor, self.loader, self.programs, peak)
         self.metrics_log: MetricsLog | None = None  # of process 0
         self.probe: RateProbe | None = None  # where it would tell anything
-        if isinstance(self.executor, Executor):
+        if not config.units:
             chunks = self.memory_plan.loss_chunks
             probe = RateProbe(config, self.executor, self.loader, folder.rates, chunks)
             self.probe = probe if probe.tells else None
         self.batches: Iterator[LoadedStep] = iter(())
         # The step that was started last, until its report is read: step, batch, its arrays on devices, and report.
-        self.running: tuple[int, LoadedStep, list[Microbatch], StepReport] | None = None
+        self.running: tuple[int, LoadedStep, list[StagedBatch], StepReport] | None = None
         self.stop_requested = False  # by a signal to any process; all learn it from the same step's report
         self.began = time.monotonic()
 
     def __repr__(self) -> str:
         return f"Trainer({self.config.name!r}, {str(self.folder.path)!r})"
 
-    def make_executor(self, model_config: ModelConfig, loss_chunks: int) -> Runner:
+    def make_executor(self, model_config: ModelConfig, loss_chunks: int) -> Executor:
         """Make the programs of a step, on one mesh or on those of units."""
         config = self.config
         dtype = jnp.dtype(config.training.precision)
         functions = resolve_callbacks(config.model, self.folder.path)
+        model = Model.build(model_config, dtype, stage_cuts(config), functions=functions)
+        devices = list(self.mesh.devices.flat)
         if config.units:
-            model = Model.build(model_config, dtype, stage_cuts(config), functions=functions)
-            return PipelineExecutor(
-                model,
-                make_optimizer(config.optimizer, model.axes, model.dtype),
-                place_stages(config, model, list(self.mesh.devices.flat)),
-                ShardingRules.of(config.mesh),
-                sources=self.data.sources,
-                schedule=schedule_name(config),
-                carrier=config.pipeline.carrier,
-                loss=config.loss,
-                loss_chunks=loss_chunks,
-                compiler_options=self.compiler_options,
-                rows=tower_rows(config, self.loader.layout, unit_ranks(config, list(self.mesh.devices.flat))),
-            )
-        model = Model.build(model_config, dtype, functions=functions)
+            stages = place_stages(config, model, devices)
+            rows = tower_rows(config, self.loader.layout, unit_ranks(config, devices))
+        else:
+            stages = [PlacedStage("all", Stage.whole(model), self.mesh)]
+            rows = None
         return Executor(
             model,
             make_optimizer(config.optimizer, model.axes, model.dtype),
-            self.mesh,
+            stages,
             ShardingRules.of(config.mesh),
             sources=self.data.sources,
+            schedule=schedule_name(config),
+            carrier=config.pipeline.carrier,
             exchange=config.mesh.exchange,
-            loss_chunks=loss_chunks,
             loss=config.loss,
-            accumulates=config.batch.microbatches > 1,
+            loss_chunks=loss_chunks,
+            accumulates=len(stages) > 1 or config.batch.microbatches > 1,
             compiler_options=self.compiler_options,
+            rows=rows,
         )
 
     def plan_units(self, profile: bool) -> tuple[list[StagePlan], MemoryPlan]:
@@ -283,7 +279,7 @@ class Trainer:
         stored = coordination.run_on_leader(lambda: read_memory_plan(self.folder.memory_plan, key))
         return MemoryDecision.of(stored) if stored else None
 
-    def init_state(self) -> Any:
+    def init_state(self) -> State:
         """Restore or make the first state, and open the log. No file changes before. Raises DamagedCheckpoint."""
         with activity("reading the checkpoint" if self.first_step else "making parameters"):
             self.best.check(self.evaluator)
@@ -326,7 +322,7 @@ class Trainer:
     def describe_devices(self) -> list[str]:
         """Describe what the devices hold: of one mesh its memory plan, of units a table of stages."""
         # One mesh has one account of its memory, the same on every device; stages differ.
-        if not isinstance(self.executor, PipelineExecutor):
+        if not self.config.units:
             return announce.describe_memory_plan(self.memory_plan)
         timeline = simulate_stages(self.config, self.stages)
         return announce.describe_stages(
@@ -351,11 +347,8 @@ class Trainer:
         else:
             self.batches = pool_steps(self.loader, self.first_step, self.end_step, data)
 
-    def compile(self, state: Any, example: Microbatch) -> Sums | None:
-        """Compile every program ahead: gradients of each shape, update, saving, answering. Returns zero gradients.
-
-        None where every step has one microbatch.
-        """
+    def compile(self, state: State, example: Microbatch) -> list[Sums | None]:
+        """Compile every program ahead: gradients of each shape, update, saving, answering. Returns zero gradients."""
         self.watchdog.set_phase("compiling", self.first_step)
         began = time.monotonic()
         with activity("compiling the programs of a step"):
@@ -373,7 +366,7 @@ class Trainer:
         self.metrics.start()
         return accumulated
 
-    def train(self, state: Any, example: Microbatch) -> None:
+    def train(self, state: State, example: Microbatch) -> None:
         """Run the steps until the last one, a requested stop, or evaluations that have not improved for too long."""
         config = self.config
         with rare_collection():
@@ -448,7 +441,7 @@ class Trainer:
         """Return whether something periodic is due after `done` steps; never at the end of the run. 0 = never."""
         return interval > 0 and done % interval == 0 and done < self.config.training.steps
 
-    def finish_step(self, state: Any, progress: ProgressLine) -> None:
+    def finish_step(self, state: State, progress: ProgressLine) -> None:
         """Wait for the running step, check its report and log it. Raises UserError where the run cannot go on.
 
         state: the newest, by which rows with bad gradients are found.
@@ -491,7 +484,9 @@ class Trainer:
         if self.metrics_log is not None and scalars:
             self.metrics_log.write(done, scalars)
 
-    def probe_rates(self, probe: RateProbe, state: Any, accumulated: Sums | None, loaded: LoadedStep) -> Sums | None:
+    def probe_rates(
+        self, probe: RateProbe, state: State, accumulated: list[Sums | None], loaded: LoadedStep
+    ) -> list[Sums | None]:
         """Measure what positions and pairs take, on rows of this step. Returns gradient sums of 0."""
         self.watchdog.set_phase("probing rates")
         noise = np.array([self.config.seed, loaded.step], np.uint32) if self.executor.model.is_random else None
@@ -500,7 +495,7 @@ class Trainer:
         self.metrics.restart_timer()
         return accumulated
 
-    def evaluate(self, done: int, state: Any) -> None:
+    def evaluate(self, done: int, state: State) -> None:
         """Score the validation split after `done` steps, and print one answer; save the state where it is the best."""
         self.watchdog.set_phase("evaluating")
         scores, answered = score_split(self.evaluator, self.executor.parameters(state), "validation")
@@ -518,12 +513,12 @@ class Trainer:
             print_lines(self.best.describe_stop(done))
         self.metrics.restart_timer()
 
-    def save(self, done: int, state: Any) -> None:
+    def save(self, done: int, state: State) -> None:
         """Begin to save the state after `done` steps, unless that was begun already."""
         self.watchdog.set_phase("saving")
         self.checkpoints.save(done, state, self.best.step)
 
-    def finish_run(self, state: Any) -> None:
+    def finish_run(self, state: State) -> None:
         """Save, score the test split, and print where everything is and what to try next."""
         done = self.end_step
         self.save(done, state)

@@ -31,9 +31,10 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.planning.measured_file import Probed
 from mmjax.runtime.devices import CompileCounter, open_files, peak_memory_used, resident_memory
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.losses import ExpertSums
 from mmjax.runtime.state import Hyperparameters
-from mmjax.runtime.step import Runner, StepReport
+from mmjax.runtime.step_report import StepReport
 
 Scalars = dict[str, float]
 
@@ -140,7 +141,7 @@ class StepMetrics:
     """Times a run's steps, and computes the numbers to log for each. peak_flops: FLOP/s of all devices together."""
 
     def __init__(
-        self, config: Config, executor: Runner, loader: StepLoader, programs: CompileCounter, peak_flops: float
+        self, config: Config, executor: Executor, loader: StepLoader, programs: CompileCounter, peak_flops: float
     ) -> None:
         self._config = config
         self._executor = executor

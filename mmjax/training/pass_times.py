@@ -20,25 +20,24 @@ from mmjax.disk import (
     write_sealed,
 )
 from mmjax.distributed import coordination
-from mmjax.pipeline.executor import PipelineExecutor
 from mmjax.planning.remat import StagePlan
 from mmjax.planning.schedules import Action, Schedule, StageGraph, make_schedule
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
-from mmjax.runtime.step import Runner
+from mmjax.runtime.executor import Executor
 
 PLANNED = "planned.json"
 FIRST_TIMED = 4  # steps after a start: the first ones are slower
 
 
 def write_planned(
-    folder: Path, executor: Runner, stages: Sequence[StagePlan], microbatches: int, profiled: bool
+    folder: Path, executor: Executor, stages: Sequence[StagePlan], microbatches: int, profiled: bool
 ) -> None:
     """Write the planned times of every stage's passes; what an earlier start of the run recorded is removed.
 
     profiled: whether they come from measured times of layers.
     """
     remove_path(folder)
-    if not isinstance(executor, PipelineExecutor):
+    if not stages:
         return
     folder.mkdir()
     planned = {
@@ -55,7 +54,7 @@ def write_planned(
 
 
 @contextmanager
-def time_passes(folder: Path, executor: Runner, done: int, first_step: int) -> Iterator[None]:
+def time_passes(folder: Path, executor: Executor, done: int, first_step: int) -> Iterator[None]:
     """Record when this process's passes run in the step that the body runs: in steps 4, 8, 16, ... after a start.
 
     Only on CPUs, which wait for every pass anyway. Elsewhere passes are queued, and a host knows no more than when.
@@ -63,7 +62,7 @@ def time_passes(folder: Path, executor: Runner, done: int, first_step: int) -> I
     """
     steps = done - first_step
     due = steps >= FIRST_TIMED and steps & (steps - 1) == 0
-    if not (due and isinstance(executor, PipelineExecutor) and executor.synchronous):
+    if not (due and executor.synchronous):
         yield
         return
     times = executor.passes.times = []

@@ -34,9 +34,9 @@ from mmjax.planning.measured_file import Probed, probed_text, read_probed
 from mmjax.planning.work import resolve_attention
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import device_description
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.run_dir import path_words
 from mmjax.runtime.stage_program import Sums
-from mmjax.runtime.step import Executor
 from mmjax.training.metrics import rank_prices, rank_room
 
 # Steps of a start before rows are probed: a card that was idle has a higher clock for about 16 seconds.
@@ -87,11 +87,11 @@ def fullest_pairs(llm: DecoderConfig, text: TextBatch, ranks: int, context: int)
 def time_gradients(
     executor: Executor,
     state: Any,
-    accumulated: Sums | None,
+    accumulated: list[Sums | None],
     batch: Microbatch,
     noise: np.ndarray | None,
     name: str = "",
-) -> tuple[list[float], Sums | None]:
+) -> tuple[list[float], list[Sums | None]]:
     """Time the gradient program on a microbatch, in the counted calls; also return the sums, which it adds to.
 
     batch: this process's rows. name: unique to this microbatch, by which processes wait for each other.
@@ -102,10 +102,10 @@ def time_gradients(
         jax.block_until_ready((state, accumulated, put, weights))
         coordination.wait_for_all(f"probe {name} {call}")
         began = time.perf_counter()
-        sums = executor.accumulate(state.trainable, state.frozen, accumulated, put, weights, noise)
+        sums = executor.gradients(state, accumulated, [put], weights, noise).sums
         jax.block_until_ready(sums)
         seconds.append(time.perf_counter() - began)
-        accumulated = sums if executor.accumulates else None
+        accumulated = sums if executor.accumulates else executor.zeros()
         del sums  # gradients that no sum takes over have their memory once
     return seconds[1:], accumulated
 
@@ -171,11 +171,11 @@ class RateProbe:
     def measure(
         self,
         state: Any,
-        accumulated: Sums | None,
+        accumulated: list[Sums | None],
         loaded: LoadedStep,
         noise: np.ndarray | None,
         beat: Callable[[], None],
-    ) -> tuple[Probed | None, Sums | None]:
+    ) -> tuple[Probed | None, list[Sums | None]]:
         """Time both rows of a step's first microbatch and store what they tell. Returns it, and gradient sums of 0.
 
         All processes take part. beat: called between the two. What counts is the slowest process, for which the others

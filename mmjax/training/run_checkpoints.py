@@ -27,9 +27,8 @@ from mmjax.runtime.checkpoint import (
     restore_parameters,
 )
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps, set_aside
+from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.state import TrainState
-from mmjax.runtime.step import Runner
 from mmjax.runtime.weights import load_pretrained, modules_by_folder
 from mmjax.startup import activity
 from mmjax.training.run_data import RunData
@@ -38,7 +37,7 @@ Params = dict[str, Any]
 T = TypeVar("T")
 
 
-def restore_or_init(make_trainer: Callable[..., T], folder: RunFolder, resumed: bool) -> tuple[T, TrainState]:
+def restore_or_init(make_trainer: Callable[..., T], folder: RunFolder, resumed: bool) -> tuple[T, State]:
     """Make a trainer and its first state: fresh, or restored from the newest readable checkpoint of a resumed run.
 
     make_trainer: makes one that begins at `first_step`. Unreadable newer checkpoints are set aside. Raises UserError if
@@ -65,7 +64,7 @@ def restore_or_init(make_trainer: Callable[..., T], folder: RunFolder, resumed: 
 class RunCheckpoints:
     """The first state and the checkpoints of a run."""
 
-    def __init__(self, config: Config, folder: RunFolder, data: RunData, executor: Runner) -> None:
+    def __init__(self, config: Config, folder: RunFolder, data: RunData, executor: Executor) -> None:
         self._config = config
         self._folder = folder
         self._data = data
@@ -81,7 +80,7 @@ class RunCheckpoints:
 
     # ---------------------------------------------------------------------------------------------- the first state
 
-    def init_state(self) -> TrainState:
+    def init_state(self) -> State:
         """Restore the state of a resumed run; else make one from `init_from`, pretrained weights or random parameters.
 
         Raises DamagedCheckpoint, and UserError where a checkpoint does not go with the config or the data.
@@ -157,7 +156,7 @@ class RunCheckpoints:
 
     # ------------------------------------------------------------------------------------------------------- saving
 
-    def save(self, step: int, state: TrainState, best_step: int) -> None:
+    def save(self, step: int, state: State, best_step: int) -> None:
         """Begin to save the state after `step` steps, unless that was begun already.
 
         best_step: of the best evaluation, whose checkpoint is kept; 0 = none.

@@ -9,10 +9,10 @@ from mmjax.config.loading import find_config, load
 from mmjax.config.training import unit_devices
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.pipeline.passes import stage_graph
-from mmjax.pipeline.units import place_stages
 from mmjax.planning.reorder import make_reordering
 from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.runtime.passes import stage_graph
+from mmjax.runtime.placement import place_stages
 from mmjax.runtime.units import unit_meshes, units_topology
 
 ALL = "units.all.modules=llm,vision,audio"

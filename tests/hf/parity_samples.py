@@ -51,8 +51,8 @@ from mmjax.hf.families import encoder_from_hf, layout_of
 from mmjax.hf.folder import HfFolder
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import hyperparameters, make_optimizer, parameter_shardings
-from mmjax.runtime.step import Executor
 from mmjax.runtime.weights import load_pretrained
 
 Part = np.ndarray  # int [n]: tokens; uint8 [h, w, 3]: an image; float [n]: a clip
@@ -274,7 +274,7 @@ def check_ten_steps(model: torch.nn.Module, folder: Path, samples: Sequence[Sequ
     recipe = AdamW(3e-3, 0.1, 0.9, 0.95, 1e-8)
     run = Config("ten", DataConfig(), BatchConfig(rows={}), config, TrainingConfig(10), recipe, Schedule(3, 0.1))
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    executor = Executor(ours, make_optimizer(recipe, ours.axes), mesh, ShardingRules(), sources=1)
+    executor = Executor.on_mesh(ours, make_optimizer(recipe, ours.axes), mesh, ShardingRules(), sources=1)
     state = executor.init(jax.random.key(0), params)
     accumulated = executor.zeros()
     made = packed(config, samples)

@@ -18,8 +18,8 @@ from mmjax.config import AdamW, BatchConfig, Config, DataConfig, MeshConfig, Sch
 from mmjax.hf.families import compose, encoder_from_hf, from_hf
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import hyperparameters, make_optimizer, parameter_shardings
-from mmjax.runtime.step import Executor
 from mmjax.runtime.weights import load_pretrained
 
 TOWER = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3}
@@ -88,7 +88,7 @@ def test_two_steps_of_a_new_pair_reach_every_parameter(encoder, decoder, folders
     built, mesh = Model.build(model, jnp.float32), make_mesh(MeshConfig(), jax.devices()[:1])
     recipe = AdamW(1e-2, 0.0)
     run = Config("two", DataConfig(), BatchConfig(rows={}), model, TrainingConfig(2), recipe, Schedule(0, 1.0))
-    executor = Executor(built, make_optimizer(recipe, built.axes), mesh, ShardingRules(), sources=1)
+    executor = Executor.on_mesh(built, make_optimizer(recipe, built.axes), mesh, ShardingRules(), sources=1)
     pretrained = load_pretrained(built, parameter_shardings(built, mesh, ShardingRules()))
     state, accumulated = executor.init(jax.random.key(0), pretrained), executor.zeros()
     before, losses = jax.device_get(state.trainable), []

@@ -35,9 +35,9 @@ from mmjax.parallel.sharding import activations_on
 from mmjax.planning.flops import model_flops
 from mmjax.planning.work import useful_work
 from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.objectives import CHOSEN, REJECTED
 from mmjax.runtime.state import hyperparameters, parameter_shardings
-from mmjax.runtime.step import Executor
 from mmjax.runtime.weights import load_pretrained
 from mmjax.train import train
 

@@ -22,8 +22,8 @@ from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
 from mmjax.models.quantization import dequantize, quantize
 from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import make_optimizer
-from mmjax.runtime.step import Executor
 from mmjax.runtime.weights import load_pretrained
 
 LORA = LoraConfig(("llm.layers.*",), rank=4, alpha=8.0)
@@ -90,16 +90,17 @@ def step(folder: Path, how: str, remat: str = "none", mesh: MeshConfig = ALONE):
     model = Model.build(config, jnp.float32)
     devices = jax.devices()[: mesh.fsdp * mesh.tensor]
     placed, rules = make_mesh(replace(mesh, data=1), devices), ShardingRules.of(mesh)
-    executor = Executor(model, make_optimizer(AdamW(), model.axes), placed, rules, sources=1, accumulates=False)
+    executor = Executor.on_mesh(model, make_optimizer(AdamW(), model.axes), placed, rules, sources=1, accumulates=False)
     state = executor.init(jax.random.key(0), load_pretrained(model, executor.parameter_shardings))
     # Every b is zero at first, and no a would have a gradient.
     trainable = jax.tree.map(
         lambda p, layout: jax.device_put(0.1 * np.sin(np.arange(p.size, dtype=np.float32)).reshape(p.shape), layout),
         state.trainable,
-        executor.shardings.trainable,
+        executor.states[0].shardings.trainable,
     )
-    batch = executor.put(Microbatch(packed_text(SAMPLES, 32, rows=2), {}))
-    sums = executor.accumulate(trainable, state.frozen, None, batch, {"llm": np.float32(COUNT)}, None)
+    (batch,) = executor.put(Microbatch(packed_text(SAMPLES, 32, rows=2), {}))
+    program = executor.programs[0].forward_backward
+    sums, _ = program(trainable, state.frozen, None, batch, {"llm": np.float32(COUNT)}, None)
     return float(sums.losses.loss[0]) / COUNT, unstack_layers(jax.device_get(sums.gradients)), trainable, state.frozen
 
 

@@ -26,14 +26,14 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.distributed import coordination
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.pipeline.executor import PipelineExecutor
-from mmjax.pipeline.passes import Passes
-from mmjax.pipeline.transfer import Links
-from mmjax.pipeline.units import place_stages, tower_rows
 from mmjax.planning.schedules import make_schedule, stage_cuts
 from mmjax.planning.simulate import total_order
 from mmjax.runtime.device_batch import ProcessReport
+from mmjax.runtime.executor import Executor
+from mmjax.runtime.passes import Passes
+from mmjax.runtime.placement import place_stages, tower_rows
 from mmjax.runtime.state import hyperparameters, make_optimizer
+from mmjax.runtime.transfer import Links
 from mmjax.runtime.units import unit_ranks, units_topology
 
 UNITS = {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2)}
@@ -42,7 +42,7 @@ MOST_SECONDS = 0.02
 BATCHES = 6  # different steps, taken in turn
 
 
-def prepare(folder: Path, steps: int) -> tuple[Config, PipelineExecutor, list[LoadedStep]]:
+def prepare(folder: Path, steps: int) -> tuple[Config, Executor, list[LoadedStep]]:
     """The pipeline, and what this process loads."""
     batch = BatchConfig(Samples(8), {"llm": 1, "vision": 1, "audio": 1}, microbatches=3, shapes=1)
     config = tiny_config(units=UNITS, batch=batch, training=TrainingConfig(steps=steps))
@@ -53,7 +53,7 @@ def prepare(folder: Path, steps: int) -> tuple[Config, PipelineExecutor, list[Lo
     ranks = unit_ranks(config, jax.devices())
     loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, **ranks._asdict())
     model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
-    executor = PipelineExecutor(
+    executor = Executor(
         model,
         make_optimizer(config.optimizer, model.axes),
         place_stages(config, model, jax.devices()),
@@ -65,7 +65,7 @@ def prepare(folder: Path, steps: int) -> tuple[Config, PipelineExecutor, list[Lo
 
 
 def train(
-    config: Config, executor: PipelineExecutor, first: Any, loaded: list[LoadedStep], schedule: str, steps: int
+    config: Config, executor: Executor, first: Any, loaded: list[LoadedStep], schedule: str, steps: int
 ) -> list[np.ndarray]:
     """The losses of all steps from the first state, then this process's shards of the last."""
     executor.passes.order = cache(lambda count: total_order(make_schedule(schedule, executor.graph, count)))

@@ -35,13 +35,13 @@ from mmjax.config.training import unit_devices
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
 from mmjax.parallel.sharding import ShardingRules
-from mmjax.pipeline.executor import PipelineExecutor
-from mmjax.pipeline.transfer import Transfer
-from mmjax.pipeline.units import place_stages
 from mmjax.planning.schedules import schedule_name, stage_cuts
-from mmjax.runtime.device_batch import ProcessReport, put_rows
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
+from mmjax.runtime.executor import Executor
+from mmjax.runtime.placement import place_stages
 from mmjax.runtime.state import hyperparameters, make_optimizer
+from mmjax.runtime.transfer import Transfer
 from mmjax.runtime.units import units_topology
 
 BY_MODULE = {"vision": Unit(data=2), "audio": Unit(fsdp=2), "llm": Unit(pipeline=2, tensor=2)}
@@ -98,11 +98,11 @@ def deepstack_config_of(units: str, **changes: Any) -> Config:
     return replace(config, model=replace(config.model, encoders=config.model.encoders | {"vision": vision}))
 
 
-def make_pipeline(config: Config, schedule: str = "auto") -> PipelineExecutor:
+def make_pipeline(config: Config, schedule: str = "auto") -> Executor:
     config = replace(config, pipeline=replace(config.pipeline, schedule=schedule))
     model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
     devices = sum(map(unit_devices, config.units.values()))
-    return PipelineExecutor(
+    return Executor(
         model,
         make_optimizer(config.optimizer, model.axes),
         place_stages(config, model, jax.devices()[:devices]),
@@ -129,7 +129,7 @@ def fill_adapters(state: Any) -> Any:
 
 def assert_same_gradients(
     config: Config, folder: Path, schedule: str = "auto", loss: LossConfig = CrossEntropy(), tolerance: float = 1e-5
-) -> PipelineExecutor:
+) -> Executor:
     """The pipeline's gradients and losses are those of one device."""
     batches, plain = (
         with_answers(*steps, loss) for steps in (steps_of(config, folder, 1), load_steps(config, folder, 1))
@@ -142,7 +142,7 @@ def assert_same_gradients(
 
 def assert_gradients_of_one_mesh(
     config: Config,
-    pipeline: PipelineExecutor,
+    pipeline: Executor,
     batches: Sequence[Microbatch],
     plain: Sequence[Microbatch],
     tolerance: float = 1e-5,
@@ -150,11 +150,9 @@ def assert_gradients_of_one_mesh(
     """Its gradients, losses and norm are one device's. plain: the microbatches as packed for one device."""
     one = make_executor(config, MeshConfig(1))
     noise = np.array([0, 0], np.uint32) if one.model.is_random else None
-    state, accumulated = fill_adapters(one.init(jax.random.key(0))), one.zeros()
-    for batch in plain:
-        put = put_rows(batch, one.mesh, one.rules)
-        accumulated = one.accumulate(state.trainable, state.frozen, accumulated, put, weights(plain), noise)
-    expected = jax.device_get(accumulated)
+    state = fill_adapters(one.init(jax.random.key(0)))
+    put = [one.put(batch) for batch in plain]
+    expected = jax.device_get(one.gradients(state, one.zeros(), put, weights(plain), noise).sums[0])
 
     staged = fill_adapters(pipeline.init(jax.random.key(0)))
     put = [pipeline.put(batch) for batch in batches]
@@ -333,9 +331,7 @@ def test_updates_are_those_of_one_program(optimizer, tmp_path):
     assert_updates_of_one_mesh(config, make_pipeline(config), steps)
 
 
-def assert_updates_of_one_mesh(
-    config: Config, pipeline: PipelineExecutor, steps: Sequence[Sequence[Microbatch]]
-) -> None:
+def assert_updates_of_one_mesh(config: Config, pipeline: Executor, steps: Sequence[Sequence[Microbatch]]) -> None:
     """Its losses, norms and parameters are one device's, step by step."""
     optimizer = replace(config.optimizer, offload=False)
     one = make_executor(replace(config, optimizer=optimizer), MeshConfig(1))
@@ -343,7 +339,7 @@ def assert_updates_of_one_mesh(
     staged, sums = pipeline.init(jax.random.key(0)), pipeline.zeros()
     for number, batches in enumerate(steps):
         hyper = hyperparameters(config, number)
-        put = [put_rows(batch, one.mesh, one.rules) for batch in batches]
+        put = [one.put(batch) for batch in batches]
         state, accumulated, expected = one.step(state, accumulated, put, hyper)
         staged, sums, report = pipeline.step(staged, sums, [pipeline.put(batch) for batch in batches], hyper)
         np.testing.assert_allclose(report.losses.loss.sum(), expected.losses.loss.sum(), rtol=1e-4)

@@ -30,7 +30,7 @@ from mmjax.pipeline.stage_plan import plan_stages, simulate_stages
 from mmjax.planning.hardware import Rates
 from mmjax.planning.remat import MemoryLimit
 from mmjax.planning.step_time import Speed
-from mmjax.runtime.device_batch import ProcessReport, put_rows
+from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.state import hyperparameters
 from mmjax.runtime.units import units_topology
 
@@ -143,7 +143,7 @@ def test_updates_and_reports_are_those_of_one_program(units, tmp_path):
         owner = batches[0].items["picture"].owner
         reports = ProcessReport(unreadable=[int(owner[batches[0].items["picture"].item >= 0][0])])
         noise = np.array([0, number], np.uint32)
-        put = [put_rows(batch, one.mesh, one.rules) for batch in batches]
+        put = [one.put(batch) for batch in batches]
         state, accumulated, expected = one.step(state, accumulated, put, hyper, reports, noise)
         put = [pipeline.put(batch) for batch in batches]
         staged, sums, report = pipeline.step(staged, sums, put, hyper, reports, noise)

@@ -18,8 +18,8 @@ from mmjax.data.plan.placement import Topology
 from mmjax.models.model import Model
 from mmjax.models.stage import Piece, Stage
 from mmjax.parallel.sharding import AXES, ShardingRules
-from mmjax.pipeline.executor import PipelineExecutor
-from mmjax.pipeline.passes import PlacedStage
+from mmjax.runtime.executor import Executor
+from mmjax.runtime.passes import PlacedStage
 from mmjax.runtime.state import make_optimizer
 
 Layers = tuple[str, int, int]  # a tower, from its layer, to its layer
@@ -39,7 +39,7 @@ DEEP = [
 ]
 
 
-def make_pipeline(config: Config, plan: list[tuple[dict[str, int], list[Layers]]]) -> PipelineExecutor:
+def make_pipeline(config: Config, plan: list[tuple[dict[str, int], list[Layers]]]) -> Executor:
     """A pipeline of these stages, each on the next devices: sizes of its mesh, and its pieces."""
     cuts: dict[str, set[int]] = {}
     for _, pieces in plan:
@@ -56,7 +56,7 @@ def make_pipeline(config: Config, plan: list[tuple[dict[str, int], list[Layers]]
         stages.append(PlacedStage(stage.description, stage, mesh))
         first += devices.size
     sources, optimizer = len(config.data.sources), make_optimizer(config.optimizer, model.axes)
-    return PipelineExecutor(model, optimizer, stages, ShardingRules(), sources=sources, schedule="1f1b")
+    return Executor(model, optimizer, stages, ShardingRules(), sources=sources, schedule="1f1b")
 
 
 @pytest.mark.default_cases("a sink")

@@ -125,8 +125,8 @@ FAULTY = """
 import os, signal, sys
 from mmjax import train
 from mmjax.errors import run_command
-from mmjax.pipeline.passes import Passes
-from mmjax.pipeline.transfer import Links
+from mmjax.runtime.passes import Passes
+from mmjax.runtime.transfer import Links
 
 fault, calls = sys.argv.pop(1), 0
 forward, send = Passes.forward, Links.send

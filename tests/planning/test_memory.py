@@ -36,8 +36,8 @@ from mmjax.planning.memory import (
     update_bytes,
 )
 from mmjax.planning.work import layer_sizes
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import make_optimizer
-from mmjax.runtime.step import Executor
 
 BATCH = DeviceBatch({"llm": (1, 64), "vision": (1, 64), "audio": (1, 64)}, {"vision": 8, "audio": 0}, peers=4)
 SEVERAL = replace(BATCH, microbatches=2)
@@ -76,14 +76,14 @@ def test_parameters_gradients_and_moments_of_a_sharded_run_are_as_predicted(name
     config = replace(load(name), optimizer=optimizer)
     mesh = make_mesh(MeshConfig(1, fsdp=8), jax.devices()[:8])
     model = Model.build(config.model, jnp.float32)
-    executor = Executor(model, make_optimizer(optimizer, model.axes), mesh, ShardingRules(), sources=1)
+    executor = Executor.on_mesh(model, make_optimizer(optimizer, model.axes), mesh, ShardingRules(), sources=1)
     state, sums = executor.init(jax.random.key(0)), executor.zeros()
     predicted = held(config, ModelSharding(8))
     # Biases and scales stay whole, which widths of hundreds still show.
     assert on_first_device((state.trainable, state.frozen)) == pytest.approx(predicted["parameters"], rel=0.1)
-    assert on_first_device(sums.gradients) == pytest.approx(predicted["gradients"], rel=0.1)
+    assert on_first_device(sums[0].gradients) == pytest.approx(predicted["gradients"], rel=0.1)
     # So do the scales of rows beside codes of one byte, and Adafactor's factors, which widths of thousands hardly show.
-    moments = jax.tree.leaves(state.optimizer)
+    moments = jax.tree.leaves(state.stages[0].optimizer)
     if optimizer.moments == "int8" or isinstance(optimizer, Adafactor):
         size = jnp.dtype(optimizer.moments).itemsize  # codes are int8 of means and uint8 of squares
         moments = [leaf for leaf in moments if leaf.dtype.itemsize == size]
@@ -96,14 +96,14 @@ def test_quantised_weights_take_the_bytes_of_their_codes_and_scales(how):
     llm = replace(base.llm, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, quantize=how)
     model = replace(base, llm=llm, lora={"llm": LoraConfig(("llm.layers.*",))})
     built = Model.build(model, jnp.bfloat16)
-    executor = Executor(
+    executor = Executor.on_mesh(
         built,
         make_optimizer(AdamW(), built.axes),
         make_mesh(MeshConfig(1), jax.devices()[:1]),
         ShardingRules(),
         sources=1,
     )
-    frozen = executor.abstract.frozen["llm"]
+    frozen = executor.states[0].abstract.frozen["llm"]
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(frozen))
     assert parameter_bytes(model, built.frozen, 2)["llm"] == stored
 

@@ -18,9 +18,10 @@ from mmjax.config.model import adapted_modules
 from mmjax.models.layer_stacks import Params, split_scanned
 from mmjax.models.model import Model, Outputs, accumulate_in_scans, merge, restrict
 from mmjax.parallel.sharding import activations_on
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.losses import Losses, expert_loss, expert_sums, highest_losses, image_loss, step_loss, worst_samples
 from mmjax.runtime.stage_program import Sums
-from mmjax.runtime.step import Executor, is_valid, report_step
+from mmjax.runtime.step_report import is_valid, report_step
 
 
 def model_outputs(model: Model, params: Params, batch: Microbatch, noise: Any, sums: Any, features: Any) -> Outputs:
@@ -60,8 +61,8 @@ def gradient_program(executor: Executor) -> Any:
         noise: jax.Array | None = None,
     ) -> Sums:
         if accumulated is None:
-            zeros = executor.zero_sums(executor.model.dtype)
-            accumulated = jax.lax.with_sharding_constraint(zeros, executor.sums_shardings)
+            zeros = executor.programs[0].zero_sums(executor.model.dtype)
+            accumulated = jax.lax.with_sharding_constraint(zeros, executor.programs[0].sums_shardings)
         sums, unscanned = split_scanned(accumulated.gradients)
         scanned, rest = split_scanned(trainable)
 
@@ -69,7 +70,7 @@ def gradient_program(executor: Executor) -> Any:
             params = merge(merge(rest, scanned), frozen)
             config = executor.model.config
             outputs, losses, measures = token_losses(executor, params, batch, noise, sums)
-            total, by_source, weight = step_loss(losses, batch.text, weights["llm"], executor.sources)
+            total, by_source, weight = step_loss(losses, batch.text, weights["llm"], executor.programs[0].sources)
             experts = expert_sums(outputs.routing, weight.sum() / jnp.where(weights["llm"] > 0, weights["llm"], 1))
             of_images, images = image_loss(outputs.errors, batch.items, weights, config)
             worst = worst_samples(jax.lax.stop_gradient(losses), batch.text)
@@ -95,7 +96,7 @@ def gradient_program(executor: Executor) -> Any:
         )
         return Sums(merge(jax.tree.map(jnp.add, unscanned, gradients), sums), new_losses)
 
-    return jax.jit(program, out_shardings=executor.sums_shardings, donate_argnums=2)
+    return jax.jit(program, out_shardings=executor.programs[0].sums_shardings, donate_argnums=2)
 
 
 def update_program(executor: Executor) -> Any:
@@ -115,10 +116,10 @@ def update_program(executor: Executor) -> Any:
         new = state._replace(step=state.step + valid, trainable=params, optimizer=moments)
         return new, cleared, report
 
-    cleared = executor.sums_shardings if executor.accumulates else None
-    on_all = executor.sums_shardings.losses.loss
+    cleared = executor.programs[0].sums_shardings if executor.accumulates else None
+    on_all = executor.programs[0].sums_shardings.losses.loss
     donated = (0, 1) if executor.accumulates else 0
-    return jax.jit(program, out_shardings=(executor.shardings, cleared, on_all), donate_argnums=donated)
+    return jax.jit(program, out_shardings=(executor.states[0].shardings, cleared, on_all), donate_argnums=donated)
 
 
 def lowered_text(program: Any, arguments: tuple[Any, ...]) -> str:
@@ -130,8 +131,8 @@ def lowered_text(program: Any, arguments: tuple[Any, ...]) -> str:
 def assert_programs_are_those_of_one_mesh(executor: Executor, arguments: StepArguments) -> None:
     """Both programs' texts are the specification's, letter by letter."""
     for name, own, specified in (
-        ("accumulate", executor.accumulate, gradient_program(executor)),
-        ("update", executor.update, update_program(executor)),
+        ("accumulate", executor.programs[0].forward_backward, gradient_program(executor)),
+        ("update", executor.update_whole, update_program(executor)),
     ):
         given = getattr(arguments, name)
         ours, wanted = lowered_text(own, given).splitlines(), lowered_text(specified, given).splitlines()

@@ -11,8 +11,8 @@ from tiny_run import weights
 from mmjax.batch import Microbatch
 from mmjax.config import Config
 from mmjax.runtime.device_batch import ProcessReport, put_rows
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import hyperparameters
-from mmjax.runtime.step import Executor
 
 
 class StepArguments(NamedTuple):
@@ -28,7 +28,7 @@ def step_arguments(config: Config, executor: Executor, batch: Microbatch) -> Ste
     def structs(tree: Any, layouts: Any) -> Any:
         return jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), tree, layouts)
 
-    state = structs(executor.abstract, executor.shardings)
+    state = structs(executor.states[0].abstract, executor.states[0].shardings)
     of_losses = {name: jax.ShapeDtypeStruct((), np.float32) for name in weights([batch])}
     reports = executor.put_report(ProcessReport())
     noise = np.zeros(2, np.uint32) if executor.model.is_random else None
@@ -36,6 +36,6 @@ def step_arguments(config: Config, executor: Executor, batch: Microbatch) -> Ste
     unreadable = jax.eval_shape(executor.merge_unreadable, reports.unreadable)
     hyper = hyperparameters(config, 0)
     return StepArguments(
-        (state.trainable, state.frozen, executor.accumulated, put, of_losses, noise),
+        (state.trainable, state.frozen, executor.sums if executor.accumulates else None, put, of_losses, noise),
         (state, executor.sums, hyper, of_losses, reports, unreadable),
     )

@@ -32,9 +32,9 @@ from mmjax.runtime.checkpoint import (
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter
+from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder
-from mmjax.runtime.state import TrainState, all_parameters, hyperparameters, make_optimizer, parameter_shardings
-from mmjax.runtime.step import Executor
+from mmjax.runtime.state import all_parameters, hyperparameters, make_optimizer, parameter_shardings
 
 CONFIG = load(TINY_MEDIA)
 DATA = DataState(4, "an index", {"rows": [4, 1, 1], "shapes": [[128, 96, 192]]})
@@ -48,18 +48,19 @@ def freeze(model: ModelConfig, vision: bool) -> ModelConfig:
 def executor(model=CONFIG.model, mesh=WHOLE, devices=1, cuts=None, optimizer=CONFIG.optimizer) -> Executor:
     built = Model.build(model, jnp.bfloat16, cuts)
     laid = make_mesh(mesh, jax.devices()[:devices])
-    return Executor(built, make_optimizer(optimizer, built.axes), laid, ShardingRules(), sources=1)
+    return Executor.on_mesh(built, make_optimizer(optimizer, built.axes), laid, ShardingRules(), sources=1)
 
 
-def moved(on: Executor, seed=0) -> TrainState:
+def moved(on: Executor, seed=0) -> State:
     """A state whose every array is random, so that nothing can be mixed up unseen."""
     rng = np.random.default_rng(seed)
-    host = jax.tree.map(lambda x: np.asarray(100 * rng.normal(size=x.shape), x.dtype), on.abstract)
-    return jax.device_put(host, on.shardings)
+    host = jax.tree.map(lambda x: np.asarray(100 * rng.normal(size=x.shape), x.dtype), on.abstract_parts[0])
+    return State((jax.device_put(host, on.states[0].shardings),))
 
 
 def values(tree) -> dict[str, np.ndarray]:
     """Every array by its layer's own name, whatever the runs."""
+    tree = tree.stages[0] if isinstance(tree, State) else tree
     leaves = jax.tree.leaves_with_path(unstack_layers(tree))
     return {jax.tree_util.keystr(path): np.array(x) for path, x in leaves}
 
@@ -72,7 +73,7 @@ def assert_equal(a, b) -> None:
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-def save(folder: Path, on: Executor, state: TrainState, step=4, config="{}") -> Path:
+def save(folder: Path, on: Executor, state: State, step=4, config="{}") -> Path:
     checkpoints = CheckpointStore(folder, on, Retention(2))
     checkpoints.save(state, config, replace(DATA, step=step))
     checkpoints.close()
@@ -85,7 +86,7 @@ def one() -> Executor:
 
 
 @pytest.fixture(scope="module")
-def state(one) -> TrainState:
+def state(one) -> State:
     return moved(one)
 
 
@@ -94,7 +95,7 @@ def saved(one, state, tmp_path_factory) -> Path:
     return save(tmp_path_factory.mktemp("saved"), one, state)
 
 
-def restored(folder: Path, on: Executor, step=4) -> TrainState:
+def restored(folder: Path, on: Executor, step=4) -> State:
     checkpoints = CheckpointStore(folder, on, Retention(2))
     try:
         return checkpoints.restore(step)[0]
@@ -115,12 +116,13 @@ def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_onc
     checkpoints.prepare()
     checkpoints.save(state, "{}", DATA)
     hyper = hyperparameters(CONFIG, 0)
-    accumulated = one.zeros()
+    (accumulated,) = one.zeros()
+    (part,) = state.stages
     reports = one.put_report(ProcessReport())
     reported = reports, one.merge_unreadable(reports.unreadable)
     for _ in range(3):  # donates the arrays that are being written
-        state, accumulated, _ = one.update(state, accumulated, hyper, {"llm": np.float32(1)}, *reported)
-    jax.block_until_ready(state)
+        part, accumulated, _ = one.update_whole(part, accumulated, hyper, {"llm": np.float32(1)}, *reported)
+    jax.block_until_ready(part)
     checkpoints.close()
     after = values(restored(tmp_path, one))
     assert all((before[name] == after[name]).all() for name in before)
@@ -196,19 +198,20 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_momen
     reports = on.put_report(ProcessReport())
     reported = reports, on.merge_unreadable(reports.unreadable)
 
-    def updated(state: TrainState, steps: range, on: Executor = on) -> TrainState:
+    def updated(state: State, steps: range, on: Executor = on) -> State:
+        (part,) = state.stages
         for step in steps:
             rng = np.random.default_rng(step)
-            accumulated = on.zeros()
+            (accumulated,) = on.zeros()
             gradients = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape).astype(x.dtype), accumulated.gradients)
-            gradients = jax.device_put(gradients, on.shardings.trainable)
-            state, _, report = on.update(
-                state, accumulated._replace(gradients=gradients), hyper, {"llm": np.float32(1)}, *reported
+            gradients = jax.device_put(gradients, on.states[0].shardings.trainable)
+            part, _, report = on.update_whole(
+                part, accumulated._replace(gradients=gradients), hyper, {"llm": np.float32(1)}, *reported
             )
             assert report.finite
-        return state
+        return State((part,))
 
-    def start() -> TrainState:
+    def start() -> State:
         return on.init(jax.random.key(0))
 
     straight = jax.device_get(updated(start(), range(4)))
@@ -216,18 +219,18 @@ def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_momen
     assert_equal(updated(restored(tmp_path, on), range(2, 4)), straight)
     # From the device's memory to the host's, and back by another checkpoint.
     offloaded = updated(restored(tmp_path, on_host), range(2, 3), on_host)
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(offloaded.optimizer) if x.ndim}
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(offloaded.stages[0].optimizer) if x.ndim}
     assert kinds == {"pinned_host"}
     save(tmp_path, on_host, offloaded, 5)
     assert_equal(updated(restored(tmp_path, on, 5), range(3, 4)), straight)
     # A step that is not finite leaves codes and scales as they were.
     state = restored(tmp_path, on)
     before = jax.device_get(state)
-    zeros = on.zeros()
+    (zeros,) = on.zeros()
     infinite = zeros._replace(losses=zeros.losses._replace(loss=jnp.array([jnp.inf])))
-    state, _, report = on.update(state, infinite, hyper, {"llm": np.float32(1)}, *reported)
+    state, _, report = on.update_whole(state.stages[0], infinite, hyper, {"llm": np.float32(1)}, *reported)
     assert not report.finite
-    assert_equal(state, before)
+    assert_equal(State((state,)), before)
 
 
 def test_only_the_newest_stay(one, state, tmp_path):

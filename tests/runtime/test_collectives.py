@@ -26,8 +26,8 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
 from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import make_optimizer
-from mmjax.runtime.step import Executor
 
 RANKS = 8
 WIDTH = 56  # of the connectors' output and the LLM; no other size of the model, nor a part of it on a device
@@ -79,16 +79,18 @@ def compiled_text(made: Config, mesh: MeshConfig, batch: Microbatch) -> tuple[Ex
     """The program that accumulates gradients, with state and batch in the shards of a run, and XLA's warnings."""
     model = Model.build(made.model, jnp.float32)
     on = make_mesh(mesh, jax.devices())
-    executor = Executor(model, make_optimizer(made.optimizer, model.axes), on, ShardingRules.of(mesh), sources=1)
+    executor = Executor.on_mesh(
+        model, make_optimizer(made.optimizer, model.axes), on, ShardingRules.of(mesh), sources=1
+    )
     trainable = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        executor.abstract.trainable,
-        executor.shardings.trainable,
+        executor.states[0].abstract.trainable,
+        executor.states[0].shardings.trainable,
     )
     weight = {"llm": jax.device_put(np.float32(1), replicated(on))}
-    arrays = executor.zeros(), put_rows(batch, on, executor.rules), weight
+    arrays = executor.zeros()[0], put_rows(batch, on, executor.rules), weight
     with stderr_of() as warnings:
-        text = executor.accumulate.lower(trainable, {}, *arrays).compile().as_text()
+        text = executor.programs[0].forward_backward.lower(trainable, {}, *arrays).compile().as_text()
     return executor, text, warnings[0]
 
 
@@ -145,7 +147,7 @@ def test_under_fsdp_layers_are_gathered_one_at_a_time_in_their_scan_and_no_rank_
 ):
     batch, executor, text, warnings = where_nothing_moves(MeshConfig(1, fsdp=8))
     assert "rematerialization" not in warnings
-    sharded = [x for x in paths(executor.abstract.trainable).values() if x.ndim == 3]
+    sharded = [x for x in paths(executor.states[0].abstract.trainable).values() if x.ndim == 3]
     found = collectives_in(text, (*MOVING, "all-reduce"))
     gathers = [(sorted(shape), c) for c in found if c.kind == "all-gather" for shape in c.shapes]
     for leaf in sharded:
@@ -236,7 +238,7 @@ def assert_parameters_only(executor: Executor, found: list[Collective]) -> None:
     """Nothing but parameters, or their gradients, under FSDP: on data=8 nothing at all."""
     if executor.mesh.shape["fsdp"] == 1:
         assert not found
-    shapes = {leaf.shape for leaf in paths(executor.abstract.trainable).values()}
+    shapes = {leaf.shape for leaf in paths(executor.states[0].abstract.trainable).values()}
     layers = {shape[1:] for shape in shapes if len(shape) == 3}
     allowed = {tuple(sorted(n for n in shape if n > 1)) for shape in shapes | layers}
     allowed |= {tuple(sorted(n // 8 if i == k else n for i, n in enumerate(s))) for s in allowed for k in range(len(s))}

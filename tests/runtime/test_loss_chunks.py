@@ -32,7 +32,7 @@ from mmjax.config import Config, MeshConfig, ModelConfig
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.models.model import Model
 from mmjax.runtime.devices import mesh_topology
-from mmjax.runtime.step import Executor
+from mmjax.runtime.executor import Executor
 
 ALONE, SHARED = MESHES["one device"], MESHES["data=2 x fsdp=2 x tensor=2"]
 
@@ -144,8 +144,9 @@ def wide_text() -> tuple[Config, Microbatch]:
 def compiled(mesh: MeshConfig, chunks: int) -> tuple[Executor, str]:
     made, batch = wide_text()
     executor = make_executor(replace(made, training=replace(made.training, loss_chunks=chunks)), mesh)
-    args = executor.abstract.trainable, {}, jax.eval_shape(executor.zeros), executor.put(batch), {"llm": np.float32(1)}
-    return executor, executor.accumulate.lower(*args).compile().as_text()
+    trainable = executor.states[0].abstract.trainable
+    args = trainable, {}, jax.eval_shape(executor.zeros)[0], *executor.put(batch), {"llm": np.float32(1)}
+    return executor, executor.programs[0].forward_backward.lower(*args).compile().as_text()
 
 
 def shapes(program: str) -> set[tuple[int, ...]]:

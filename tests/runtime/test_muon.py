@@ -74,13 +74,13 @@ def test_under_fsdp_a_device_receives_its_shards_twice_and_no_whole_matrix():
     config = replace(config, model=replace(config.model, llm=replace(config.model.llm, layers=8)))
     executor = make_executor(config, MESHES["fsdp=8"])
     struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
-    state = jax.tree.map(struct, executor.abstract, executor.shardings)
+    state = jax.tree.map(struct, executor.states[0].abstract, executor.states[0].shardings)
     reports = executor.put_report(ProcessReport())
     hyper = hyperparameters(config, 0)
     text = (
-        executor.update.lower(
+        executor.update_whole.lower(
             state,
-            executor.zeros(),
+            executor.zeros()[0],
             hyper,
             {"llm": np.float32(1)},
             reports,
@@ -93,9 +93,9 @@ def test_under_fsdp_a_device_receives_its_shards_twice_and_no_whole_matrix():
     for shapes, kind in re.findall(rf" = (.*?) ({'|'.join(received)})(?:-start)?\(", text):
         received[kind] += sum(math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", shapes))
     axes = jax.tree.leaves_with_path(executor.model.axes["llm"]["layers"], is_leaf=lambda x: isinstance(x, tuple))
-    stacks = jax.tree.leaves(executor.abstract.trainable["llm"]["layers"])
+    stacks = jax.tree.leaves(executor.states[0].abstract.trainable["llm"]["layers"])
     matrices = sum(x.size for x, (_, names) in zip(stacks, axes, strict=True) if len(names) == 2)
-    others = sum(x.size for x in jax.tree.leaves(executor.abstract.trainable) if x.ndim > 1) - matrices
+    others = sum(x.size for x in jax.tree.leaves(executor.states[0].abstract.trainable) if x.ndim > 1) - matrices
     # 8 layers of the LLM are one for each device; a tower of 2 layers, or a connector, is padded to 8.
     assert 2 * matrices / 8 <= received["all-to-all"] <= 2 * (matrices / 8 + others)
     assert received["all-gather"] + received["all-reduce"] < 0.05 * received["all-to-all"]

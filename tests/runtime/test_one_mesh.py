@@ -111,7 +111,7 @@ def test_shipped_configs_have_the_programs_of_the_specification(name, tmp_path):
 def test_encoders_in_another_order_are_another_program(tmp_path, monkeypatch):
     executor = make_executor(TINY, MESHES["one device"])
     given = step_arguments(TINY, executor, load_steps(TINY, tmp_path, 1)[0][0]).accumulate
-    own, encode = lowered_text(executor.accumulate, given), MultimodalModel.encode
+    own, encode = lowered_text(executor.programs[0].forward_backward, given), MultimodalModel.encode
     monkeypatch.setattr(MultimodalModel, "encode", lambda self, items, noise: encode(self, reverse(items), noise))
     assert lowered_text(gradient_program(executor), given) != own
 

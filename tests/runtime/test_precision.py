@@ -27,13 +27,13 @@ def traced(config: Config) -> Any:
     nothing = jax.ShapeDtypeStruct((RANKS, RANKS, 0), np.int32)
     text = text._replace(slots=dict.fromkeys(items, text.token), send=dict.fromkeys(items, nothing))
     args = (
-        executor.abstract.trainable,
+        executor.states[0].abstract.trainable,
         {},
-        jax.eval_shape(executor.zeros),
+        jax.eval_shape(executor.zeros)[0],
         Microbatch(text, items),
         {"llm": np.float32(1)},
     )
-    return jax.make_jaxpr(executor.accumulate)(*args).jaxpr
+    return jax.make_jaxpr(executor.programs[0].forward_backward)(*args).jaxpr
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -15,9 +15,9 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime import program_cache
 from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.program_cache import CachedProgram, stored_result
 from mmjax.runtime.state import make_optimizer
-from mmjax.runtime.step import Executor
 
 X = np.arange(6, dtype=np.float32)
 
@@ -129,9 +129,9 @@ def test_another_executor_of_the_same_config_reads_its_programs_and_one_of_anoth
     def drawn(**changes: Any) -> tuple[int, int]:
         model = Model.build(config.model, jnp.float32)
         optimizer = make_optimizer(replace(config.optimizer, **changes), model.axes, model.dtype)
-        executor = Executor(model, optimizer, mesh, ShardingRules(), sources=1)
+        executor = Executor.on_mesh(model, optimizer, mesh, ShardingRules(), sources=1)
         counter = CompileCounter()
-        executor.state.init_optimizer.compile(executor.abstract_parts[0].trainable)
+        executor.states[0].init_optimizer.compile(executor.abstract_parts[0].trainable)
         return counter.compiled, counter.from_cache
 
     assert drawn() == (1, 0)

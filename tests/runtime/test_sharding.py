@@ -16,7 +16,7 @@ from tiny_run import MESHES, make_executor, paths, stderr_of, tiny_config
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import MeshConfig, Muon
 from mmjax.parallel.sharding import make_mesh, replicated
-from mmjax.runtime.step import Executor
+from mmjax.runtime.executor import Executor
 
 CONFIG = tiny_config()
 
@@ -28,7 +28,7 @@ def fsdp() -> Executor:
 
 @pytest.fixture(scope="module")
 def born(fsdp) -> Any:
-    return fsdp.state.random_parameters().lower(jax.random.key(0)).compile()
+    return fsdp.states[0].random_parameters().lower(jax.random.key(0)).compile()
 
 
 def bytes_of(tree: Any) -> int:
@@ -54,7 +54,7 @@ def per_device(abstract: Any, shardings: Any, skip: set[str]) -> tuple[int, int]
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, optimizer=Muon())], ids=["adamw", "muon"])
 def test_fsdp_leaves_each_device_an_eighth_of_parameters_and_moments(config):
     executor = make_executor(config, MESHES["fsdp=8"])
-    shardings, abstract = executor.shardings, executor.abstract
+    shardings, abstract = executor.states[0].shardings, executor.states[0].abstract
     mine, total = per_device(abstract._asdict(), shardings._asdict(), vectors(executor))
     parameters = per_device(abstract.trainable, shardings.trainable, vectors(executor))[1]
     # AdamW has two moments of everything, Muon one of its matrices.
@@ -67,7 +67,9 @@ def test_a_parameter_is_cut_along_every_axis_that_has_a_mesh_axis():
     whole = {
         name
         for (name, leaf), s in zip(
-            paths(mesh.abstract.trainable).items(), jax.tree.leaves(mesh.shardings.trainable), strict=True
+            paths(mesh.states[0].abstract.trainable).items(),
+            jax.tree.leaves(mesh.states[0].shardings.trainable),
+            strict=True,
         )
         if math.prod(s.shard_shape(leaf.shape)) == math.prod(leaf.shape)
     }
@@ -78,7 +80,7 @@ def test_initialisation_needs_less_than_half_of_all_parameters_on_a_device(fsdp,
     """What one device holds at any time, outputs and temporaries, of AdamW's whole state: 3 x 1/8 and the vectors."""
     every_parameter = bytes_of(fsdp.model.abstract)
     parameters = born.memory_analysis()
-    moments = fsdp.state.init_optimizer.lower(fsdp.abstract.trainable).compile().memory_analysis()
+    moments = fsdp.states[0].init_optimizer.lower(fsdp.states[0].abstract.trainable).compile().memory_analysis()
     at_birth = parameters.output_size_in_bytes + parameters.temp_size_in_bytes
     at_start = parameters.output_size_in_bytes + moments.output_size_in_bytes + moments.temp_size_in_bytes
     assert parameters.output_size_in_bytes > every_parameter / 8
@@ -88,7 +90,9 @@ def test_initialisation_needs_less_than_half_of_all_parameters_on_a_device(fsdp,
 
 def test_initialisation_gathers_nothing(fsdp, born):
     assert "all-gather" not in born.as_text()
-    assert "all-gather" not in fsdp.state.init_optimizer.lower(fsdp.abstract.trainable).compile().as_text()
+    assert (
+        "all-gather" not in fsdp.states[0].init_optimizer.lower(fsdp.states[0].abstract.trainable).compile().as_text()
+    )
     gathering = jax.jit(lambda x: x * 2, out_shardings=replicated(fsdp.mesh)).lower(
         jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(fsdp.mesh, PartitionSpec("fsdp")))
     )
@@ -97,10 +101,10 @@ def test_initialisation_gathers_nothing(fsdp, born):
 
 def test_parameters_do_not_depend_on_the_mesh_they_are_born_on(fsdp, born):
     trainable, _ = born(jax.random.key(0))
-    one = make_executor(CONFIG, MESHES["one device"]).state.random_parameters()(jax.random.key(0))[0]
+    one = make_executor(CONFIG, MESHES["one device"]).states[0].random_parameters()(jax.random.key(0))[0]
     for name, leaf in paths(jax.device_get(one)).items():
         np.testing.assert_allclose(paths(trainable)[name], leaf, rtol=1e-6, atol=1e-7, err_msg=name)
-    assert paths(jax.tree.map(lambda x: x.sharding, trainable)) == paths(fsdp.shardings.trainable)
+    assert paths(jax.tree.map(lambda x: x.sharding, trainable)) == paths(fsdp.states[0].shardings.trainable)
 
 
 def test_a_vocabulary_that_tensor_parallelism_does_not_divide_is_whole_and_replicates_nothing_else():
@@ -109,10 +113,11 @@ def test_a_vocabulary_that_tensor_parallelism_does_not_divide_is_whole_and_repli
     executor = make_executor(replace(CONFIG, model=replace(model, llm=llm, encoders={})), MESHES["fsdp=4 x tensor=2"])
     assert llm.vocab % 2
     row = np.zeros((8, 16), np.int32)
-    batch = executor.put(Microbatch(TextBatch(row, row, row.astype(np.float32), *[row] * 9, {}, {}), {}))
+    (batch,) = executor.put(Microbatch(TextBatch(row, row, row.astype(np.float32), *[row] * 9, {}, {}), {}))
     state = executor.init(jax.random.key(0))
     with stderr_of() as written:
-        executor.accumulate.lower(state.trainable, {}, executor.zeros(), batch, {"llm": np.float32(1)}).compile()
+        arguments = state.trainable, {}, executor.zeros()[0], batch, {"llm": np.float32(1)}
+        executor.programs[0].forward_backward.lower(*arguments).compile()
     assert "rematerialization" not in written[0]
 
 

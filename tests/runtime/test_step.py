@@ -13,10 +13,10 @@ from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_con
 from mmjax.batch import Microbatch
 from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
 from mmjax.data.plan.placement import Topology
-from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport, put_rows
+from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport
 from mmjax.runtime.devices import CompileCounter
-from mmjax.runtime.state import TrainState, all_parameters, hyperparameters
-from mmjax.runtime.step import Executor
+from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.state import TrainState, hyperparameters
 
 STEPS = 12
 
@@ -38,7 +38,7 @@ def config():
 class Run:
     executor: Executor
     steps: list[tuple[Microbatch, ...]]
-    before: TrainState  # on the host
+    before: State  # on the host
     trained: Trained
     compiled: int  # programs, while training
 
@@ -62,9 +62,10 @@ def test_bfloat16_with_float32_master_weights_learns(run):
     assert np.isfinite(losses).all()
     assert losses[-3:].mean() < 0.9 * losses[:2].mean()
     state = run.trained.state
-    for part in (state.trainable, state.optimizer.mu, state.optimizer.nu, run.executor.zeros().gradients):
+    moments = state.stages[0].optimizer
+    for part in (state.trainable, moments.mu, moments.nu, run.executor.zeros()[0].gradients):
         assert {x.dtype for x in jax.tree.leaves(part)} == {jnp.dtype(jnp.float32)}
-    assert int(state.step) == STEPS
+    assert int(state.stages[0].step) == STEPS
 
 
 def test_a_frozen_module_is_stored_in_the_precision_of_the_computation_and_never_changes(run):
@@ -79,10 +80,10 @@ def test_a_frozen_module_has_no_gradient_and_no_optimizer_state(run):
     state = run.trained.state
     trained = set(paths(state.trainable))
     assert trained.isdisjoint(paths(state.frozen))
-    assert set(paths(state.optimizer.mu)) == set(paths(state.optimizer.nu)) == trained
-    assert set(paths(run.executor.zeros().gradients)) == trained
+    assert set(paths(state.stages[0].optimizer.mu)) == set(paths(state.stages[0].optimizer.nu)) == trained
+    assert set(paths(run.executor.zeros()[0].gradients)) == trained
     assert trained | set(paths(state.frozen)) == set(paths(run.executor.model.abstract))
-    assert all_parameters(state).keys() == run.executor.model.abstract.keys()
+    assert run.executor.parameters(state).keys() == run.executor.model.abstract.keys()
 
 
 def test_what_is_not_frozen_around_it_learns(run):
@@ -94,7 +95,7 @@ def test_what_is_not_frozen_around_it_learns(run):
 def test_another_learning_rate_decay_clip_or_seed_compiles_nothing(run):
     executor = run.executor
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
-    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
+    batches = [executor.put(b) for b in run.steps[0]]
     programs = CompileCounter()
     for n in range(3):
         own = {"vision.connector": Rates(0.1 * n, 0.01 * n)}
@@ -118,7 +119,7 @@ def test_programs_compiled_ahead_are_all_that_training_runs(run):
 def test_a_step_leaves_the_accumulated_gradients_and_report_at_zero(run):
     executor = run.executor
     hyper = hyperparameters(config(), 0)
-    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
+    batches = [executor.put(b) for b in run.steps[0]]
     state = executor.init(jax.random.key(0))
     _, accumulated, told = executor.step(state, executor.zeros(), batches, hyper)
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(accumulated))
@@ -131,25 +132,26 @@ def test_a_step_without_weight_or_finite_numbers_updates_nothing_and_says_so(run
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     before = jax.device_get(state)
     hyper = hyperparameters(config(), 0)
-    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
-    weighed = [b._replace(text=b.text._replace(weight=b.text.weight * factor)) for b in batches]
+    batches = [executor.put(b) for b in run.steps[0]]
+    weighed = [(b._replace(text=b.text._replace(weight=b.text.weight * factor)),) for (b,) in batches]
     state, accumulated, report = executor.step(state, accumulated, weighed, hyper)
     assert (float(report.losses.weight.sum()) > 0) == (factor > 0)
     assert factor == 0 or not report.finite
     assert_unchanged(state, before)
     state, _, report = executor.step(state, accumulated, batches, hyper)
     assert report.finite
-    assert int(state.step) == 1
+    assert int(state.stages[0].step) == 1
 
 
 def test_a_sample_that_some_process_could_not_read_weighs_nothing_and_all_know_it(run):
     executor = run.executor
-    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
-    hyper, owners = hyperparameters(config(), 0), np.asarray(batches[0].text.owner)
+    batches = [executor.put(b) for b in run.steps[0]]
+    hyper, owners = hyperparameters(config(), 0), np.asarray(batches[0][0].text.owner)
     bad = sorted(int(n) for n in np.unique(owners[owners >= 0])[:2])
+    texts = [batch.text for (batch,) in batches]
+    silenced = [jnp.where(jnp.isin(text.owner, jnp.array(bad)), 0.0, text.weight) for text in texts]
     silent = [
-        b._replace(text=b.text._replace(weight=jnp.where(jnp.isin(b.text.owner, jnp.array(bad)), 0.0, b.text.weight)))
-        for b in batches
+        (batch._replace(text=batch.text._replace(weight=new)),) for (batch,), new in zip(batches, silenced, strict=True)
     ]
     wanted, _, same = executor.step(executor.init(jax.random.key(0)), executor.zeros(), silent, hyper)
     state = executor.init(jax.random.key(0))
@@ -173,7 +175,7 @@ def test_where_more_cannot_be_read_than_may_be_left_out_nothing_is_updated(run):
     executor = run.executor
     state = executor.init(jax.random.key(0))
     before = jax.device_get(state)
-    batches = [put_rows(b, executor.mesh, executor.rules) for b in run.steps[0]]
+    batches = [executor.put(b) for b in run.steps[0]]
     hyper, many = hyperparameters(config(), 0), range(10_000, 10_000 + 5 * MAX_UNREADABLE)
     state, _, told = executor.step(state, executor.zeros(), batches, hyper, ProcessReport(unreadable=many))
     assert int(told.unreadable_count) == MAX_UNREADABLE + 1
@@ -193,15 +195,15 @@ def test_one_microbatch_leaves_nothing_between_steps_and_updates_the_same(tmp_pa
     direct = make_executor(made, MESHES["one device"], accumulates=False)
     ((batch,), _) = steps = load_steps(made, tmp_path, 2)
     states = [executor.init(jax.random.key(0)) for executor in (summing, direct)]
-    assert direct.zeros() is None
+    assert direct.zeros() == [None]
     hyper = hyperparameters(made, 0)
     direct.compile(states[1], [batch], hyper)
 
     def gradients(executor, sums):
-        return executor.accumulate(states[1].trainable, {}, sums, executor.put(batch), weights([batch]))
+        return executor.gradients(states[1], [sums], [executor.put(batch)], weights([batch]), None).sums[0]
 
     # A bfloat16 product holds all of a matrix's gradient.
-    wanted = gradients(summing, summing.zeros()).gradients
+    wanted = gradients(summing, summing.zeros()[0]).gradients
     once = gradients(direct, None)
     matrices = [x for name, x in paths(once.gradients).items() if ".runs." in name and name.endswith("weight")]
     assert {x.dtype for x in matrices} == {jnp.dtype(jnp.bfloat16)}
@@ -214,8 +216,8 @@ def test_one_microbatch_leaves_nothing_between_steps_and_updates_the_same(tmp_pa
     programs = CompileCounter()
     for batches in steps:
         put = [direct.put(b) for b in batches]
-        states[1], kept, told = direct.step(states[1], None, put, hyper)
-        assert kept is None
+        states[1], kept, told = direct.step(states[1], [None], put, hyper)
+        assert kept == [None]
     assert programs.requested == 0
     for batches in steps:
         states[0], _, same = summing.step(states[0], summing.zeros(), [summing.put(b) for b in batches], hyper)
@@ -229,9 +231,9 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     before = jax.device_get(state)
     hyper = hyperparameters(config(), 0)
-    for batch in run.steps[0]:
-        batch = put_rows(batch, executor.mesh, executor.rules)
-        accumulated = executor.accumulate(state.trainable, state.frozen, accumulated, batch, {"llm": np.float32(1)})
+    put = [executor.put(batch) for batch in run.steps[0]]
+    (accumulated,) = executor.gradients(state, accumulated, put, {"llm": np.float32(1)}, None).sums
+    part = state.stages[0]
     reports = executor.put_report(
         ProcessReport(digest=123 << 31 | 5, content=7 << 40 | 3, needed_flops=8.0, batch_seconds=0.5, stop=True)
     )
@@ -240,12 +242,12 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
         digest = np.array(reports.digest)
         digest[3, half] += 1
         different = reports._replace(digest=digest)
-        state, accumulated, told = executor.update(
-            state, accumulated, hyper, {"llm": np.float32(1)}, different, unreadable
+        part, accumulated, told = executor.update_whole(
+            part, accumulated, hyper, {"llm": np.float32(1)}, different, unreadable
         )
         assert not told.agreed
-        assert_unchanged(state, before)
-    state, _, told = executor.update(state, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable)
+        assert_unchanged(part, before)
+    _, _, told = executor.update_whole(part, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable)
     assert told.agreed
     assert told.stop
     assert float(told.needed_flops) == 8
@@ -253,6 +255,6 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
     assert np.asarray(told.batch_seconds).tolist() == [0.5] * 8
 
 
-def assert_unchanged(state: TrainState, before: TrainState) -> None:
+def assert_unchanged(state: TrainState | State, before: State) -> None:
     for x, y in zip(jax.tree.leaves(jax.device_get(state)), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(x, y)

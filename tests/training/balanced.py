@@ -39,8 +39,8 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, encoder_axes, local_ranks, make_mesh, replicated
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor
 
 STEPS = 20
 GROUPINGS = {"none": NoGrouping(24), "isf": IsfGrouping(chunk_steps=24), "pack": PackGrouping(24)}
@@ -81,8 +81,8 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     loader = StepLoader(config, planner.grouper.budget, layout, folder / "index", folder, *held)
     model = Model.build(config.model, jnp.float32)
     optimizer = make_optimizer(config.optimizer, model.axes)
-    executor = Executor(model, optimizer, mesh, ShardingRules.of(config.mesh), sources=1)
-    placed = jax.tree.map(_placed, parameters(), executor.shardings.trainable)
+    executor = Executor.on_mesh(model, optimizer, mesh, ShardingRules.of(config.mesh), sources=1)
+    placed = jax.tree.map(_placed, parameters(), executor.states[0].shardings.trainable)
     state, accumulated = executor.init(jax.random.key(0), placed), executor.zeros()
     loaded = [loader(step) for step in range(steps)]
 
@@ -90,8 +90,7 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     weight, batches, _ = executor.weigh_batches(
         [executor.put(b) for b in loaded[0].microbatches], executor.put_report(ProcessReport())
     )
-    for batch in batches:
-        first = executor.accumulate(state.trainable, state.frozen, first, batch, weight, noise)
+    (first,) = executor.gradients(state, first, batches, weight, noise).sums
     whole = jax.device_get(jax.jit(lambda x: x, out_shardings=replicated(mesh))(first))
 
     losses, flops = [], []

@@ -29,6 +29,7 @@ from mmjax.models.model import Model, module_of
 from mmjax.models.vae import VaeModel
 from mmjax.planning.flops import executed, model_flops
 from mmjax.planning.work import row_work
+from mmjax.runtime.executor import State
 from mmjax.runtime.vae import load_parameters
 from mmjax.runtime.weights import load_pretrained
 
@@ -106,7 +107,8 @@ def test_the_losses_and_gradients_are_those_of_stored_latents_and_the_vae_gets_n
     latents = replace(config.model.generators["picture"].latents, encode="once")
     once = replace(config, model=with_changes(config.model, {"picture": {"latents": latents}}))
     other = make_executor(once, MESHES["one device"])
-    wanted = gradients(other, state._replace(frozen={}), [stored(config, batch) for batch in batches])
+    state = State((state.stages[0]._replace(frozen={}),))
+    wanted = gradients(other, state, [stored(config, batch) for batch in batches])
     np.testing.assert_allclose(found.losses.loss, wanted.losses.loss, rtol=1e-4)
     np.testing.assert_allclose(found.losses.images["picture"], wanted.losses.images["picture"], rtol=1e-4)
     assert worst_leaf(found.gradients, wanted.gradients) < (1e-4, "")

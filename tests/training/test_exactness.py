@@ -33,9 +33,9 @@ from mmjax.config import Muon
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.executor import Executor
 from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import hyperparameters
-from mmjax.runtime.step import Executor
 
 CONFIG = tiny_config()
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4
@@ -169,11 +169,11 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
     batches = [without(b, ("vision",)) for b in planned]
     hyper = hyperparameters(CONFIG, 5)
     accumulated = gradients(executor, state_with(executor, parameters), batches)
-    accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()))
+    accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()[0]))
     reports = executor.put_report(ProcessReport())
     unreadable = executor.merge_unreadable(reports.unreadable)
-    state = state_with(executor, parameters)
-    state, _, _ = executor.update(state, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable)
+    (state,) = state_with(executor, parameters).stages
+    state, _, _ = executor.update_whole(state, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable)
     rate, decay = hyper["learning_rate/vision"], hyper["weight_decay/vision"]
     before, after = (paths(tree["encoders"]["vision"]) for tree in (parameters, jax.device_get(state.trainable)))
     for name, p in before.items():
@@ -187,6 +187,7 @@ def test_ten_updates_of_muon_give_the_losses_of_one_device(on, loaded, steps, pa
     losses = {}
     for mesh, planned in (("one device", steps), ("fsdp=4 x tensor=2", loaded(Topology(4, 4, 4)))):
         executor = make_executor(config, MESHES[mesh])
-        executor.accumulate = on(mesh).executor.accumulate  # the gradient does not know the optimizer: compiled already
+        # The gradient does not know the optimizer: compiled already.
+        executor.programs[0].forward_backward = on(mesh).executor.programs[0].forward_backward
         losses[mesh] = train(config, executor, state_with(executor, parameters), planned).losses
     np.testing.assert_allclose(losses["fsdp=4 x tensor=2"], losses["one device"], rtol=OF_TRAINING)

@@ -16,7 +16,6 @@ from mmjax.config.model import with_changes
 from mmjax.models.model import module_of
 from mmjax.planning.flops import executed, frozen_modules, model_flops
 from mmjax.planning.work import row_work
-from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.state import hyperparameters
 
 PROJECTORS = {"vision.connector", "picture.connector"}
@@ -64,12 +63,12 @@ def test_what_is_frozen_stays_to_the_bit_and_every_parameter_that_is_not_has_a_g
     assert [name for name, leaf in paths(sums.gradients).items() if not np.abs(leaf).max() > 0] == []
     accumulated = executor.zeros()
     for number, batches in enumerate(microbatches):
-        put = [put_rows(batch, executor.mesh, executor.rules) for batch in batches]
+        put = [executor.put(batch) for batch in batches]
         hyper = hyperparameters(config, number)
         noise = np.array([0, number], np.uint32)
         state, accumulated, _ = executor.step(state, accumulated, put, hyper, noise=noise)
     after = jax.device_get(state)
-    assert after.step == 2
+    assert after.stages[0].step == 2
     for name, leaf in paths(before.frozen).items():
         assert leaf.tobytes() == paths(after.frozen)[name].tobytes(), name
     assert [
@@ -94,7 +93,7 @@ def traced_products(jaxpr) -> int:
 def step_program(config: Config, batch):
     """The arguments of a step's gradient program, and its executor."""
     executor = make_executor(config, MESHES["one device"], accumulates=False)
-    params = jax.eval_shape(executor.state.random_parameters(), jax.random.key(0))
+    params = jax.eval_shape(executor.states[0].random_parameters(), jax.random.key(0))
     return executor, (*params, None, batch, weights([batch]), np.zeros(2, np.uint32))
 
 
@@ -109,7 +108,7 @@ def test_the_products_of_a_step_are_those_that_its_gradients_need(trained, micro
     config = setting(trained, 4, 2, 4)
     batch = microbatches[0][0]
     executor, arguments = step_program(config, batch)
-    found = 2 * traced_products(jax.make_jaxpr(executor._accumulate)(*arguments).jaxpr)
+    found = 2 * traced_products(jax.make_jaxpr(executor.programs[0].add_gradients)(*arguments).jaxpr)
     needed = model_flops(config.model, row_work(config.model, shape_of(batch)), frozen_modules(config.model))
     assert found == pytest.approx(sum(flops.total for flops in needed.values()), rel=0.02)
 
@@ -121,6 +120,7 @@ def test_the_compiled_step_executes_what_is_planned(trained, microbatches):
     batch = microbatches[0][0]
     executor, arguments = step_program(config, batch)
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    found = executor.accumulate.lower(*arguments).compile(compiler_options=quick).cost_analysis()["flops"]
+    lowered = executor.programs[0].forward_backward.lower(*arguments)
+    found = lowered.compile(compiler_options=quick).cost_analysis()["flops"]
     planned = executed(config.model, shape_of(batch), frozen_modules(config.model))
     assert found == pytest.approx(sum(flops.total for flops in planned.values()), rel=0.02)

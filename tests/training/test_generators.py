@@ -16,6 +16,7 @@ from mmjax.config import LoraConfig, NoBalance, PostBalance
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.models.layer_stacks import key_names
 from mmjax.parallel.encoder_exchange import dispatch
+from mmjax.runtime.executor import State
 
 APART = PostBalance(locality="off")  # every phase by itself, so that nearly all conditions travel
 
@@ -78,8 +79,9 @@ def test_adapters_of_a_generator_have_the_gradients_of_one_device_and_its_weight
     found = []
     for name, topology in ((mesh, ACROSS[mesh]), ("one device", ONE_RANK)):
         executor = make_executor(config, MESHES[name])
-        trainable = jax.device_put(scattered(executor), executor.shardings.trainable)
-        state = executor.init(jax.random.key(0))._replace(trainable=trainable)
+        trainable = jax.device_put(scattered(executor), executor.states[0].shardings.trainable)
+        (state,) = executor.init(jax.random.key(0)).stages
+        state = State((state._replace(trainable=trainable),))
         found.append(gradients(executor, state, loaded(topology)))
     assert_same(*found)
     paths = [key_names(path) for path, _ in jax.tree.leaves_with_path(found[0].gradients["generators"])]

@@ -41,7 +41,8 @@ def last_loss(steps):
         if key not in found:
             config = replace(CONFIG, optimizer=optimizer)
             executor = make_executor(config, MESHES["one device"])
-            executor.accumulate = first.accumulate  # the gradient does not know the optimizer: compiled once
+            # The gradient does not know the optimizer: compiled once.
+            executor.programs[0].forward_backward = first.programs[0].forward_backward
             losses = train(config, executor, executor.init(jax.random.key(0)), steps).losses
             assert losses[-1] < 0.7 * losses[0]
             found[key] = float(np.mean(losses[-LAST:]))

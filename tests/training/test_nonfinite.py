@@ -13,7 +13,8 @@ from tiny_run import MESHES, load_steps, make_executor, tiny_config
 from mmjax.config import BatchConfig, PackGrouping, Samples, TrainingConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
-from mmjax.runtime.device_batch import bisect_bad, put_rows
+from mmjax.runtime.device_batch import bisect_bad
+from mmjax.runtime.executor import State
 from mmjax.runtime.losses import MAX_WORST, Losses
 from mmjax.runtime.state import hyperparameters
 from mmjax.training.bad_samples import MAX_SKIPPED, MIN_NORMS, NonFiniteWatch
@@ -50,7 +51,7 @@ def state_with_embedding(executor, token: int, value: float):
     changed = jax.device_put(jnp.asarray(table).at[token].set(value), table.sharding)
     llm = state.trainable["llm"] | {"embed": state.trainable["llm"]["embed"] | {"weight": changed}}
     steep = jax.tree.map_with_path(lambda path, x: x * (100 if "norm" in str(path) else 1), llm)
-    return state._replace(trainable=state.trainable | {"llm": steep})
+    return State((state.stages[0]._replace(trainable=state.trainable | {"llm": steep}),))
 
 
 @pytest.mark.exhaustive
@@ -61,7 +62,7 @@ def test_a_step_without_finite_numbers_updates_nothing_and_its_rows_samples_are_
     token = rarest(batches)
     state = state_with_embedding(executor, token, value)
     before = jax.device_get(state)
-    put = [put_rows(b, executor.mesh, executor.rules) for b in batches]
+    put = [executor.put(b) for b in batches]
     hyper = hyperparameters(CONFIG, 0)
     state, accumulated, told = executor.step(state, executor.zeros(), put, hyper)
     assert not told.finite

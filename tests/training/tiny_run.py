@@ -43,10 +43,9 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import ALPHABET
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
-from mmjax.runtime.device_batch import put_rows
+from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import TrainState, hyperparameters, make_optimizer
-from mmjax.runtime.step import Executor
 
 MERGE = {"vision": 2 * 2, "audio": 2 * 2}  # encoder positions per LLM token: a square of patches; stride and merge
 VOCAB = len(ALPHABET) + 3  # one more than there are tokens, so that tensor=2 divides it
@@ -117,7 +116,7 @@ def make_executor(config: Config, mesh: MeshConfig, accumulates: bool = True) ->
     on, rules = make_mesh(mesh, jax.devices()[:count]), ShardingRules.of(mesh)
     chunks = config.training.loss_chunks or 1
     sources = len(config.data.sources)
-    return Executor(
+    return Executor.on_mesh(
         model, optimizer, on, rules, sources=sources, loss_chunks=chunks, loss=config.loss, accumulates=accumulates
     )
 
@@ -129,41 +128,36 @@ def scattered(executor: Executor, seed: int = 0) -> Any:
     return jax.tree.map(lambda p: p + 0.02 * rng.standard_normal(p.shape, np.float32), params)
 
 
-def state_with(executor: Executor, trainable: Any) -> TrainState:
+def state_with(executor: Executor, trainable: Any) -> State:
     """Step 0 with these parameters, nothing frozen, where the executor wants them."""
-    trainable = jax.device_put(trainable, executor.shardings.trainable)
-    step, moments = executor.state.init_optimizer(trainable)
-    return TrainState(step, trainable, {}, moments)
+    trainable = jax.device_put(trainable, executor.states[0].shardings.trainable)
+    step, moments = executor.states[0].init_optimizer(trainable)
+    return State((TrainState(step, trainable, {}, moments),))
 
 
-def gradients(executor: Executor, state: TrainState, batches: Sequence[Microbatch]) -> Sums:
+def gradients(executor: Executor, state: State, batches: Sequence[Microbatch]) -> Sums:
     """Gradients and report over the microbatches, on the host."""
-    accumulated, noise = executor.zeros(), None
+    noise = np.array([0, 0], np.uint32) if executor.model.is_random else None
     total = jax.device_put(weights(batches), replicated(executor.mesh))  # as in a step, so that both are one program
-    if executor.model.is_random:
-        noise = np.array([0, 0], np.uint32)
-    for batch in batches:
-        accumulated = executor.accumulate(
-            state.trainable, state.frozen, accumulated, put_rows(batch, executor.mesh, executor.rules), total, noise
-        )
-    return jax.device_get(accumulated)
+    put = [executor.put(batch) for batch in batches]
+    return jax.device_get(executor.gradients(state, executor.zeros(), put, total, noise).sums[0])
 
 
 @dataclass
 class Trained:
     """A state after some updates, and what each of them told."""
 
-    state: TrainState
+    state: State
     losses: np.ndarray
     gradient_norms: np.ndarray
 
 
-def train(config: Config, executor: Executor, state: TrainState, steps: Sequence[Sequence[Microbatch]]) -> Trained:
+def train(config: Config, executor: Executor, state: State, steps: Sequence[Sequence[Microbatch]]) -> Trained:
     """One update per step's microbatches. `state` is donated."""
     accumulated = executor.zeros()
     losses, norms = [], []
     for n, batches in enumerate(steps):
-        put = [put_rows(b, executor.mesh, executor.rules) for b in batches]
+        put = [executor.put(b) for b in batches]
         hyper = hyperparameters(config, n)
         state, accumulated, told = executor.step(state, accumulated, put, hyper)
         told = jax.device_get(told)

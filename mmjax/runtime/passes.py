@@ -22,11 +22,11 @@ from mmjax.models.layer_stacks import Params
 from mmjax.models.model import merge, modules_of, partition
 from mmjax.models.stage import Activations, Piece, Stage
 from mmjax.parallel.sharding import ShardingRules, without_shards
-from mmjax.pipeline.transfer import move_array
 from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import total_order
 from mmjax.runtime.objectives import TextObjective
 from mmjax.runtime.stage_program import Residuals, StageProgram, Sums
+from mmjax.runtime.transfer import move_array
 
 
 class PlacedStage(NamedTuple):
@@ -106,13 +106,15 @@ class Passes:
         sources: int,
         exchange: Exchange,
         objective: TextObjective,
+        context: str | None = None,
         compiler_options: Mapping[str, bool | int | float | str] | None,
     ) -> None:
         self.stages = tuple(stages)
         self.graph = stage_graph(stages)
-        self.order = lru_cache(lambda count: total_order(make_schedule(schedule, self.graph, count)))
+        name = schedule if len(stages) > 1 else "1f1b"  # of one stage all are the same
+        self.order = lru_cache(lambda count: total_order(make_schedule(name, self.graph, count)))
         self.local = [any(d.process_index == jax.process_index() for d in s.mesh.devices.flat) for s in stages]
-        self.synchronous = stages[0].mesh.devices.flat[0].platform == "cpu"
+        self.synchronous = len(stages) > 1 and stages[0].mesh.devices.flat[0].platform == "cpu"
         # The one stage that takes an array, and the one that makes it, by the array's name.
         self.consumer = {name: n for n, placed in enumerate(stages) for name in placed.stage.inputs}
         self.producer = {name: n for n, placed in enumerate(stages) for name in placed.stage.outputs}
@@ -126,6 +128,8 @@ class Passes:
                 trained=trained,
                 sources=sources,
                 exchange=exchange,
+                reduces_once=len(stages) > 1,
+                context=context,
                 compiler_options=compiler_options,
             )
             for placed in stages

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mmjax.errors import UserError
-from mmjax.pipeline.transfer import Links, move, open_carrier, plan_moves
+from mmjax.runtime.transfer import Links, move, open_carrier, plan_moves
 
 SPECS = [
     PartitionSpec(),

@@ -16,9 +16,9 @@ from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
 from mmjax.models.stage import Stage, cut_in_stages
 from mmjax.parallel.sharding import CONTEXT, ShardingRules
-from mmjax.pipeline.passes import PlacedStage, StagedBatch
 from mmjax.planning.schedules import list_stages, stage_cuts
 from mmjax.runtime.device_batch import TowerRows, put_tower_rows, tables_of, without_tables
+from mmjax.runtime.passes import PlacedStage, StagedBatch
 from mmjax.runtime.units import UnitRanks, unit_meshes
 
 

@@ -1,8 +1,12 @@
-"""Run a training step as a pipeline: stages on their own meshes, driven in one order that all processes walk.
+"""Run training steps: a graph of stages on their meshes, driven in one order that all processes walk.
 
-Backpropagation is exact: gradients are those of the one-program step (`runtime.step`), up to the order of float32
-sums. Microbatches accumulate in float32 on each stage; the step's norm, report and validity come from one small program
-on all devices, so that either every stage updates or none does.
+On one mesh the model is one stage: one gradient program per shape and one update program. Microbatches are a Python
+loop over donated buffers, so the microbatches of a step may differ in shape and their number compiles nothing. Where
+steps are planned with one microbatch, its gradients go straight to the update.
+
+In a pipeline backpropagation is exact: gradients are those of one mesh, up to the order of float32 sums. Microbatches
+accumulate in float32 on each stage; the step's norm, report and validity come from one small program on all devices,
+so that either every stage updates or none does.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import Microbatch
 from mmjax.config import CrossEntropy, Exchange, LossConfig
@@ -23,30 +27,53 @@ from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import AXES, ShardingRules, replicated, tokens_sharding, without_shards
-from mmjax.pipeline.passes import Gradients, Passes, PlacedStage, StagedBatch
-from mmjax.pipeline.shared import add_on_mesh, tied_table
-from mmjax.pipeline.transfer import move, move_array, open_carrier, view
-from mmjax.pipeline.units import put_batch
 from mmjax.planning.schedules import ScheduleName
-from mmjax.runtime.device_batch import ProcessReport, TowerRows, isolate_rows
+from mmjax.runtime.device_batch import (
+    ProcessReport,
+    TowerRows,
+    bisect_bad,
+    isolate_rows,
+    merge_unreadable,
+    put_local_rows,
+    put_report,
+)
+from mmjax.runtime.devices import check_ram
 from mmjax.runtime.losses import Losses
 from mmjax.runtime.objectives import TextObjective
+from mmjax.runtime.passes import Gradients, Passes, PlacedStage, StagedBatch
+from mmjax.runtime.placement import put_batch
+from mmjax.runtime.program_cache import CachedProgram
+from mmjax.runtime.shared import add_on_mesh, tied_table
 from mmjax.runtime.stage_program import Sums, zeros_like
 from mmjax.runtime.stage_state import StageState
 from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, all_parameters, parameter_shardings
-from mmjax.runtime.step import Runner, StepReport, is_valid, loss_weights, report_step
+from mmjax.runtime.step_report import StepReport, is_valid, loss_weights, report_step
+from mmjax.runtime.transfer import move, move_array, open_carrier, view
+
+MAX_TRIALS = 64  # of rows of a microbatch whose gradients may not be finite
 
 
-class PipelineState(NamedTuple):
+class State(NamedTuple):
     """State between steps, by stage, and the copies of `SharedParameters`."""
 
     stages: tuple[TrainState, ...]
-    copies: tuple[Params, ...]
+    copies: tuple[Params, ...] = ()
+
+    @property
+    def trainable(self) -> Params:
+        """Return the trainable parameters of all stages."""
+        return reduce(merge, (stage.trainable for stage in self.stages))
+
+    @property
+    def frozen(self) -> Params:
+        """Return the frozen parameters of all stages."""
+        return reduce(merge, (stage.frozen for stage in self.stages))
 
 
-class PipelineExecutor(Runner):
-    """Runs a model on several meshes, with the interface of `runtime.step.Executor`."""
+class Executor:
+    """Runs the steps of a model: a graph of stages, of one on one mesh."""
 
     def __init__(
         self,
@@ -61,22 +88,36 @@ class PipelineExecutor(Runner):
         exchange: Exchange = "padded",
         loss: LossConfig = CrossEntropy(),
         loss_chunks: int = 1,
+        accumulates: bool = True,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
         rows: Mapping[str, TowerRows] | None = None,
     ) -> None:
-        """rows: which of each tower's rows this process packs; None: all."""
+        """accumulates: False where one stage has steps of one microbatch, so that no gradients are kept between them.
+
+        A step that must have more all the same adds them up in the precision of the computation, for want of memory.
+        rows: which of each tower's rows this process packs; None: all. Of one stage it packs those of its ranks.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.rules = rules
         self.rows = rows
         self.stages = tuple(stages)
+        self.is_one_stage = len(stages) == 1
+        self.accumulates = accumulates
+        self.exchange = exchange
         self.schedule = schedule
-        self.loss = loss
-        self.loss_chunks = loss_chunks
+        self.objective = TextObjective.of(model, loss, loss_chunks)
+        closed_over = (model.description, optimizer.config, rules, sources, exchange, loss, loss_chunks, accumulates)
+        # Programs of one mesh are in the cache.
+        context = repr(closed_over) if self.is_one_stage and None not in closed_over[:2] else None
         self.passes = Passes(
             stages,
             schedule,
             rules,
             sources=sources,
             exchange=exchange,
-            objective=TextObjective(model, loss, loss_chunks),
+            objective=self.objective,
+            context=context,
             compiler_options=compiler_options,
         )
         self.programs = self.passes.programs
@@ -86,12 +127,15 @@ class PipelineExecutor(Runner):
         meshes = list(dict.fromkeys(placed.mesh for placed in stages))
         # Of all devices, for what the whole step agrees on.
         devices = np.concatenate([mesh.devices.reshape(-1) for mesh in meshes])
-        mesh = Mesh(devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        united = Mesh(devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        self.mesh = stages[0].mesh if self.is_one_stage else united
+        self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
         self.shared = tied_table([placed.stage for placed in stages], self.programs)
-        states = [StageState(program, optimizer, partial(self._own, n)) for n, program in enumerate(self.programs)]
-        super().__init__(model, optimizer, mesh, rules, states)
+        self.states = [
+            StageState(program, optimizer, partial(self._own, n), context) for n, program in enumerate(self.programs)
+        ]
         self._meetings = 0
-        if coordination.count() > 1:
+        if coordination.count() > 1 and not self.is_one_stage:
             self._check_agreement()
             open_carrier(carrier, devices[0].platform)
         # Both sides of a transfer derive its number from this count, so no process may walk the passes alone.
@@ -105,12 +149,37 @@ class PipelineExecutor(Runner):
         self._loss_devices = {n: numbers[stages[n].mesh.devices.flat[0]] for n in self._losses.values()}
 
         self._sums = [self._own(n, program.sums.gradients) for n, program in enumerate(self.programs)]
-        self._jit_step_programs()
+        self._jit_step_programs(context, compiler_options)
 
-    def _jit_step_programs(self) -> None:
-        """Jit the programs of the whole step, on the last stage's mesh or on all devices, and every stage's update."""
+    @classmethod
+    def on_mesh(cls, model: Model, optimizer: Optimizer, mesh: Mesh, rules: ShardingRules, **options: Any) -> Executor:
+        """Make the executor of the whole model on one mesh. options: as of `Executor`."""
+        return cls(model, optimizer, [PlacedStage("all", Stage.whole(model), mesh)], rules, **options)
+
+    def _jit_step_programs(self, context: str | None, compiler_options: Mapping[str, Any] | None) -> None:
+        """Jit the programs of the whole step, on all devices, and every stage's update."""
+        on_all = replicated(self.mesh)
+        self._replicate = jax.jit(lambda x: x, out_shardings=on_all)
+        self.merge_unreadable = jax.jit(merge_unreadable, out_shardings=on_all)
         self._squares = [jax.jit(_square_norm, out_shardings=replicated(placed.mesh)) for placed in self.stages]
-        self._settle = jax.jit(self._settle_step, out_shardings=replicated(self.mesh))
+        self._settle = jax.jit(self._settle_step, out_shardings=on_all)
+        if self.is_one_stage:
+            # Norm, report and validity are part of the update.
+            state, program = self.states[0], self.programs[0]
+            # Shapes of a step's gradients: of one microbatch alone, in the precision of the computation.
+            products = jnp.float32 if self.accumulates else self.model.dtype
+            self.sums: Sums = jax.tree.map(
+                lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+                jax.eval_shape(partial(program.zero_sums, products)),
+                program.sums_shardings,
+            )
+            jit = partial(CachedProgram, context, self.mesh, compiler_options=compiler_options or None)
+            self.update_whole = jit(
+                self._update_whole,
+                out_shardings=(state.shardings, program.sums_shardings if self.accumulates else None, on_all),
+                donate_argnums=(0, 1) if self.accumulates else 0,  # else gradients take the place of no output
+            )
+            return
         self.updates = [
             jax.jit(
                 partial(self._update_stage, n),
@@ -148,31 +217,53 @@ class PipelineExecutor(Runner):
 
     # ------------------------------------------------------------------------------------------------------ state
 
-    def parts(self, state: PipelineState) -> tuple[TrainState, ...]:
+    @property
+    def abstract_parts(self) -> tuple[TrainState, ...]:
+        """Return shapes, dtypes and shardings of `parts`."""
+        return tuple(state.abstract for state in self.states)
+
+    @property
+    def parameter_shardings(self) -> Params:
+        """Return the sharding of every parameter, on its stage's mesh."""
+        return reduce(merge, (all_parameters(state.shardings) for state in self.states))
+
+    def init(self, key: jax.Array, params: Params | None = None) -> State:
+        """Make the state of step 0. params: those that are not drawn, which lie as `parameter_shardings` says."""
+        return self.from_parts([state.init(key, params or {}) for state in self.states])
+
+    def put_report(self, report: ProcessReport) -> ProcessReport:
+        """Put this process's report on each of its devices: every field becomes an array `[devices, ...]`."""
+        return put_report(report, self.mesh)
+
+    def parts(self, state: State) -> tuple[TrainState, ...]:
         """Return the state by stage, on its devices. What several have, such as counters, is the same in each."""
         return tuple(stage._replace(optimizer=self.optimizer.load(stage.optimizer)) for stage in state.stages)
 
-    def parameters(self, state: PipelineState) -> Params:
+    def parameters(self, state: State) -> Params:
         """Return all parameters on the mesh of all devices, to evaluate with."""
-        params = reduce(merge, map(all_parameters, state.stages))
+        params = merge(state.trainable, state.frozen)
+        if self.is_one_stage:
+            return params
         self._walks += 1
         shardings = parameter_shardings(self.model, self.mesh, self.rules)
         return self._meet(move(params, shardings, (self._walks, "parameters")))
 
-    def from_parts(self, parts: Sequence[TrainState]) -> PipelineState:
+    def from_parts(self, parts: Sequence[TrainState]) -> State:
         """Return the state of these stages, with the copies of what several hold."""
         states = tuple(
             part._replace(optimizer=self.optimizer.store(part.optimizer, state.shardings.optimizer))
             for part, state in zip(parts, self.states, strict=True)
         )
-        return PipelineState(states, self._copies(states))
+        return State(states, self._copies(states))
 
     def _copies(self, states: Sequence[TrainState]) -> tuple[Params, ...]:
         self._walks += 1
         return tuple(self.passes.wait(shared.spread(states, (self._walks,))) for shared in self.shared)
 
-    def zeros(self) -> list[Sums]:
-        """Make zero gradients and losses, by stage."""
+    def zeros(self) -> list[Sums | None]:
+        """Make zero gradients and losses, by stage; None where no gradients are kept between steps."""
+        if not self.accumulates:
+            return [None]
         return [
             program.zeros() if local else Sums({}, None)
             for local, program in zip(self.local, self.programs, strict=True)
@@ -181,30 +272,40 @@ class PipelineExecutor(Runner):
     # ----------------------------------------------------------------------------------------------------- a step
 
     def put(self, batch: Microbatch) -> StagedBatch:
-        """Bring a packed microbatch to the devices: to each stage what its tower takes."""
+        """Bring a packed microbatch to the devices: to each stage what its towers take, of this process's ranks."""
+        if self.is_one_stage:
+            return (put_local_rows(batch, self.mesh, self.rules),)
         return put_batch(self.stages, batch, self.rows, self.rules)
 
     def step(
         self,
-        state: PipelineState,
+        state: State,
         sums: list[Sums],
         batches: Sequence[StagedBatch],
         hyper: Hyperparameters,
         process_report: ProcessReport | None = None,
         noise: np.ndarray | None = None,
-    ) -> tuple[PipelineState, list[Sums], StepReport]:
-        """Update once, as `runtime.step.Executor.step`. `sums` are `zeros()` before and after."""
+    ) -> tuple[State, list[Sums], StepReport]:
+        """Update once from microbatches that lie on the devices. `sums` are `zeros()` before and after.
+
+        process_report: of this process, for the others. noise: uint32 (seed, step) of dropout; None: none is. Nothing
+        is updated, and the step does not count, where processes differ in the digest of its plan, where loss or
+        gradient are not finite, where no token of the step has a loss weight, or where more samples are unreadable than
+        may be left out.
+        """
         reports = self.put_report(process_report or ProcessReport())
         weights, batches, unreadable = self.weigh_batches(batches, reports)
         gradients = self.gradients(state, sums, batches, weights, noise if self.model.is_random else None)
-        return self.update(state, gradients, hyper, reports, unreadable)
+        return self.update(state, gradients, hyper, weights, reports, unreadable)
 
     def weigh_batches(
         self, batches: Sequence[StagedBatch], reports: ProcessReport
     ) -> tuple[dict[str, jax.Array], list[StagedBatch], tuple[jax.Array, jax.Array]]:
-        """Return a step's loss weights by tower, and its microbatches without what could not be read.
+        """Return the weights of a step's losses, and its microbatches with weight 0 where a sample is unreadable.
 
-        As `runtime.step.Executor`, with each weight on the stage that makes the loss.
+        The weights are of the LLM's tokens, and by name of generators' patches, each on the stage that makes the loss.
+        Also returns the ids and the number of the samples that any process could not read. reports: of all processes,
+        on the devices.
         """
         self._meet([array for batch in batches for part in batch for array in jax.tree.leaves(part)])
         unreadable = self.passes.wait(self.merge_unreadable(reports.unreadable))
@@ -221,7 +322,7 @@ class PipelineExecutor(Runner):
 
     def gradients(
         self,
-        state: PipelineState,
+        state: State,
         sums: Sequence[Sums],
         batches: Sequence[StagedBatch],
         weights: Mapping[str, jax.Array],
@@ -235,7 +336,7 @@ class PipelineExecutor(Runner):
             shared.gather(run.sums, self.local, (self._walks,), self.passes.wait)
         return run
 
-    def _parameters(self, state: PipelineState, number: int) -> tuple[Params, Params]:
+    def _parameters(self, state: State, number: int) -> tuple[Params, Params]:
         """Return a stage's trainable and frozen parameters, with its copies of what others own."""
         parameters = state.stages[number].trainable, state.stages[number].frozen
         for shared, copy in zip(self.shared, state.copies, strict=True):
@@ -244,13 +345,17 @@ class PipelineExecutor(Runner):
 
     def update(
         self,
-        state: PipelineState,
+        state: State,
         gradients: Gradients,
         hyper: Hyperparameters,
+        weights: Mapping[str, jax.Array],
         reports: ProcessReport,
         unreadable: tuple[jax.Array, jax.Array],
-    ) -> tuple[PipelineState, list[Sums], StepReport]:
+    ) -> tuple[State, list[Sums | None], StepReport]:
         """Update every stage, or none, from a step's gradients."""
+        if self.is_one_stage:
+            whole = self.update_whole(state.stages[0], gradients.sums[0], hyper, weights, reports, unreadable)
+            return State((whole[0],)), [whole[1]], whole[2]
         report, valid = self._settle_gradients(gradients, reports, unreadable)
         states, sums = [], []
         for number, (_, _, mesh) in enumerate(self.stages):
@@ -269,7 +374,7 @@ class PipelineExecutor(Runner):
             sums.append(cleared)
         updated = any(shared.trained for shared in self.shared)
         copies = self._copies(states) if updated else state.copies
-        return PipelineState(tuple(states), copies), sums, report
+        return State(tuple(states), copies), sums, report
 
     def _settle_gradients(
         self, gradients: Gradients, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
@@ -330,6 +435,23 @@ class PipelineExecutor(Runner):
         patches = sum(count for _, count in images.values())
         return report, is_valid(report, total.weight.sum() + patches)
 
+    def _update_whole(
+        self,
+        state: TrainState,
+        accumulated: Sums,
+        hyper: Hyperparameters,
+        weights: Mapping[str, jax.Array],
+        reports: ProcessReport,
+        unreadable: tuple[jax.Array, jax.Array],
+    ) -> tuple[TrainState, Sums | None, StepReport]:
+        def settle(norm: jax.Array) -> tuple[jax.Array, StepReport]:
+            report = report_step(accumulated.losses, norm, reports, unreadable)
+            return is_valid(report, sum(weights.values())), report
+
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), accumulated.gradients)
+        clear = partial(jax.tree.map, jnp.zeros_like, accumulated if self.accumulates else None)
+        return self.states[0].update(state, gradients, hyper, settle, clear)
+
     def _update_stage(
         self, number: int, state: TrainState, gradients: Params, hyper: Hyperparameters, norm: Any, valid: Any
     ) -> tuple[TrainState, Sums]:
@@ -337,11 +459,34 @@ class PipelineExecutor(Runner):
         clear = partial(zeros_like, sums)
         return self.states[number].update(state, gradients, hyper, lambda norm: (valid, None), clear, norm)[:2]
 
+    def find_bad(
+        self, state: Any, batches: Sequence[Any], noise: np.ndarray | None, unreadable: Sequence[int]
+    ) -> list[int]:
+        """Return the ids of the samples in rows whose gradient is not finite; empty where no rows alone have such.
+
+        batches: as `put` made them. unreadable: samples of the step that were left out.
+        """
+        reports = self.put_report(ProcessReport(unreadable=unreadable))
+        weights, batches, _ = self.weigh_batches(batches, reports)
+        samples: list[int] = []
+        for batch in batches:
+            owner = self.owners(batch)
+            numbers = np.arange(len(owner))
+
+            def bad(rows: list[int], batch: Any = batch, numbers: np.ndarray = numbers) -> bool:
+                return not self.is_finite(state, batch, np.isin(numbers, rows), weights, noise)
+
+            rows = bisect_bad(numbers.tolist(), bad, MAX_TRIALS)
+            samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
+        return samples
+
     def owners(self, batch: StagedBatch) -> np.ndarray:
-        """Return every token's sample, of all rows."""
+        """Return every token's sample, of all rows on all processes."""
         last = self._losses["llm"]
         # Every process bisects the same rows, so each needs the samples of all.
         owner = batch[last].text.owner
+        if self.is_one_stage:
+            return np.asarray(self._replicate(owner))
         if not self.local[last]:
             owner = without_shards(owner, tokens_sharding(self.stages[last].mesh, self.rules))
         self._walks += 1
@@ -349,7 +494,7 @@ class PipelineExecutor(Runner):
 
     def is_finite(
         self,
-        state: PipelineState,
+        state: State,
         batch: StagedBatch,
         rows: np.ndarray,
         weight: Mapping[str, jax.Array],
@@ -367,13 +512,26 @@ class PipelineExecutor(Runner):
     def _none_unreadable(self) -> tuple[jax.Array, jax.Array]:
         return self.passes.wait(self.merge_unreadable(self._meet(self.put_report(ProcessReport()).unreadable)))
 
-    def compile(self, state: PipelineState, batches: Sequence[Microbatch], hyper: Hyperparameters) -> list[Sums]:
-        """Compile all programs ahead, by running the passes of two microbatches of each shape, and the update.
+    def compile(self, state: State, batches: Sequence[Microbatch], hyper: Hyperparameters) -> list[Sums | None]:
+        """Compile all programs for batches of these shapes ahead of the first step; return `zeros()`.
 
-        Returns `zeros()`.
+        In a pipeline later programs depend on where earlier ones leave residuals: the passes of two microbatches run.
         """
+        # A model that drops nothing takes no noise: there is then one program, whether a step is given any or not.
         noise = np.zeros(2, np.uint32) if self.model.is_random else None
         reports = self.put_report(ProcessReport())
+        if self.is_one_stage:
+            part = state.stages[0]
+            sums = self.sums if self.accumulates else None
+            for batch in batches:
+                put = self.put(batch)
+                # Twice, since the first total is a number and each later one an array: two programs of `weigh`.
+                weights, ((put,), _), unreadable = self.weigh_batches([put, put], reports)
+                arguments = (part.trainable, part.frozen, sums, put, weights, noise, {})
+                check_ram(self.programs[0].forward_backward.compile(*arguments), self.mesh.local_devices[0])
+            self.update_whole.compile(part, self.sums, hyper, weights, reports, unreadable)
+            self.parts(state)  # moments in host memory are loaded by programs of their own
+            return self.zeros()
         for batch in batches:
             put = self.put(batch)
             # Twice, since sums of a first microbatch and of a later one are two programs.

@@ -15,9 +15,9 @@ from mmjax.models.layer_stacks import Params
 from mmjax.models.model import exclude, merge, restrict
 from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import without_shards
-from mmjax.pipeline.transfer import move
 from mmjax.runtime.stage_program import StageProgram, Sums, zeros_like
 from mmjax.runtime.state import TrainState, all_parameters
+from mmjax.runtime.transfer import move
 
 
 class SharedParameters:
