@@ -171,7 +171,7 @@ def losses_of(config: Config, batches: Sequence[Microbatch], mesh: MeshConfig = 
             return executor.objective(params, batch)[1:]
 
     program = jax.jit(compute)
-    return [jax.device_get(program(executor.parameters(state), executor.put(batch))) for batch in batches]
+    return [jax.device_get(program(executor.parameters(state), *executor.put(batch))) for batch in batches]
 
 
 def test_no_answer_of_a_pair_sees_the_other_and_a_planted_leak_is_noticed(place, tmp_path):
