@@ -354,8 +354,9 @@ class Executor:
     ) -> tuple[State, list[Sums | None], StepReport]:
         """Update every stage, or none, from a step's gradients."""
         if self.is_one_stage:
-            whole = self.update_whole(state.stages[0], gradients.sums[0], hyper, weights, reports, unreadable)
-            return State((whole[0],)), [whole[1]], whole[2]
+            arguments = state.stages[0], gradients.sums[0], hyper, weights, reports, unreadable
+            updated, cleared, report = self.update_whole(*arguments)
+            return State((updated,)), [cleared], report
         report, valid = self._settle_gradients(gradients, reports, unreadable)
         states, sums = [], []
         for number, (_, _, mesh) in enumerate(self.stages):

@@ -66,8 +66,8 @@ class StageState:
             return jax.tree.map(without_shards, self.abstract)
         provided = restrict(params, all_parameters(self.abstract))
         trainable, frozen = partition(provided, self.program.stage.model.frozen & modules_of(provided))
-        wanted = restrict(self.abstract.frozen, frozen)
-        if jax.tree.map(lambda x: x.dtype, frozen) != jax.tree.map(lambda x: x.dtype, wanted):
+        structs = restrict(self.abstract.frozen, frozen)
+        if jax.tree.map(lambda x: x.dtype, frozen) != jax.tree.map(lambda x: x.dtype, structs):
             frozen = jax.jit(self._cast)(frozen)
         # Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
         drawn = self.random_parameters(jax.tree.structure(provided)).run(key)
