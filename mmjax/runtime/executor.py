@@ -165,7 +165,8 @@ class Executor:
         self._settle = jax.jit(self._settle_step, out_shardings=on_all)
         if self.is_one_stage:
             # Norm, report and validity are part of the update.
-            state, program = self.states[0], self.programs[0]
+            state = self.states[0]
+            program = self.programs[0]
             # Shapes of a step's gradients: of one microbatch alone, in the precision of the computation.
             products = jnp.float32 if self.accumulates else self.model.dtype
             self.sums: Sums = jax.tree.map(

@@ -71,7 +71,8 @@ class StageState:
             frozen = jax.jit(self._cast)(frozen)
         # Two programs: random bits need as much memory as the parameters, and are gone when the moments come.
         drawn = self.random_parameters(jax.tree.structure(provided)).run(key)
-        trainable, frozen = merge(drawn[0], trainable), merge(drawn[1], frozen)
+        trainable = merge(drawn[0], trainable)
+        frozen = merge(drawn[1], frozen)
         step, moments = self.init_optimizer.run(trainable)
         return TrainState(step, trainable, frozen, moments)
 
