@@ -241,13 +241,6 @@ def _check_units(config: Config) -> None:
         config.pipeline.schedule != "interleaved" or any(unit.virtual > 1 for unit in config.units.values()),
         "pipeline.schedule=interleaved: no unit has several parts of its layers on a stage; set units.llm.virtual=2",
     )
-    for loss in ("balance_loss", "z_loss"):
-        weight = getattr(config.model.llm.experts, loss, 0.0)
-        check(
-            not weight,
-            f"model.llm.experts.{loss}={weight:g}: stages of units do not pass the routing of their experts on; use "
-            f"model.llm.experts.{loss}=0, or one mesh without units",
-        )
     owners: dict[str, str] = {}
     for name, unit in config.units.items():
         where = f"units.{name}"

@@ -26,6 +26,19 @@ class Routing(NamedTuple):
     turns: Float[Array, "*l"]  # in which tokens went to the devices of their experts; 1 where all went at once
 
 
+def pack(routing: Routing) -> Float[Array, "1 l s"]:
+    """Put the sums of layers into one array, which goes from stage to stage."""
+    numbers = (x[:, None] for x in (routing.squares, routing.count, routing.turns))
+    return jnp.concatenate([routing.tokens, routing.probability, *numbers], axis=1)[None]
+
+
+def unpack(packed: Float[Array, "1 l s"]) -> Routing:
+    """Return the sums that `pack` has put into one array."""
+    experts = (packed.shape[-1] - 3) // 2
+    tokens, probability, numbers = jnp.split(packed[0], (experts, 2 * experts), axis=1)
+    return Routing(tokens, probability, *numbers.T)
+
+
 def route(
     x: Float[Array, "n d"],
     weight: Float[Array, "d e"],

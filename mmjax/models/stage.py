@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import ModelConfig, VisionConfig
 from mmjax.config.model import layers_of
+from mmjax.models.expert_routing import pack, unpack
 from mmjax.models.generation import (
     condition_of,
     draw,
@@ -47,9 +48,10 @@ class Piece:
     Takes and makes arrays by name, each made by one piece and taken by one: "vision.2" and "llm.2" are the activations
     `[R, L, D]` that enter layer 2, "vision" is an encoder's tokens, which its last piece makes and the LLM's first
     takes. Of a deepstack, "vision.deeper.1" goes from the piece with the layer that is taken out to the LLM's with
-    layer 1, to whose output it is added. The LLM's last piece makes the hidden states that generators take, by the
-    generator's name. What all layers of a generator take of the images beside their activations, "picture.2.images"
-    and "picture.2.condition", goes from piece to piece with these.
+    layer 1, to whose output it is added. "llm.routing.2" are the sums of how experts were chosen in the layers before
+    layer 2. The LLM's last piece makes the hidden states that generators take, by the generator's name. What all layers
+    of a generator take of the images beside their activations, "picture.2.images" and "picture.2.condition", goes from
+    piece to piece with these.
     """
 
     config: ModelConfig
@@ -88,13 +90,13 @@ class Piece:
     def inputs(self) -> tuple[str, ...]:
         if self.generates:
             return (self.tower,) if self.first else self.passed(self.start)
-        incoming = () if self.first else (f"{self.tower}.{self.start}",)
+        incoming = () if self.first else (f"{self.tower}.{self.start}", *self._routing(self.start))
         return (*incoming, *(name for encoder in self.encoders for name in self._tokens(encoder)))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         if self.tower == "llm":
-            return self.sends_states if self.last else (self.layers_output,)
+            return self.sends_states if self.last else (self.layers_output, *self._routing(self.stop))
         if self.generates:
             return () if self.last else self.passed(self.stop)
         outgoing = () if self.last else (self.layers_output,)
@@ -114,6 +116,10 @@ class Piece:
     def sends_states(self) -> tuple[str, ...]:
         """Name the generators that take hidden states of the piece."""
         return tuple(self.config.generators) if self.tower == "llm" and self.last else ()
+
+    def _routing(self, layer: int) -> list[str]:
+        """Name the sums of the experts' layers before a layer, where there are such layers."""
+        return [f"{ROUTING}.{layer}"] if any(self.config.llm.expert_layers[:layer]) else []
 
     def _tokens(self, encoder: str) -> list[str]:
         """Name the tokens of an encoder that the piece makes or, in the LLM, takes."""
@@ -185,10 +191,13 @@ class Piece:
         else:
             x = values[self.inputs[0]]
             add = module.additions(text, features)
-        x = module.llm.layers(x, module.context("llm", text, noise), self.start, self.stop, add)
+        layers = module.llm.layers
+        x = layers(x, module.context("llm", text, noise), self.start, self.stop, add)
+        for name in [] if self.first else self._routing(self.start):
+            layers.routings.insert(0, unpack(values[name]))
         if not self.last:
-            return {self.layers_output: x}
-        return dict(zip((HIDDEN, TABLE), module.llm.hidden_and_table(x), strict=True))
+            return {self.layers_output: x} | {name: pack(layers.routing) for name in self._routing(self.stop)}
+        return dict(zip((HIDDEN, TABLE), module.llm.hidden_and_table(x), strict=True)) | {ROUTING: layers.routing}
 
     def _features(self, values: Values, encoder: str) -> Array:
         """Return all of an encoder's tokens that the piece takes as one array, for one exchange."""
@@ -337,11 +346,6 @@ class Stage:
         """Name the generators of other stages that take hidden states of this one."""
         return tuple(name for piece in self.text for name in piece.sends_states if name in self.outputs)
 
-    @property
-    def holds_llm(self) -> bool:
-        """Return whether all of the LLM's layers are here."""
-        return any(piece.first and piece.last for piece in self.text)
-
     def select(self, params: Params) -> Params:
         """Select the stage's parameters. Where tied embeddings are in two stages, add their gradients."""
         return reduce(merge, (piece.select(params, self.model.runs[piece.tower]) for piece in self.pieces))
@@ -367,7 +371,6 @@ class Stage:
             if piece.tower == "llm" or piece.tower in batch.items:
                 values |= piece.run(module, values, batch, noise)
         if "llm" in self.losses:
-            values[ROUTING] = module.llm.layers.routing if self.holds_llm else None
             values |= {name: _states(values, batch, name) for name in self.sends_states}
         return values, seed
 

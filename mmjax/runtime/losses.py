@@ -40,15 +40,13 @@ class Losses(NamedTuple):
     worst_samples: jax.Array | None = None  # int32 [MAX_WORST]: ids with the highest losses, in descending order
     worst_losses: jax.Array | None = None  # float32 [MAX_WORST]: theirs; 0 = no sample, Inf = not finite
     not_finite: jax.Array | None = None  # int32 []: number of samples whose loss is not finite
-    experts: ExpertSums | None = None  # where all of the LLM's layers with experts are in one program
+    experts: ExpertSums | None = None
     images: Mapping[str, jax.Array] = {}  # float32 [2] by generator: sum of errors, patches
     measures: Mapping[str, jax.Array] = {}  # float32 [] by name: sums of `objectives.Measures` over tokens
 
 
-def zero_losses(
-    model: ModelConfig, towers: Sequence[str], sources: int, measures: Sequence[str], experts: bool
-) -> Losses | None:
-    """Make zeros to add the losses of these towers to; None where there are none. experts: whether theirs are known."""
+def zero_losses(model: ModelConfig, towers: Sequence[str], sources: int, measures: Sequence[str]) -> Losses | None:
+    """Make zeros to add the losses of these towers to; None where there are none."""
     if not towers:
         return None
     images = {name: jnp.zeros(2) for name in towers if name != "llm"}
@@ -60,7 +58,7 @@ def zero_losses(
         worst_samples=jnp.zeros(MAX_WORST, jnp.int32),
         worst_losses=jnp.zeros(MAX_WORST),
         not_finite=jnp.zeros((), jnp.int32),
-        experts=_zero_expert_sums(model.llm) if experts else None,
+        experts=_zero_expert_sums(model.llm),
         images=images,
         measures={name: jnp.zeros(()) for name in measures},
     )

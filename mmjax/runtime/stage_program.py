@@ -19,7 +19,7 @@ from mmjax.batch import Microbatch
 from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params, key_names, split_scanned
 from mmjax.models.model import Outputs, merge, modules_of, partition
-from mmjax.models.stage import Activations, Stage
+from mmjax.models.stage import ROUTING, Activations, Stage
 from mmjax.parallel.sharding import (
     ShardingRules,
     activations_on,
@@ -157,6 +157,7 @@ class StageProgram:
         of_text = tokens_sharding(mesh, rules)
         names = (*stage.inputs, *stage.outputs)
         self.layouts = {name: of_text if name.startswith("llm.") else encoded for name in names}
+        self.layouts |= {name: on_all for name in names if name.startswith(ROUTING)}
         outputs = {name: self.layouts[name] for name in stage.outputs}
         sums = self.sums_shardings
         self.zeros = jax.jit(lambda: zeros_like(self.sums), out_shardings=sums)
@@ -198,7 +199,7 @@ class StageProgram:
 
     def _zero_losses(self) -> Losses | None:
         measures = measures_of(self.objective.loss)
-        return zero_losses(self.stage.model.config, self.stage.losses, self.sources, measures, self.stage.holds_llm)
+        return zero_losses(self.stage.model.config, self.stage.losses, self.sources, measures)
 
     def add_gradients(
         self,

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,7 @@ def assert_gradients_of_one_mesh(
     losses = {tower: run.sums[n].losses for n, placed in enumerate(pipeline.stages) for tower in placed.stage.losses}
     np.testing.assert_allclose(losses["llm"].loss, expected.losses.loss, rtol=tolerance)
     assert np.array_equal(losses["llm"].worst_samples[:8], expected.losses.worst_samples[:8])
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), losses["llm"].experts, expected.losses.experts)
     for name, total in expected.losses.measures.items():
         np.testing.assert_allclose(losses["llm"].measures[name], total, rtol=1e-4)
     for name, images in expected.losses.images.items():
@@ -183,7 +184,8 @@ def assert_gradients_of_one_mesh(
 @pytest.mark.parametrize("units", ["unequal ranks", "context with the encoders"])
 def test_gradients_of_an_llm_with_experts_are_those_of_one_program(units, tmp_path):
     config = config_of(units)
-    experts = ExpertsConfig(layers=(0, 1, 3), count=4, per_token=2, width=24, shared_width=16)
+    losses = {"balance_loss": 0.3, "z_loss": 0.05}
+    experts = ExpertsConfig(layers=(0, 1, 3), count=4, per_token=2, width=24, shared_width=16, **losses)
     config = replace(config, model=replace(config.model, llm=replace(config.model.llm, experts=experts)))
     assert_same_gradients(config, tmp_path)
 
