@@ -22,9 +22,9 @@ from mmjax.parallel.sharding import platform
 
 FORWARD = jnp.float8_e4m3fn
 GRADIENT = jnp.float8_e5m2
-TOP = {FORWARD: 8, GRADIENT: 15}  # the largest value of each is 1.75 times 2 to this power: 448 and 57,344
-UNNAMED_ALGORITHMS = (0, 12)  # JAX, which cannot write those of FP8 for its plugin
-LEAST = -63  # exponent of a scale: a product of two scales is still a normal float32
+MAX_EXPONENT = {FORWARD: 8, GRADIENT: 15}  # the largest value of each is 1.75 times 2 to this power: 448 and 57,344
+NO_FP8_ALGORITHMS = (0, 12)  # JAX from which on algorithms of FP8 cannot be written for its plugin
+MIN_SCALE_EXPONENT = -63  # exponent of a scale: a product of two scales is still a normal float32
 
 
 class Scaled(NamedTuple):
@@ -39,7 +39,7 @@ def scale_of(x: Float[Array, "*b"], dtype: Any) -> Float[Array, ""]:
     largest = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     above = (bits & 0x7FFFFF) > 0x600000  # its mantissa is above 1.75
-    return _power_of_two(jnp.maximum((bits >> 23) - 127 - TOP[dtype] + above, LEAST))
+    return _power_of_two(jnp.maximum((bits >> 23) - 127 - MAX_EXPONENT[dtype] + above, MIN_SCALE_EXPONENT))
 
 
 def _power_of_two(exponent: Array) -> Array:
@@ -78,23 +78,28 @@ def _products(x: Array, *weights: Array) -> tuple[Array, ...]:
 
 
 def _product(x8: Scaled, weight8: Scaled, dtype: Any) -> Array:
-    over = (x8.values.ndim - 1,), (weight8.values.ndim - 2,)
-    return _multiply(x8, weight8, over, weight8.values.ndim == 3, dtype)
+    contracted = (x8.values.ndim - 1,), (weight8.values.ndim - 2,)
+    return _multiply(x8, weight8, contracted, weight8.values.ndim == 3, dtype)
 
 
 def _multiply(
-    a: Scaled, b: Scaled, over: tuple[Sequence[int], Sequence[int]], by_part: bool, dtype: Any, exact: bool = False
+    a: Scaled,
+    b: Scaled,
+    contracted: tuple[Sequence[int], Sequence[int]],
+    by_part: bool,
+    dtype: Any,
+    exact: bool = False,
 ) -> Array:
     """Sum products over these axes of both. by_part: for each place on the first axis of both."""
     batch = ((0,), (0,)) if by_part else ((), ())
     # Hopper's units add up 14 bits unless told otherwise: enough for activations, too few for gradients.
     precision: Any = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-    if platform() in ("gpu", "cuda") and jax.__version_info__ < UNNAMED_ALGORITHMS:
+    if platform() in ("gpu", "cuda") and jax.__version_info__ < NO_FP8_ALGORITHMS:
         # An algorithm by name is cuBLASLt's. Without, compiling tries hundreds of kernels of XLA's own.
         preset = lax.DotAlgorithmPreset
         precision = preset.ANY_F8_ANY_F8_F32 if exact else preset.ANY_F8_ANY_F8_F32_FAST_ACCUM
     # Rounded by the product itself: a power of two then changes no bit but the exponent's.
-    product = lax.dot_general(a.values, b.values, (over, batch), precision, dtype)
+    product = lax.dot_general(a.values, b.values, (contracted, batch), precision, dtype)
     return product * (a.scale * b.scale).astype(dtype)
 
 
@@ -103,12 +108,12 @@ def _products_forward(x: Any, *weights: Any) -> tuple[tuple[Array, ...], Any]:
     weights8 = [_weight_to_float8(weight.value) for weight in weights]
     # Each is needed for the gradient of the other alone, which a frozen one lacks. Weights, which are kept anyway, are
     # rounded once more. Empty slices tell the dtypes.
-    kept_x = x8 if any(weight.perturbed for weight in weights) else None
-    kept_weights = [
+    saved_x = x8 if any(weight.perturbed for weight in weights) else None
+    saved_weights = [
         (weight.value if x.perturbed else None, weight8.scale, weight.value[:0] if weight.perturbed else None)
         for weight, weight8 in zip(weights, weights8, strict=True)
     ]
-    return tuple(_product(x8, weight8, x.value.dtype) for weight8 in weights8), (kept_x, kept_weights, x.value[:0])
+    return tuple(_product(x8, weight8, x.value.dtype) for weight8 in weights8), (saved_x, saved_weights, x.value[:0])
 
 
 def _products_backward(residuals: Any, d_outputs: tuple[Any, ...]) -> tuple[Array | None, ...]:
@@ -121,9 +126,9 @@ def _products_backward(residuals: Any, d_outputs: tuple[Any, ...]) -> tuple[Arra
             d_y8 = to_float8(d_y, GRADIENT)
             last = d_y.ndim - 1
             if weight is not None:
-                over = (last,), (weight.ndim - 1,)
+                contracted = (last,), (weight.ndim - 1,)
                 weight8 = _weight_to_float8(weight, scale)
-                product = _multiply(d_y8, weight8, over, weight.ndim == 3, no_x.dtype, exact=True)
+                product = _multiply(d_y8, weight8, contracted, weight.ndim == 3, no_x.dtype, exact=True)
                 d_x = product if d_x is None else d_x + product
             if no_weight is not None:
                 by_part = no_weight.ndim == 3

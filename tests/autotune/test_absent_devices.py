@@ -18,7 +18,7 @@ from commands import run
 from mmjax import plan
 from mmjax.autotune import compile_memory
 from mmjax.kernels.masked_tiles import OLDEST_JAX
-from mmjax.models.float8 import UNNAMED_ALGORITHMS
+from mmjax.models.float8 import NO_FP8_ALGORITHMS
 from mmjax.planning.hardware import USABLE, find_device, parse_cluster
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def test_with_less_memory_than_it_takes_xla_computes_again_and_it_is_seen():
 def test_products_in_float8_are_cublas_and_turn_no_weights_of_all_layers():
     # Three products of each of seven linear layers, of which XLA merges those that share an operand. From JAX 0.12 on a
     # device chooses among kernels when it compiles.
-    named = jax.__version_info__ < UNNAMED_ALGORITHMS
+    named = jax.__version_info__ < NO_FP8_ALGORITHMS
     assert told("tests/autotune/compiled_float8.py") == {"products": 15 if named else 0, "turned": 0}
 
 
