@@ -70,7 +70,7 @@ RUNTIME = """
 import sys
 import jax
 from mmjax import train
-from mmjax.pipeline import executor, transfer
+from mmjax.runtime import executor, transfer
 
 jax.config.update("jax_cross_host_transfer_socket_address", sys.argv.pop(1))
 executor.open_carrier = lambda carrier, platform: setattr(transfer, "_carrier", "device")
