@@ -302,6 +302,12 @@ def _sizes(chain: Chain, cuts: Sequence[int]) -> list[int]:
     return np.diff([0, *cuts, len(chain.forward)]).tolist()
 
 
+def omnibal_partition(row: OmniBalRow) -> list[int]:
+    """Return the layers of each stage of our partition."""
+    chain = _omnibal_chain(row)
+    return _sizes(chain, fastest_partition(chain, len(row.layers)))
+
+
 def omnibal_model_rows() -> list[Row]:
     """Compare our partition of nine models with the paper's and with the baselines."""
     rows = []

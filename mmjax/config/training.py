@@ -49,7 +49,8 @@ class Unit:
     tensor: int = 1  # devices that share the heads and widths of layers
     pipeline: int = 1  # stages, one after the other, each with as many devices
     virtual: int = 1  # parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved
-    cuts: tuple[int, ...] = ()  # layers before which stages begin; empty: stages of equally many layers
+    # Layers before which stages begin, as "vision.16"; numbers: of the LLM, or the one module. Empty: equally many.
+    cuts: tuple[int | str, ...] = ()
 
     @property
     def expert(self) -> int:
@@ -70,17 +71,6 @@ def unit_devices(unit: Unit) -> int:
 def encoder_ranks(unit: Unit) -> int:
     """Count the ranks over which the rows of encoders lie on a stage of a unit."""
     return unit.data * unit.fsdp * unit.context
-
-
-def cut_tower(modules: tuple[str, ...]) -> str:
-    """Name the tower of a unit that is cut into its stages; encoders beside an LLM run on its first stage's devices."""
-    return "llm" if "llm" in modules else modules[0]
-
-
-def unit_cuts(unit: Unit, layers: int) -> tuple[int, ...]:
-    """Return the layers before which a unit's tower is cut: as configured, or into stages of equally many layers."""
-    stages = unit.pipeline * unit.virtual
-    return unit.cuts or tuple(round(layers * stage / stages) for stage in range(1, stages))
 
 
 # Where log-probabilities of the frozen reference come from: a second forward pass without adapters, the data, or none.

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import pairwise
 
 from mmjax.config import (
     Adafactor,
@@ -37,7 +36,8 @@ from mmjax.config.checks import (
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, rated_modules, step_vaes
 from mmjax.config.model_validation import check_limits, check_model
-from mmjax.config.training import cut_tower, repeats_forward, unit_cuts, unit_modules
+from mmjax.config.training import repeats_forward, unit_modules
+from mmjax.config.unit_stages import cut_unit
 
 EMBEDDED_RATE = 4000  # Hz, of the embedded dataset's clips
 MAX_EMBEDDED = 10_000_000  # samples; each is generated once before training, to compute its length
@@ -305,20 +305,23 @@ def _check_units(config: Config) -> None:
 
 
 def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]) -> None:
-    """Check the stages of a unit's tower."""
-    tower = cut_tower(modules)
-    layers = layers_of(config.model, tower)
+    """Check the stages that a unit's modules are cut into."""
+    model = config.model
     stages = unit.pipeline * unit.virtual
-    generator = next((module for module in modules if module in config.model.generators), "")
+    generator = next((module for module in modules if module in model.generators), "")
     check(
-        not generator or len(modules) == 1 or tower == "llm",
+        not generator or len(modules) == 1 or "llm" in modules,
         f"{where}.modules: the LLM stands between encoders and model.generators.{generator}; give {generator} a unit "
         "of its own, or name it in the LLM's",
     )
     check(
-        stages == 1 or len(modules) == 1 or tower == "llm",
-        f"{where}.pipeline={unit.pipeline}: several encoders cannot be cut together; give each a unit of its own",
+        stages == 1 or len(modules) == 1 or "llm" in modules or bool(unit.cuts),
+        f"{where}.pipeline={unit.pipeline}: say where stages of several encoders begin, such as "
+        f"{where}.cuts=({modules[0]}.1,), or give each a unit of its own",
     )
+    layers = sum(layers_of(model, module) for module in modules)
+    if not unit.cuts:
+        layers = layers_of(model, "llm" if "llm" in modules else modules[0])
     setting = f"{where}.pipeline={unit.pipeline}" + (f" x virtual={unit.virtual}" if unit.virtual > 1 else "")
     check(stages <= layers, f"{setting} makes {stages} stages of {layers} layers; use at most {layers}")
     check(
@@ -336,20 +339,15 @@ def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]
         f"batch.microbatches={count} is no multiple of {where}.pipeline={unit.pipeline}, as interleaved stages need; "
         f"set batch.microbatches={nearest}",
     )
-    if unit.cuts:
-        ascending = all(a < b for a, b in pairwise((0, *unit.cuts, layers)))
-        check(
-            ascending and len(unit.cuts) == stages - 1,
-            f"{where}.cuts={','.join(map(str, unit.cuts))}: give {stages - 1} layers in ascending order, from 1 to "
-            f"{layers - 1}",
-        )
-    encoder = config.model.encoders.get(tower)
-    if isinstance(encoder, VisionConfig) and encoder.deepstack and encoder.callbacks.after_connector:
-        check(
-            max(unit_cuts(unit, layers), default=0) <= min(encoder.deepstack),
-            f"{where}: model.encoders.{tower}.callbacks.after_connector takes the tokens of all deepstack layers "
-            f"together, and these lie in several stages; set {where}.pipeline=1, or leave the callback empty",
-        )
+    pieces = [piece for stage in cut_unit(model, where.removeprefix("units."), unit) for piece in stage]
+    for tower, start, _ in pieces:
+        encoder = model.encoders.get(tower)
+        if isinstance(encoder, VisionConfig) and encoder.deepstack and encoder.callbacks.after_connector:
+            check(
+                start <= min(encoder.deepstack),
+                f"{where}: model.encoders.{tower}.callbacks.after_connector takes the tokens of all deepstack layers "
+                f"together, and these lie in several stages; set {where}.pipeline=1, or leave the callback empty",
+            )
 
 
 def _check_batch(batch: BatchConfig, model: ModelConfig) -> None:

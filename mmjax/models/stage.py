@@ -5,7 +5,7 @@ A model on one mesh is the stage of all layers. In a pipeline a stage takes acti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import pairwise
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import ModelConfig, VisionConfig
 from mmjax.config.model import layers_of
+from mmjax.config.unit_stages import LayerRange
 from mmjax.models.expert_routing import pack, unpack
 from mmjax.models.generation import (
     condition_of,
@@ -288,6 +289,11 @@ class Stage:
         config = model.config
         towers = (*sorted(config.encoders), "llm", *config.generators)
         return cls(model, tuple(Piece(config, tower, 0, layers_of(config, tower)) for tower in towers))
+
+    @classmethod
+    def of_layers(cls, model: Model, layers: Iterable[LayerRange]) -> Stage:
+        """Return the stage of these layers."""
+        return cls(model, tuple(Piece(model.config, *piece) for piece in layers))
 
     def of(self, model: Model) -> Stage:
         """Return the stage of another model of the same layers."""

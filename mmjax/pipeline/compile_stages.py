@@ -82,7 +82,7 @@ def compile_stages(
     compiled: dict[Any, tuple[dict[str, int], int]] = {}
     by_stage = {}
     for number, plan in enumerate(plans):
-        shape = _longest_shape(config, layout, pipeline.stages[number].stage.pieces[0].tower)
+        shape = _longest_shape(config, layout, pipeline.stages[number].stage.towers)
         key = _program_texts(pipeline, number, shape, hyper)
         if key not in compiled:
             programs, residuals = compile_stage(pipeline, number, shape, hyper)
@@ -91,10 +91,10 @@ def compile_stages(
     return by_stage
 
 
-def _longest_shape(config: Config, layout: RankLayout, tower: str) -> BatchShape:
-    """Return the compiled shape with a tower's longest rows."""
+def _longest_shape(config: Config, layout: RankLayout, towers: Sequence[str]) -> BatchShape:
+    """Return the compiled shape with the longest rows of these towers."""
     names = ("llm", *config.model.item_modules)
-    longest = max(layout.shapes, key=lambda shape: shape.lengths[names.index(tower)])
+    longest = max(layout.shapes, key=lambda shape: sum(shape.lengths[names.index(tower)] for tower in towers))
     rows = (layout.topology.ranks * n for n in layout.rows)
     return BatchShape(
         towers=dict(zip(names, zip(rows, longest.lengths, strict=True), strict=True)),

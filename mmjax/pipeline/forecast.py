@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from mmjax.planning.flops import frozen_modules
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding
 from mmjax.planning.remat import MemoryLimit, StagePlan
-from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph
+from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph, unit_links
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
 from mmjax.planning.step_time import ClusterRun, Speed
@@ -108,8 +109,8 @@ def forecast_pipeline(
         limit=limit,
         passes=passes,
         transfers=passes - float(np.mean([timeline.makespan for timeline in free])),
-        reduction=max(map(reduce_seconds, runs)),
-        update=max(update_seconds(config.model, run, config.optimizer) for run in runs),
+        reduction=max(sum(map(reduce_seconds, stage)) for stage in runs),
+        update=max(sum(update_seconds(config.model, run, config.optimizer) for run in stage) for stage in runs),
         bubble=float(np.mean([timeline.bubble for timeline in timelines])),
         fill=_fill(config, layout, index, [m for plan in step_plans for m in plan.microbatches]),
         samples=len(samples) / steps,
@@ -132,8 +133,8 @@ def _fill(
 
 def _place_stages(
     config: Config, layout: RankLayout, plans: Sequence[StagePlan], cluster: Cluster, speed: Speed
-) -> list[StageRun]:
-    """Place planned stages on the devices of a cluster, in the order of the units."""
+) -> list[list[StageRun]]:
+    """Place the pieces of planned stages on the devices of a cluster, in the order of the units."""
     model = resolve_attention(config.model, speed.rates, layout.topology.context)
     tracer = ActivationTracer(replace(config, model=model))
     activation = ACTIVATION[config.training.precision]
@@ -153,37 +154,39 @@ def _place_stages(
     for sharded, plan in zip(shard_stages(config), plans, strict=True):
         mesh = dict(sharded.mesh.shape)
         sharding = ModelSharding(mesh["fsdp"] * mesh["context"] * mesh["tensor"], mesh["tensor"], mesh["tensor"])
-        tower = sharded.piece.tower
         chunks = config.training.loss_chunks or 1
         machine = ClusterRun(cluster, mesh, sharding, speed, activation, chunks, config.mesh.context_attention)
         runs.append(
-            StageRun(
-                tower=tower,
-                layers=plan.layers,
-                policies=plan.policies,
-                devices=sharded.devices,
-                machine=machine,
-                trainable=sharded.trainable,
-                frozen=sharded.frozen,
-                moments=sharded.moments,
-                has_backward=sharded.has_backward,
-                unsaved=unsaved[tower],
-            )
+            [
+                StageRun(
+                    tower=part.piece.tower,
+                    layers=plan.layers[part.piece.tower],
+                    policies=plan.policies[part.piece.tower],
+                    devices=sharded.devices,
+                    machine=machine,
+                    trainable=part.trainable,
+                    frozen=part.frozen,
+                    moments=part.moments,
+                    has_backward=part.has_backward,
+                    unsaved=unsaved[part.piece.tower],
+                )
+                for part in sharded.pieces
+            ]
         )
     return runs
 
 
 def _time_step(
-    config: Config, layout: RankLayout, runs: Sequence[StageRun], microbatches: Sequence[MicrobatchPlan]
+    config: Config, layout: RankLayout, stages: Sequence[Sequence[StageRun]], microbatches: Sequence[MicrobatchPlan]
 ) -> StageTimes:
     """Estimate the seconds of a step's passes on every stage, and of a mean microbatch's transfers."""
-    model = resolve_attention(config.model, runs[0].machine.speed.rates, layout.topology.context)
-    ranks = {run.tower: run.ranks for run in runs}
+    model = resolve_attention(config.model, stages[0][0].machine.speed.rates, layout.topology.context)
+    ranks = {run.tower: run.ranks for runs in stages for run in runs}
     towers = ("llm", *model.item_modules)
     totals = [layout.topology.ranks * rows for rows in layout.rows]
-    graph = unit_graph(config)
-    seconds = np.zeros((2, len(runs), len(microbatches)))
-    transfers = np.zeros((len(graph.edges), len(microbatches)))
+    links = unit_links(config)
+    seconds = np.zeros((2, len(stages), len(microbatches)))
+    transfers: Counter[tuple[int, int]] = Counter()
     for i, microbatch in enumerate(microbatches):
         pairs = visited_on_device(model, layout, microbatch, ranks)
 
@@ -191,12 +194,13 @@ def _time_step(
             rows = {tower: total // ranks[tower] for tower, total in zip(towers, totals, strict=True)}
             return device_batch(config, layout, rows, microbatch.shape)
 
-        for n, run in enumerate(runs):
-            # The LLM's devices exchange the tokens of encoders and generators among them.
-            row_counts = ranks | dict.fromkeys(model.item_modules, run.shards) if run.tower == "llm" else ranks
-            seconds[:, n, i] = pass_seconds(model, run, replace(on_device(row_counts), pairs=pairs))
+        for n, runs in enumerate(stages):
+            for run in runs:
+                # The LLM's devices exchange the tokens of encoders and generators among them.
+                row_counts = ranks | dict.fromkeys(model.item_modules, run.shards) if run.tower == "llm" else ranks
+                seconds[:, n, i] += pass_seconds(model, run, replace(on_device(row_counts), pairs=pairs))
         batch = on_device(ranks)
-        transfers[:, i] = [edge_seconds(model, runs[a], runs[b], batch) for a, b in graph.edges]
-    by_edge = dict(zip(graph.edges, transfers.mean(1).tolist(), strict=True))
+        for (a, k), (b, j) in links:
+            transfers[a, b] += edge_seconds(model, stages[a][k], stages[b][j], batch) / len(microbatches)
     # XLA's runtime waits for what it sends.
-    return StageTimes(*seconds, transfer=by_edge, blocking=True)
+    return StageTimes(*seconds, transfer=dict(transfers), blocking=True)

@@ -27,9 +27,9 @@ from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import split_scanned
-from mmjax.models.model import Model, modules_of, partition
+from mmjax.models.model import Model, exclude, modules_of, partition
 from mmjax.models.quantization import cast_frozen, parameter_shapes
-from mmjax.models.stage import Piece, Stage, cut_in_stages
+from mmjax.models.stage import Piece, Stage
 from mmjax.parallel.sharding import AXES, CONTEXT, TENSOR, ShardingRules, row_ranks, sharding
 from mmjax.planning.flops import frozen_modules, layer_policies, recompute_flops, stage_flops
 from mmjax.planning.memory import (
@@ -60,88 +60,78 @@ from mmjax.runtime.state import make_optimizer, shardings_with_moments
 RULES = ShardingRules()  # of all stages
 
 
-class ShardedStage(NamedTuple):
-    """A stage and what lies of it on each of its devices, which need not be there."""
+class ShardedPiece(NamedTuple):
+    """Layers of one tower, and what lies of them on each device of their stage."""
 
-    name: str
-    stage: Stage
-    mesh: AbstractMesh
-    devices: range  # numbers in the order in which units take them; stages that share them have the same
-    parameters: int  # on all its devices together
+    piece: Piece
+    parameters: int  # on all devices together
     trainable: float  # bytes on each device; with the last stage's copy of a tied embedding, which another updates
     scanned: float  # of these, bytes of scanned stacks
     frozen: float  # bytes on each device, as `cast_frozen` leaves them
     moments: float  # bytes on each device
     has_backward: bool
 
-    @property
-    def piece(self) -> Piece:
-        """Return the layers of its tower."""
-        return self.stage.pieces[0]
+
+class ShardedStage(NamedTuple):
+    """A stage on devices that need not be there."""
+
+    name: str
+    stage: Stage
+    mesh: AbstractMesh
+    devices: range  # numbers in the order in which units take them; stages that share them have the same
+    pieces: tuple[ShardedPiece, ...]
 
 
 def shard_stages(config: Config) -> list[ShardedStage]:
     """Cut a model into the stages of its units, and its parameters over their meshes."""
-    cuts = stage_cuts(config)
-    model = Model.build(config.model, jnp.dtype(config.training.precision), cuts)
-    stages = {
-        (tower, stage.pieces[0].start): stage
-        for tower in ("llm", *config.model.item_modules)
-        for stage in cut_in_stages(model, tower, cuts.get(tower, ()))
-    }
-    placed = [stages[stage.tower, stage.layers.start] for stage in list_stages(config)]
-    trained = trained_activations([placed[number] for number in unit_graph(config).topological])
+    model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
+    placed = list_stages(config)
+    stages = [Stage.of_layers(model, stage.pieces) for stage in placed]
+    trained = trained_activations([stages[number] for number in unit_graph(config).topological])
     counts = [unit_devices(unit) for unit in config.units.values()]
     firsts = dict(zip(config.units, accumulate(counts, initial=0), strict=False))
     sharded = []
-    for in_unit, stage in zip(list_stages(config), placed, strict=True):
+    for in_unit, stage in zip(placed, stages, strict=True):
         unit = config.units[in_unit.unit]
         count = unit_devices(unit) // unit.pipeline
         mesh = AbstractMesh(tuple(getattr(unit, axis) for axis in AXES), AXES)
         first = firsts[in_unit.unit] + in_unit.part * count
-        sharded.append(_shard_stage(config, in_unit.name, stage, mesh, range(first, first + count), trained))
+        pieces = tuple(_shard_piece(config, model, piece, mesh, trained) for piece in stage.pieces)
+        sharded.append(ShardedStage(in_unit.name, stage, mesh, range(first, first + count), pieces))
     return sharded
 
 
-def _shard_stage(
-    config: Config, name: str, stage: Stage, mesh: AbstractMesh, devices: range, trained: frozenset[str]
-) -> ShardedStage:
-    model = stage.model
-    abstract = stage.select(model.abstract)
+def _shard_piece(
+    config: Config, model: Model, piece: Piece, mesh: AbstractMesh, trained: frozenset[str]
+) -> ShardedPiece:
+    select = partial(piece.select, stacks=model.runs[piece.tower])
+    abstract = select(model.abstract)
     layouts = jax.tree.map(
         lambda axes, leaf: sharding(mesh, RULES, leaf.shape, axes),
-        stage.select(model.axes),
+        select(model.axes),
         abstract,
         is_leaf=lambda x: isinstance(x, tuple),
     )
     frozen = frozenset(model.frozen) & modules_of(abstract)
     parts, part_layouts = partition(abstract, frozen), partition(layouts, frozen)
     owned, owned_layouts = parts, part_layouts
-    if stage.text and model.config.llm.tied and not stage.text[0].first:
+    if piece.tower == "llm" and model.config.llm.tied and not piece.first:
         # The first stage owns the table and has its moments.
-        owned, owned_layouts = (
-            tuple(
-                {**part, "llm": {k: v for k, v in part["llm"].items() if k != "embed"}} if "llm" in part else part
-                for part in pair
-            )
-            for pair in (parts, part_layouts)
-        )
+        table = {"llm": {"embed": model.abstract["llm"]["embed"]}}
+        owned, owned_layouts = (tuple(exclude(part, table) for part in pair) for pair in (parts, part_layouts))
     optimizer = replace(make_optimizer(config.optimizer, model.axes, model.dtype), offloads=False)
     moments = jax.eval_shape(optimizer.init, owned[0])
     moment_layouts = shardings_with_moments(optimizer, owned[0], *owned_layouts, mesh=mesh).optimizer
     constant = jax.eval_shape(partial(cast_frozen, dtype=model.dtype), parts[1])
-    return ShardedStage(
-        name=name,
-        stage=stage,
-        mesh=mesh,
-        devices=devices,
+    return ShardedPiece(
+        piece=piece,
         parameters=sum(math.prod(shape) for part in owned for shape in parameter_shapes(part).values()),
         trainable=_on_device(parts[0], part_layouts[0]),
         scanned=_on_device(*(split_scanned(tree)[0] for tree in (parts[0], part_layouts[0]))),
         frozen=_on_device(constant, part_layouts[1]),
         moments=_on_device(moments, moment_layouts),
         # A frozen encoder with a frozen connector has no backward pass; a frozen LLM behind something trained has one.
-        has_backward=bool(trained & set(stage.inputs) or jax.tree.leaves(parts[0])),
+        has_backward=bool(trained & set(piece.inputs) or jax.tree.leaves(parts[0])),
     )
 
 
@@ -175,53 +165,74 @@ def _plan_stage(
     tracer: ActivationTracer,
 ) -> StagePlan:
     sharded = stages[number]
-    stage, mesh = sharded.piece, sharded.mesh
-    tower = stage.tower
-    rows = _rows_on_device(config, layout, stages, mesh if tower == "llm" else None)
-    batch = _longest_batch(config, layout, rows, tower)
-    saved = _saved_bytes(config, tower, batch, mesh.shape[TENSOR], tracer)
-    unsaved = next(iter(saved.values())).device
     in_flight = schedule.in_flight_bound(number)
-    memory = _fixed_bytes(config, sharded, batch, unsaved, in_flight)
+    towers = _towers(config)
+    memory: dict[str, float] = {}
+    layers, batches, options, policies = {}, {}, {}, {}
+    peaks: list[Peaks] = []
+    for part in sharded.pieces:
+        piece, tower = part.piece, part.piece.tower
+        rows = _rows_on_device(config, layout, stages, sharded.mesh if tower == "llm" else None)
+        batches[tower] = batch = _longest_batch(config, layout, rows, tower)
+        saved = _saved_bytes(config, tower, batch, sharded.mesh.shape[TENSOR], tracer)
+        # Without a backward pass nothing is kept of a microbatch.
+        microbatches_held = in_flight if part.has_backward else 0
+        options[tower] = {
+            policy: Option(
+                microbatches_held * bytes_.device,
+                microbatches_held * bytes_.host,
+                _recompute_seconds(config, tower, policy, batch, speed),
+            )
+            for policy, bytes_ in saved.items()
+        }
+        if isinstance(towers[tower], UnetConfig):
+            policies[tower] = tuple(saved)  # it has one
+        elif towers[tower].remat != "auto":
+            policies[tower] = tuple(layer_policies(towers[tower])[piece.start : piece.stop])
+        else:
+            layers[tower] = piece.stop - piece.start
+        unsaved = next(iter(saved.values())).device
+        kinds, peak = _fixed_bytes(config, sharded, part, batch, unsaved, in_flight)
+        memory |= {kind: memory.get(kind, 0.0) + bytes_ for kind, bytes_ in kinds.items()}
+        peaks.append(peak)
     memory["messages"] += _deepstack_bytes(config, stages, number, layout, schedule)
-    # Without a backward pass nothing is kept of a microbatch.
-    microbatches_held = in_flight if sharded.has_backward else 0
-    options = {
-        policy: Option(
-            microbatches_held * bytes_.device,
-            microbatches_held * bytes_.host,
-            _recompute_seconds(config, tower, policy, batch, speed),
-        )
-        for policy, bytes_ in saved.items()
-    }
+    # Pieces run in turn.
+    before_copies, beside_copies = map(max, zip(*peaks, strict=True))
+    memory["transient"] = max(beside_copies, before_copies - memory["copies"])
     # Moments in host memory are loaded when activations are gone.
-    offloaded = sharded.moments if config.optimizer.offload else 0.0
+    moments = sum(part.moments for part in sharded.pieces)
+    offloaded = moments if config.optimizer.offload else 0.0
     update = offloaded + memory["parameters"] + memory["gradients"] + memory["batch"]
-    unet = isinstance(_towers(config)[tower], UnetConfig)  # which has one policy
-    policies = tuple(saved) if unet else layer_policies(_towers(config)[tower])[stage.start : stage.stop]
-    if _towers(config)[tower].remat == "auto":
-        fixed = sum(memory.values())
-        layers = {tower: stage.stop - stage.start}
-        chosen = choose_policies(layers, {tower: options}, limit.device - fixed, limit.host)
+    if layers:
+        stated = [options[tower][policy] for tower in policies for policy in policies[tower]]
+        fixed = sum(memory.values()) + sum(option.device for option in stated)
+        host = limit.host - sum(option.host for option in stated)
+        chosen = choose_policies(layers, {tower: options[tower] for tower in layers}, limit.device - fixed, host)
         if chosen is None or update > limit.device:
-            smallest = max(update, min(option.device for option in options.values()) * layers[tower] + fixed)
+            smallest = fixed + sum(
+                n * min(option.device for option in options[tower].values()) for tower, n in layers.items()
+            )
             raise UserError(
-                f"stage {sharded.name} needs {size(smallest)} of each device and there are {size(limit.device)}, with "
-                "as much computed again as can be; give its unit more devices by fsdp, tensor or pipeline, or raise "
-                "batch.microbatches",
+                f"stage {sharded.name} needs {size(max(update, smallest))} of each device and there are "
+                f"{size(limit.device)}, with as much computed again as can be; give its unit more devices by fsdp, "
+                "tensor or pipeline, or raise batch.microbatches",
                 everywhere=True,
             )
-        policies = chosen[tower]
-    memory["activations"] = sum(options[policy].device for policy in policies)
+        policies |= chosen
+    memory["activations"] = sum(options[tower][policy].device for tower in options for policy in policies[tower])
     memory["transient"] += max(0.0, update - sum(memory.values()))
-    forward, backward = _seconds(config, sharded, policies, batch, speed)
+    seconds = [
+        _seconds(config, sharded, part, policies[part.piece.tower], batches[part.piece.tower], speed)
+        for part in sharded.pieces
+    ]
+    forward, backward = map(sum, zip(*seconds, strict=True))
     return StagePlan(
         name=sharded.name,
         devices=tuple(sharded.devices),
-        mesh={axis: n for axis, n in mesh.shape.items() if n > 1},
-        layers=range(stage.start, stage.stop),
-        parameters=sharded.parameters,
-        policies=tuple(policies),
+        mesh={axis: n for axis, n in sharded.mesh.shape.items() if n > 1},
+        layers={part.piece.tower: range(part.piece.start, part.piece.stop) for part in sharded.pieces},
+        policies={tower: tuple(policies[tower]) for tower in options},
+        parameters=sum(part.parameters for part in sharded.pieces),
         in_flight=in_flight,
         memory=memory,
         forward=forward,
@@ -282,79 +293,85 @@ def _unet_bytes(config: Config, batch: DeviceBatch) -> tuple[float, float]:
     return saved, sum(peaks)
 
 
+class Peaks(NamedTuple):
+    """Bytes that no other kind covers."""
+
+    before_copies: float  # of the loss and the exchange, when no weights are cast for backward
+    beside_copies: float
+
+
 def _fixed_bytes(
-    config: Config, sharded: ShardedStage, batch: DeviceBatch, unsaved: float, in_flight: int
-) -> dict[str, float]:
-    """Count the bytes of a stage on each device by kind, apart from saved activations.
+    config: Config, sharded: ShardedStage, part: ShardedPiece, batch: DeviceBatch, unsaved: float, in_flight: int
+) -> tuple[dict[str, float], Peaks]:
+    """Count the bytes of a stage's piece on each device by kind, apart from saved activations.
 
     unsaved: bytes that one layer saves without remat.
     """
-    stage, mesh = sharded.piece, sharded.mesh
-    tower, trainable = stage.tower, sharded.trainable
+    piece, mesh, trainable = part.piece, sharded.mesh, part.trainable
+    tower = piece.tower
     activation = ACTIVATION[config.training.precision]
     work = row_work(config.model, batch.shape)[tower]
     positions = work.positions
     parts = mesh.shape[TENSOR]
     sharding = ModelSharding(mesh.shape["fsdp"] * mesh.shape[CONTEXT] * parts, parts, parts)
-    is_sink = stage.makes_loss and not stage.sends_states
+    is_sink = bool(sharded.stage.losses) and not sharded.stage.outputs
     unet = isinstance(_towers(config)[tower], UnetConfig)
     # Gradients of scanned stacks are added to their sums layer by layer, the others behind the backward pass.
-    gradients = trainable - sharded.scanned
-    copies = transient = tokens = 0.0
-    if sharded.has_backward and unet:
+    gradients = trainable - part.scanned
+    copies = before_copies = transient = tokens = messages = 0.0
+    if part.has_backward and unet:
         copies = gradients + (0.0 if activation == MASTER else activation / MASTER * trainable)
         transient = _unet_bytes(config, batch)[1]
-    elif sharded.has_backward:
-        reordered = reordered_elements(_towers(config)[tower], stage.stop - stage.start, sharding, tower)
+    elif part.has_backward:
+        reordered = reordered_elements(_towers(config)[tower], piece.stop - piece.start, sharding, tower)
         # Computing in float32 needs no cast copy. The last stage's matrices are reordered before they are cast.
-        cast = 0.0 if activation == MASTER else activation / MASTER * sharded.scanned
+        cast = 0.0 if activation == MASTER else activation / MASTER * part.scanned
         copies = gradients + cast + (MASTER if is_sink else activation) * reordered
         transient = layer_backward_bytes(config.model, tower, unsaved, work, sharding, activation)
     # A connector stands behind its encoder, or before its generator.
-    if sharded.has_backward and tower != "llm" and (stage.first if stage.generates else stage.last):
+    if part.has_backward and tower != "llm" and (piece.first if piece.generates else piece.last):
         tokens = in_flight * token_bytes(config.model, tower, batch, activation)
-    if stage.makes_loss and not stage.generates:
-        loss = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
-        transient = max(transient, loss - copies)  # which backward makes when the loss is done with
+    if piece.makes_loss and not piece.generates:
+        # Which backward makes when the loss is done with.
+        before_copies = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
     # Tables that say which tokens are sent lie where the exchange is, and not with encoders and generators.
     plain, tables = replace(batch, widths={}), 0
-    if exchanged := (*stage.encoders, *stage.sends_states):
+    if exchanged := (*piece.encoders, *piece.sends_states):
         exchanging = replace(batch, widths={name: batch.widths[name] for name in exchanged})
         tables = 4 * sum(sent_slots(config.model, exchanging).values())
         # Encoders' tokens are exchanged before copies are made, and their gradients when the layers are done with.
-        transient = max(transient, exchange_bytes(config.model, exchanging, activation) - copies)
+        before_copies = max(before_copies, exchange_bytes(config.model, exchanging, activation))
     # Activations that arrive and leave, for every microbatch in flight one; of a UNet the states that it takes.
-    width = _towers(config)[tower].width if not unet else config.model.llm.width
-    messages = positions if not unet else row_work(config.model, batch.shape)[tower].tokens
-    return {
-        "parameters": trainable + sharded.frozen,
+    if {*piece.inputs, *piece.outputs} & {*sharded.stage.inputs, *sharded.stage.outputs}:
+        width = _towers(config)[tower].width if not unet else config.model.llm.width
+        messages = 2 * in_flight * (positions if not unet else work.tokens) * width * activation
+    memory = {
+        "parameters": trainable + part.frozen,
         "gradients": trainable,
-        "optimizer": 0.0 if config.optimizer.offload else sharded.moments,
+        "optimizer": 0.0 if config.optimizer.offload else part.moments,
         # Weights cast for the computation and reordered, and a microbatch's gradients.
         "copies": copies,
         "batch": LOADED * config.batch.microbatches * (batch_bytes(config.model, plain, tower) + tables),
-        "messages": 2 * in_flight * messages * width * activation,
+        "messages": messages,
         "tokens": tokens,
-        "transient": transient,
     }
+    return memory, Peaks(before_copies, transient)
 
 
 def _deepstack_bytes(
     config: Config, stages: Sequence[ShardedStage], number: int, layout: RankLayout, schedule: Schedule
 ) -> float:
     """Count the bytes of deepstack tokens that wait on each device of an LLM's stage for their layers' outputs."""
-    stage, mesh = stages[number].piece, stages[number].mesh
     producers = {name: n for n, placed in enumerate(stages) for name in placed.stage.outputs}
     rows = _rows_on_device(config, layout, stages)
     bytes_ = 0.0
-    for name in stage.inputs:
-        source = stages[producers[name]]
-        tower = source.piece.tower
-        # Beside activations and the embeddings of an encoder's tokens.
-        if stage.tower == "llm" and tower not in (stage.tower, name):
-            shape = _longest_batch(config, layout, rows, tower).shape
-            made_on, added_on = (row_ranks(m, RULES.token_rows) for m in (source.mesh, mesh))
-            tokens = row_work(config.model, shape)[tower].tokens * made_on / added_on
+    for name in stages[number].stage.inputs:
+        encoder, deeper, _ = name.partition(".deeper.")
+        if deeper:
+            shape = _longest_batch(config, layout, rows, encoder).shape
+            meshes = (stages[producers[name]].mesh, stages[number].mesh)
+            made_on, added_on = (row_ranks(mesh, RULES.token_rows) for mesh in meshes)
+            tokens = row_work(config.model, shape)[encoder].tokens * made_on / added_on
             size_of_token = config.model.llm.width * ACTIVATION[config.training.precision]
             # Those of a microbatch come before all stages between, and its maker has it in flight as long.
             bytes_ += schedule.in_flight_bound(producers[name]) * tokens * size_of_token
@@ -365,7 +382,7 @@ def _rows_on_device(
     config: Config, layout: RankLayout, stages: Sequence[ShardedStage], receiver: AbstractMesh | None = None
 ) -> dict[str, int]:
     """Count the rows of every tower on each of its devices; with a receiver, those whose tokens each of its gets."""
-    meshes = {sharded.piece.tower: receiver or sharded.mesh for sharded in stages}
+    meshes = {part.piece.tower: receiver or sharded.mesh for sharded in stages for part in sharded.pieces}
     totals = [layout.topology.ranks * rows for rows in layout.rows]
     return {
         name: total // row_ranks(meshes[name], RULES.rows if name == "llm" else RULES.item_rows)
@@ -382,24 +399,28 @@ def _on_device(tree: Any, layouts: Any) -> float:
 
 
 def _seconds(
-    config: Config, sharded: ShardedStage, policies: Sequence[Remat], batch: DeviceBatch, speed: Speed
+    config: Config,
+    sharded: ShardedStage,
+    part: ShardedPiece,
+    policies: Sequence[Remat],
+    batch: DeviceBatch,
+    speed: Speed,
 ) -> tuple[float, float]:
-    """Estimate the seconds of a stage's passes: of its layers as measured, or by their operations."""
-    stage = sharded.piece
-    tower, count = stage.tower, stage.stop - stage.start
+    """Estimate the seconds of a piece's passes: of its layers as measured, or by their operations."""
+    piece = part.piece
+    tower, layers = piece.tower, range(piece.start, piece.stop)
     parts = sharded.mesh.shape[TENSOR]
     measured = speed.layer(tower, batch.shape[tower])
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else tuple(policies)
-    layers = range(stage.start, stage.stop)
     flops = stage_flops(
         config.model, tower, layers, counted, batch.shape, config.training.loss_chunks or 1, batch.pairs
     )
     times = [x / parts / speed.rates.flops for x in flops[:2]]
     if measured:
-        times[0] += count * measured["forward"] / parts
+        times[0] += len(layers) * measured["forward"] / parts
         times[1] += sum(measured[policy] - measured["forward"] for policy in policies) / parts
-    return times[0], times[1] if sharded.has_backward else 0.0
+    return times[0], times[1] if part.has_backward else 0.0
 
 
 def _recompute_seconds(config: Config, tower: str, policy: Remat, batch: DeviceBatch, speed: Speed) -> float:
@@ -427,11 +448,11 @@ def memory_plan_of(config: Config, plans: Sequence[StagePlan], limit: MemoryLimi
     """Return the run's memory plan: the policies of all towers, and the bytes of the fullest stage."""
     fullest = max(plans, key=lambda plan: plan.bytes)
     policies: dict[str, tuple[Remat, ...]] = dict.fromkeys(towers_of(config.model), ())
+    parts = [(layers.start, tower, plan.policies[tower]) for plan in plans for tower, layers in plan.layers.items()]
     # A tower's stages, by their layers, have the policies of the whole tower.
-    for plan in sorted(plans, key=lambda plan: plan.layers.start):
-        tower = plan.name.partition("[")[0]
+    for _, tower, chosen in sorted(parts):
         if tower in policies:  # a UNet has no layers
-            policies[tower] += plan.policies
+            policies[tower] += chosen
     fixed = {kind: n for kind, n in fullest.memory.items() if kind != "activations"}
     return MemoryPlan(
         policies=policies,

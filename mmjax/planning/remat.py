@@ -182,9 +182,9 @@ class StagePlan:
     name: str
     devices: tuple[int, ...]  # numbers in the run's order
     mesh: dict[str, int]
-    layers: range
+    layers: dict[str, range]  # by tower, as the next
+    policies: dict[str, tuple[Remat, ...]]
     parameters: int  # of the stage, on all its devices together
-    policies: tuple[Remat, ...]
     in_flight: int
     memory: dict[str, float]  # bytes by kind
     forward: float  # seconds of one microbatch

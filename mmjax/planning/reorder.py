@@ -18,11 +18,11 @@ from numba import njit
 
 from mmjax.config import Config, UnetConfig
 from mmjax.config.training import unit_devices
+from mmjax.config.unit_stages import LayerRange
 from mmjax.planning.flops import SHEET, Flops, layer_policies, stage_flops
 from mmjax.planning.schedules import (
     ScheduleName,
     StageGraph,
-    UnitStage,
     list_stages,
     make_schedule,
     schedule_name,
@@ -45,15 +45,13 @@ class Reordering:
     graph: StageGraph
     forward: np.ndarray  # int64 [stages, shapes], in units of time
     backward: np.ndarray
-    module: np.ndarray  # int64 [stages]: the LLM's is 0
-    pair: (
-        np.ndarray
-    )  # float64 [2, stages]: forward and backward, of a pair; 0: the shape has the attention of full rows
+    # float64 [2, stages, modules], the LLM first: forward and backward, of a pair; 0: shapes have full rows' attention
+    pair: np.ndarray
 
     def order(self, shapes: Sequence[int], pairs: np.ndarray) -> list[int]:
         """Order microbatches of these shapes, by number. pairs: int `[modules, m]`, if each rank had the fullest's."""
         columns = np.asarray(shapes)
-        attention = np.rint(self.pair[:, :, None] * pairs[self.module]).astype(np.int64)
+        attention = np.rint(self.pair[..., None] * pairs).astype(np.int64).sum(2)
         forward, backward = self.forward[:, columns] + attention[0], self.backward[:, columns] + attention[1]
         return reorder(self.schedule, self.graph, forward, backward).tolist()
 
@@ -69,35 +67,36 @@ def make_reordering(
     stages = list_stages(config)
     names = ["llm", *config.model.item_modules]
     seconds = np.zeros((2, len(stages), len(lengths)))
-    pair = np.zeros((2, len(stages)))
+    pair = np.zeros((2, len(stages), len(names)))
     many = 1e6  # pairs
     for number, stage in enumerate(stages):
         devices = unit_devices(config.units[stage.unit]) / config.units[stage.unit].pipeline
-        for k, shape in enumerate(lengths):
-            flops = _flops_of_row(config, stage, shape, 0.0 if by_content else None)
-            seconds[:, number, k] = np.array(flops[:2]) * rows[names.index(stage.tower)] / devices
-        if by_content:
-            none, some = (_flops_of_row(config, stage, lengths[0], pairs) for pairs in (0.0, many))
-            # As many FLOPs of products would take less time where a kernel computes attention.
-            slower = SHEET.flops / SHEET.attention if some.attention > none.attention else 1.0
-            pair[:, number] = (np.array(some[:2]) - np.array(none[:2])) / many * slower / devices
+        for piece in stage.pieces:
+            module = names.index(piece.tower)
+            for k, shape in enumerate(lengths):
+                flops = _flops_of_row(config, piece, shape, 0.0 if by_content else None)
+                seconds[:, number, k] += np.array(flops[:2]) * rows[module] / devices
+            if by_content:
+                none, some = (_flops_of_row(config, piece, lengths[0], pairs) for pairs in (0.0, many))
+                # As many FLOPs of products would take less time where a kernel computes attention.
+                slower = SHEET.flops / SHEET.attention if some.attention > none.attention else 1.0
+                pair[:, number, module] = (np.array(some[:2]) - np.array(none[:2])) / many * slower / devices
     scale = UNITS / seconds.max()
     # Whole numbers, which all processes add up alike.
     forward, backward = np.rint(seconds * scale).astype(np.int64)
-    module = np.array([names.index(stage.tower) for stage in stages])
-    return Reordering(schedule_name(config), unit_graph(config), forward, backward, module, pair * scale)
+    return Reordering(schedule_name(config), unit_graph(config), forward, backward, pair * scale)
 
 
-def _flops_of_row(config: Config, stage: UnitStage, shape: Sequence[int], pairs: float | None) -> Flops:
-    """Count what a stage runs for one row of every module; None: its attention is that of a row with one sample."""
+def _flops_of_row(config: Config, piece: LayerRange, shape: Sequence[int], pairs: float | None) -> Flops:
+    """Count what layers run for one row of every module; None: their attention is that of a row with one sample."""
     towers = {"llm": config.model.llm, **config.model.item_modules}
-    tower = towers[stage.tower]
+    tower = towers[piece.tower]
     policies = ()
     if not isinstance(tower, UnetConfig):
-        policies = layer_policies(tower)[stage.layers.start : stage.layers.stop]
+        policies = layer_policies(tower)[piece.start : piece.stop]
     one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
-    stage_pairs = None if pairs is None else dict.fromkeys(towers, 0.0) | {stage.tower: pairs}
-    flops = stage_flops(config.model, stage.tower, stage.layers, policies, one_row, pairs=stage_pairs)
+    piece_pairs = None if pairs is None else dict.fromkeys(towers, 0.0) | {piece.tower: pairs}
+    flops = stage_flops(config.model, piece.tower, piece.layers, policies, one_row, pairs=piece_pairs)
     return flops.at_one_rate
 
 

@@ -17,53 +17,45 @@ from typing import Literal, NamedTuple
 
 from mmjax.config import Config
 from mmjax.config.model import layers_of
-from mmjax.config.training import cut_tower, unit_cuts, unit_modules
+from mmjax.config.unit_stages import LayerRange, cut_unit
 
 ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved"]
 Pass = Literal["forward", "backward"]
 
 
 class UnitStage(NamedTuple):
-    """Consecutive layers of a tower on some devices of a unit."""
+    """Layers of one tower or several on some devices of a unit."""
 
-    name: str
-    tower: str
-    layers: range
+    pieces: tuple[LayerRange, ...]
+    name: str  # "vision[16:24] + llm[0:8]", and of whole towers "vision"
     unit: str
     part: int  # of the unit's devices, which its stages take in turn
 
 
-def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the layers before which each tower is cut."""
-    cuts = {}
-    for name, unit in config.units.items():
-        tower = cut_tower(unit_modules(name, unit))
-        cuts[tower] = unit_cuts(unit, layers_of(config.model, tower))
-    return cuts
-
-
 def list_stages(config: Config) -> list[UnitStage]:
     """List the stages of all units, in the order of their devices."""
-    cuts = stage_cuts(config)
-    stages = []
-    for name, unit in config.units.items():
-        modules = unit_modules(name, unit)
-        for tower in modules:
-            cut = tower == cut_tower(modules)
-            ends = (0, *(cuts[tower] if cut else ()), layers_of(config.model, tower))
-            beside = unit.pipeline - 1 if tower in config.model.generators else 0
-            for number, (start, stop) in enumerate(pairwise(ends)):
-                stages.append(
-                    UnitStage(
-                        name=tower if len(ends) == 2 else f"{tower}[{start}:{stop}]",
-                        tower=tower,
-                        layers=range(start, stop),
-                        unit=name,
-                        # With virtual stages, stage n and stage n + pipeline are on the same devices.
-                        part=number % unit.pipeline if cut else beside,
-                    )
-                )
-    return stages
+    return [
+        UnitStage(
+            pieces=pieces,
+            name=" + ".join(
+                tower if layers_of(config.model, tower) == stop - start else f"{tower}[{start}:{stop}]"
+                for tower, start, stop in pieces
+            ),
+            unit=name,
+            part=number % unit.pipeline,  # with virtual stages, n and n + pipeline are on the same devices
+        )
+        for name, unit in config.units.items()
+        for number, pieces in enumerate(cut_unit(config.model, name, unit))
+    ]
+
+
+def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the layers before which each tower is cut."""
+    cuts: dict[str, tuple[int, ...]] = {}
+    for stage in list_stages(config):
+        for tower, start, _ in stage.pieces:
+            cuts[tower] = cuts.get(tower, ()) + (start,) * (start > 0)
+    return cuts
 
 
 def schedule_name(config: Config) -> ScheduleName:
@@ -154,23 +146,31 @@ class StageGraph:
 
 
 def unit_graph(config: Config) -> StageGraph:
-    """Link every stage of `list_stages` to the next of its tower, encoders to the LLM, and the LLM to a generator.
+    """Link the stages of `list_stages` by what goes from one to another."""
+    stages = list_stages(config)
+    devices = list(dict.fromkeys((stage.unit, stage.part) for stage in stages))
+    edges = dict.fromkeys((sender, receiver) for (sender, _), (receiver, _) in unit_links(config))
+    return StageGraph(tuple(edges), tuple(devices.index((stage.unit, stage.part)) for stage in stages))
+
+
+PieceNumber = tuple[int, int]  # of a stage, and of a piece in it
+
+
+def unit_links(config: Config) -> list[tuple[PieceNumber, PieceNumber]]:
+    """List which pieces go on from which in another stage: of its tower, of an encoder the LLM, of the LLM generators.
 
     A deepstack's further edges are no constraint: what is added later leaves the encoder before its last layer does.
     """
-    stages = list_stages(config)
-    devices = list(dict.fromkeys((stage.unit, stage.part) for stage in stages))
-    begins = {(stage.tower, stage.layers.start): number for number, stage in enumerate(stages)}
-    edges = []
-    for number, stage in enumerate(stages):
-        following = begins.get((stage.tower, stage.layers.stop))
-        if following is None and stage.tower in config.model.encoders:
-            following = begins["llm", 0]
-        if following is None and stage.tower == "llm":
-            following = next((begins[name, 0] for name in config.model.generators), None)
-        if following is not None:
-            edges.append((number, following))
-    return StageGraph(tuple(edges), tuple(devices.index((stage.unit, stage.part)) for stage in stages))
+    pieces = {(n, k): piece for n, stage in enumerate(list_stages(config)) for k, piece in enumerate(stage.pieces)}
+    begins = {(piece.tower, piece.start): number for number, piece in pieces.items()}
+    links = []
+    for number, (tower, _, stop) in pieces.items():
+        following = [(tower, stop)]
+        if stop == layers_of(config.model, tower):
+            following = [("llm", 0)] if tower in config.model.encoders else []
+            following += [(name, 0) for name in config.model.generators if tower == "llm"]
+        links += [(number, begins[key]) for key in following if begins[key][0] != number[0]]
+    return links
 
 
 @dataclass(frozen=True)

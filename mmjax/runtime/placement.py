@@ -14,9 +14,9 @@ from mmjax.batch import TABLES, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
-from mmjax.models.stage import Stage, cut_in_stages
+from mmjax.models.stage import Stage
 from mmjax.parallel.sharding import CONTEXT, ShardingRules
-from mmjax.planning.schedules import list_stages, stage_cuts
+from mmjax.planning.schedules import list_stages
 from mmjax.runtime.device_batch import TowerRows, put_tower_rows, tables_of, without_tables
 from mmjax.runtime.passes import PlacedStage, StagedBatch
 from mmjax.runtime.units import UnitRanks, unit_meshes
@@ -24,16 +24,9 @@ from mmjax.runtime.units import UnitRanks, unit_meshes
 
 def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) -> list[PlacedStage]:
     """Place the stages of a model, built with `stage_cuts`, on the units' meshes."""
-    cuts = stage_cuts(config)
-    towers = ("llm", *config.model.item_modules)
-    stages = {
-        (tower, stage.pieces[0].start): stage
-        for tower in towers
-        for stage in cut_in_stages(model, tower, cuts.get(tower, ()))
-    }
     meshes = unit_meshes(config, devices)
     return [
-        PlacedStage(placed.name, stages[placed.tower, placed.layers.start], meshes[placed.unit][placed.part])
+        PlacedStage(placed.name, Stage.of_layers(model, placed.pieces), meshes[placed.unit][placed.part])
         for placed in list_stages(config)
     ]
 

@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mmjax.config import Config, Unit
-from mmjax.config.training import cut_tower, encoder_ranks, unit_devices, unit_modules
+from mmjax.config.training import encoder_ranks, unit_devices, unit_modules
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import AXES, ShardingRules, local_ranks, owned_ranks, row_ranks
+from mmjax.planning.schedules import list_stages
 
 
 def units_topology(units: Mapping[str, Unit]) -> Topology:
@@ -68,20 +69,20 @@ def unit_ranks(config: Config, devices: Sequence[jax.Device]) -> UnitRanks:
     rules = ShardingRules()
     local: dict[str, range] = {}
     own: dict[str, frozenset[int]] = {}
-    for (name, unit), meshes in zip(config.units.items(), unit_meshes(config, devices).values(), strict=True):
-        modules = unit_modules(name, unit)
-        for tower in modules:
-            # The LLM's tokens are packed with their rows, whichever of the context devices they go to.
-            axes = rules.rows if tower == "llm" else rules.item_rows
-            total = topology.ranks * (1 if tower == "llm" else topology.encoders_per_rank)
-            beside = meshes[-1:] if tower in config.model.generators else meshes[:1]
-            stages = meshes if tower == cut_tower(modules) else beside
-            each = total // row_ranks(stages[0], axes)
-            here = [set(local_ranks(mesh, axes) if mesh.local_devices else ()) for mesh in stages]
-            # One range for all stages that are here, since a tower's rows are packed once for them.
-            ranks = set().union(*here)
-            local[tower] = range(each * min(ranks), each * (max(ranks) + 1)) if ranks else range(0)
-            first = owned_ranks(stages[0], axes) if here[0] else ()
-            own[tower] = frozenset(each * rank + n for rank in first for n in range(each))
+    meshes = unit_meshes(config, devices)
+    stages = list_stages(config)
+    for tower in ("llm", *config.model.item_modules):
+        # The LLM's tokens are packed with their rows, whichever of the context devices they go to.
+        axes = rules.rows if tower == "llm" else rules.item_rows
+        total = topology.ranks * (1 if tower == "llm" else topology.encoders_per_rank)
+        # Of the stages that have layers of the tower, from its first on.
+        on = [meshes[stage.unit][stage.part] for stage in stages for piece in stage.pieces if piece.tower == tower]
+        per_rank = total // row_ranks(on[0], axes)
+        here = [set(local_ranks(mesh, axes) if mesh.local_devices else ()) for mesh in on]
+        # One range for all stages that are here, since a tower's rows are packed once for them.
+        ranks = set().union(*here)
+        local[tower] = range(per_rank * min(ranks), per_rank * (max(ranks) + 1)) if ranks else range(0)
+        first = owned_ranks(on[0], axes) if here[0] else ()
+        own[tower] = frozenset(per_rank * rank + n for rank in first for n in range(per_rank))
     encoders = {tower: ranks for tower, ranks in local.items() if tower != "llm"}
     return UnitRanks(local["llm"], encoders, (own["llm"], {tower: own[tower] for tower in encoders}))

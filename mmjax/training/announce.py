@@ -253,7 +253,7 @@ def describe_stages(
     for stage in stages:
         devices = f"{stage.devices[0]}" + (f"-{stage.devices[-1]}" if len(stage.devices) > 1 else "")
         mesh = " x ".join(f"{axis} {n}" for axis, n in stage.mesh.items()) or "-"
-        layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
+        layers = " + ".join(f"{layers.start}-{layers.stop - 1}" for layers in stage.layers.values())
         times = [f"{1e3 * seconds:.3g} ms" if seconds else "-" for seconds in (stage.forward, stage.backward)]
         memory = size(stage.bytes)
         lines.append((stage.name, devices, mesh, layers, count(stage.parameters), memory, *times, str(stage.in_flight)))
@@ -271,9 +271,10 @@ def describe_stages(
             "batch.microbatches to several times as many"
         )
     for stage in stages:
-        if set(stage.policies) != {"none"}:
-            mix = ", ".join(f"{n} {policy}" for policy, n in Counter(stage.policies).items())
-            described.append(f"       remat of {stage.name}: {mix}")
+        for piece, policies in zip(stage.name.split(" + "), stage.policies.values(), strict=True):
+            if set(policies) != {"none"}:
+                mix = ", ".join(f"{n} {policy}" for policy, n in Counter(policies).items())
+                described.append(f"       remat of {piece}: {mix}")
     return described
 
 

@@ -117,7 +117,8 @@ def pipeline_numbers(
     if forecast is None:
         return numbers
     seconds = {name: getattr(forecast, name) for name in ("passes", "transfers", "reduction", "update")}
-    stages = [asdict(stage) | {"layers": [stage.layers.start, stage.layers.stop]} for stage in forecast.stages]
+    layers = [{tower: [x.start, x.stop] for tower, x in stage.layers.items()} for stage in forecast.stages]
+    stages = [asdict(stage) | {"layers": by_tower} for stage, by_tower in zip(forecast.stages, layers, strict=True)]
     return numbers | {
         "config": forecast.config.name,
         "cluster": str(forecast.cluster),

@@ -28,7 +28,7 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
         ((*GOOD[:2], "units.llm.pipeline=4"), "makes 4 stages of 3 layers; use at most 3"),
         ((*GOOD[:2], "units.llm.tensor=3"), "units.llm.tensor=3 does not divide model.llm.heads=4"),
         ((*GOOD[:2], "units.llm.data=0"), "units.llm.data=0: must be at least 1"),
-        ((*GOOD, "units.llm.cuts=1"), "units.llm.cuts=1: give 2 layers in ascending order, from 1 to 2"),
+        ((*GOOD, "units.llm.cuts=1"), "units.llm.cuts=1: give 2 in ascending order, among llm.1 to llm.2"),
         ((*GOOD, "units.llm.cuts=2,1"), "in ascending order"),
         (
             (
@@ -48,12 +48,24 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
             (*GOOD[:2], "units.llm.context=2", "units.llm.tensor=2", "mesh.context_attention=heads"),
             "units.llm.context=2 x tensor=2 does not divide model.llm.kv_heads=2; use mesh.context_attention=gather",
         ),
+        (
+            (ALL, "units.all.pipeline=2", "units.all.cuts=(vison.1,)"),
+            "units.all.cuts has 'vison.1'; name a layer of vision, audio, llm, such as llm.1",
+        ),
+        (
+            (ALL, "units.all.pipeline=2", "units.all.cuts=(vision.5,)"),
+            "units.all.cuts has 'vision.5': vision has 2 layers; give vision.1 at most, or audio.0 to cut behind it",
+        ),
+        (
+            (ALL, "units.all.pipeline=3", "units.all.cuts=(llm.1,vision.1)"),
+            "units.all.cuts=llm.1,vision.1: give 2 in ascending order, among vision.1 to vision.1, audio.0 to audio.2",
+        ),
         ((*GOOD[:2], "units.llm.context=0"), "units.llm.context=0: must be at least 1"),
         ((*GOOD, "pipeline.schedule=interleaved"), "set units.llm.virtual=2"),
         (("units.vision.virtual=2", *GOOD[1:]), "divides the layers of an LLM that is alone in its unit"),
         (
             ("units.both.modules=vision,audio", "units.both.pipeline=2", "units.llm.data=1"),
-            "several encoders cannot be cut together",
+            "say where stages of several encoders begin, such as units.both.cuts=(vision.1,), or give each a unit",
         ),
         (
             (*GOOD[:2], "units.llm.pipeline=2", "units.llm.virtual=2", "model.llm.layers=4", "batch.microbatches=3"),
@@ -92,6 +104,7 @@ def test_units_take_devices_in_order_and_their_stages_layers():
         GOOD,
         ("units.both.modules=vision,audio", "units.llm.pipeline=2", "units.llm.cuts=1"),
         (ALL, "units.all.pipeline=3"),
+        (ALL, "units.all.pipeline=4", "units.all.cuts=(vision.1,audio.1,llm.1)"),
         (
             "units.vision.data=2",
             "units.audio.data=1",
@@ -114,9 +127,10 @@ def test_microbatches_are_reordered_by_the_stages_that_are_run(words):
     assert (times.graph.depths, times.graph.workers) == (run.depths, run.workers)
     llm = [number for number, stage in enumerate(placed) if stage.stage.text]
     # A row twice as long takes the LLM more than twice as long, and no encoder longer; the last stage has the logits.
-    for number in range(len(placed)):
+    for number, (_, stage, _) in enumerate(placed):
         short, long = times.forward[number]
-        assert long > 2 * short - 2 if number in llm else long == short
+        whole = 2 if stage.towers == ("llm",) else 1  # of a stage that encodes too, only the LLM's part grows
+        assert long > whole * short - 2 if number in llm else long == short
         assert times.backward[number, 0] > times.forward[number, 0]
 
 

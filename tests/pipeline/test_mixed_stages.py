@@ -59,7 +59,7 @@ def make_pipeline(config: Config, plan: list[tuple[dict[str, int], list[Layers]]
     return Executor(model, optimizer, stages, ShardingRules(), sources=sources, schedule="1f1b")
 
 
-@pytest.mark.default_cases("a sink")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("config", "plan", "topology"),
     [

@@ -31,6 +31,15 @@ LAYOUTS = {
         ("units.encoders.modules=vision,audio", "units.encoders.data=2", "units.llm.data=3", "units.llm.tensor=2"),
     ),
     # vision on device 0, LLM stages on 1-2 and 3-4, audio on 5-7; a process has two.
+    "stages of several towers": (
+        3,
+        (
+            "units.all.modules=(vision,audio,llm)",
+            "units.all.pipeline=3",
+            "units.all.data=2",
+            "units.all.cuts=(audio.0,llm.1)",
+        ),
+    ),
     "carried by collectives": (4, (*MODULES, "pipeline.carrier=collective")),
     "spanning four": (4, ("units.vision.data=1", "units.llm.tensor=2", "units.llm.pipeline=2", "units.audio.fsdp=3")),
 }
@@ -170,7 +179,7 @@ def test_a_stopped_stage_or_a_lost_message_is_named_with_the_transfer_that_is_wa
         assert "process 1 (llm)" in line or "process 1 of this run's 2 (llm)" in line
         os.kill(llm.pid, signal.SIGKILL)
     else:
-        assert "process 0 (vision, audio)" in line
+        assert "process 0 (audio + vision)" in line
         assert line in finish(llm).err.splitlines()
 
 

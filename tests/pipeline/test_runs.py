@@ -196,10 +196,23 @@ def test_an_llm_with_context_over_processes_gives_the_losses_of_one_mesh_and_goe
         assert_same_losses(steps_of(five), expected)
 
 
-KILLS = 5
+KILLS = 6
 ROLES = ("units.encoders.modules=vision,audio", "units.llm.data=1")
 CUT_ELSEWHERE = ("units.vision.data=1", "units.audio.data=1", "units.llm.pipeline=2", "units.llm.cuts=1")
-PLACES = [(2, 1, ROLES), (2, 1, ROLES), (1, 8, ()), (1, 1, ()), (1, 4, CUT_ELSEWHERE)]  # processes, devices, units
+CHAIN = (
+    "units.all.modules=(vision,audio,llm)",
+    "units.all.pipeline=4",
+    "units.all.cuts=(vision.1,llm.1,llm.2)",
+)
+STAGES_OF = {ROLES: ("audio + vision", "llm"), CHAIN: ("vision[0:1]", "audio + vision[1:2] + llm[0:1]", "llm[1:2]")}
+PLACES = [  # processes, devices, units
+    (2, 1, ROLES),
+    (2, 1, ROLES),
+    (4, 1, CHAIN),
+    (1, 8, ()),
+    (1, 1, ()),
+    (1, 4, CUT_ELSEWHERE),
+]
 
 
 @pytest.mark.exhaustive
@@ -234,7 +247,7 @@ def test_a_pipeline_killed_at_random_moments_names_the_process_and_goes_on_exact
     """To the bit on the same devices, to 1e-4 on others: one mesh of eight or one, stages cut elsewhere, and back."""
     rng, beside = random.Random(3), folder.with_name("not_killed")
     words = (TINY_MEDIA, "training.evaluate_every=0", "training.checkpoint_every=5", "training.steps=100000")
-    words = (*words, "batch.microbatches=2", "model.llm.layers=3", "training.keep=3")
+    words = (*words, "batch.microbatches=2", "model.llm.layers=3", "model.encoders.vision.layers=2", "training.keep=3")
     ends = [0]
     for life in range(KILLS):
         processes, devices, units = PLACES[life % len(PLACES)]
@@ -242,12 +255,12 @@ def test_a_pipeline_killed_at_random_moments_names_the_process_and_goes_on_exact
         goal = ends[-1] + rng.randint(3, 8)
         wait_until(lambda: last(folder) >= goal, launched)  # noqa: B023
         time.sleep(rng.uniform(0, 0.5))
-        killed = life % processes
+        killed = life % min(processes, 3)
         os.kill(process_of(folder, killed), signal.SIGKILL)
         ended = finish(launched, 120)
         assert ended.code == 137
         if processes > 1:
-            assert f"process {killed} of this run's 2 ({('vision, audio', 'llm')[killed]})" in ended.err
+            assert f"process {killed} of this run's {processes} ({STAGES_OF[units][killed]})" in ended.err
             assert "ended or cannot be reached" in ended.err
         ends.append(last(folder))
         if life == 1:

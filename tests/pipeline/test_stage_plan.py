@@ -31,19 +31,21 @@ def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_pat
         return {p.name: p for p in plan_stages(config, layout, SPEED, MemoryLimit(limit))}
 
     ample = plan(math.inf)
-    assert [ample[f"llm[{n}:{n + 1}]"].in_flight for n in range(4)] == [4, 3, 2, 1]
-    assert all(set(p.policies) == {"none"} for p in ample.values())
-    first, last = ample["llm[0:1]"], ample["llm[3:4]"]
-    assert first.memory["activations"] == pytest.approx(4 * last.memory["activations"])
-    # The first three stages share devices, and each may use a third of them.
-    tight = plan(3 * (first.bytes - 0.1 * first.memory["activations"]))
-    assert set(tight["llm[0:1]"].policies) != {"none"}
-    assert set(tight["llm[3:4]"].policies) == {"none"}
-    assert tight["llm[0:1]"].bytes < first.bytes
+    first, *middle, last = ample
+    assert [first, *middle, last] == ["audio + vision + llm[0:1]", "llm[1:2]", "llm[2:3]", "llm[3:4]"]
+    assert [p.in_flight for p in ample.values()] == [4, 3, 2, 1]
+    assert {policy for p in ample.values() for policies in p.policies.values() for policy in policies} == {"none"}
+    second = ample[middle[0]]
+    assert second.memory["activations"] == pytest.approx(3 * ample[last].memory["activations"])
+    # Layers of one device share its memory, whichever towers they are of.
+    tight = plan(ample[first].bytes - 0.1 * ample[first].memory["activations"])
+    assert set(sum(tight[first].policies.values(), ())) != {"none"}
+    assert set(tight[last].policies["llm"]) == {"none"}
+    assert tight[first].bytes < ample[first].bytes
     timeline = simulate_stages(config, list(ample.values()))
     assert 0 < timeline.bubble < 1
     assert timeline.in_flight.tolist() == [p.in_flight for p in ample.values()]
-    with pytest.raises(UserError, match=r"stage .* needs .* of each device and there are 0\.1 MB"):
+    with pytest.raises(UserError, match=r"stage .* needs .* of each device and there are 0\.3 MB"):
         plan(3e5)
 
 
