@@ -31,8 +31,9 @@ def chain_of(model: ModelConfig, modules: Sequence[str]) -> tuple[str, ...]:
 def cut_unit(model: ModelConfig, name: str, unit: Unit) -> list[tuple[LayerRange, ...]]:
     """Cut the chain of a unit's modules into the layers of its stages, in the order of the chain.
 
-    Without `cuts` the LLM, or the one module, is cut into parts of equally many layers, with encoders in the first
-    stage and a generator in the last. Raises UserError for cuts that are not in the chain, or not in its order.
+    Without `cuts` (runs find some that are balanced) into equally many layers: of the LLM, or the first module, with
+    what stands before and behind in the first and last stage; of the chain, where that has too few. Raises UserError
+    for cuts that are not in the chain, or not in its order.
     """
     modules = unit_modules(name, unit)
     towers = chain_of(model, modules)
@@ -40,10 +41,12 @@ def cut_unit(model: ModelConfig, name: str, unit: Unit) -> list[tuple[LayerRange
     firsts = dict(zip(towers, accumulate(counts, initial=0), strict=False))
     stages = unit.pipeline * unit.virtual
     main = "llm" if "llm" in modules else modules[0]
-    equal = (round(layers_of(model, main) * stage / stages) for stage in range(1, stages))
-    cuts = [_parse_cut(model, f"units.{name}.cuts", cut, towers, main) for cut in unit.cuts or equal]
-    places = [0, *(firsts[tower] + layer for tower, layer in cuts), sum(counts)]
-    if len(cuts) != stages - 1 or not all(a < b for a, b in pairwise(places)):
+    first, count = (firsts[main], layers_of(model, main)) if layers_of(model, main) >= stages else (0, sum(counts))
+    places = [0, *(first + round(count * stage / stages) for stage in range(1, stages)), sum(counts)]
+    if unit.cuts:
+        cuts = [_parse_cut(model, f"units.{name}.cuts", cut, towers, main) for cut in unit.cuts]
+        places[1:-1] = [firsts[tower] + layer for tower, layer in cuts]
+    if len(places) != stages + 1 or not all(a < b for a, b in pairwise(places)):
         choices = (f"{t}.{int(t == towers[0])} to {t}.{n - 1}" for t, n in zip(towers, counts, strict=True))
         written = ",".join(map(str, unit.cuts))
         raise UserError(

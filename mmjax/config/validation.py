@@ -314,14 +314,7 @@ def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]
         f"{where}.modules: the LLM stands between encoders and model.generators.{generator}; give {generator} a unit "
         "of its own, or name it in the LLM's",
     )
-    check(
-        stages == 1 or len(modules) == 1 or "llm" in modules or bool(unit.cuts),
-        f"{where}.pipeline={unit.pipeline}: say where stages of several encoders begin, such as "
-        f"{where}.cuts=({modules[0]}.1,), or give each a unit of its own",
-    )
     layers = sum(layers_of(model, module) for module in modules)
-    if not unit.cuts:
-        layers = layers_of(model, "llm" if "llm" in modules else modules[0])
     setting = f"{where}.pipeline={unit.pipeline}" + (f" x virtual={unit.virtual}" if unit.virtual > 1 else "")
     check(stages <= layers, f"{setting} makes {stages} stages of {layers} layers; use at most {layers}")
     check(

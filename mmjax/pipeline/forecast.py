@@ -16,9 +16,10 @@ from mmjax.config.training import unit_devices
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
-from mmjax.data.plan.step_plan import RankLayout, make_planner
+from mmjax.data.plan.step_plan import RankLayout, make_planner, make_step_planner
 from mmjax.errors import UserError
 from mmjax.pipeline.stage_plan import device_batch, plan_stages, shard_stages
+from mmjax.planning.balanced_cuts import with_balanced_cuts
 from mmjax.planning.flops import frozen_modules
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding
@@ -85,6 +86,8 @@ def forecast_pipeline(
     budget = make_budget(index, config, weights)
     steps = max(1, min(MAX_STEPS, MICROBATCHES // config.batch.microbatches))
     planner, layout = make_planner(index, config, weights, topology, budget, steps)
+    if (cut := with_balanced_cuts(config, *layout.rows_and_lengths)) != config:
+        config, planner = cut, make_step_planner(planner.grouper, cut, layout)
     speed = Speed(cluster.device.rates(config.training.precision))
     if measure_speed is not None:
         speed = measure_speed(profiled_shapes(config, [layout]))

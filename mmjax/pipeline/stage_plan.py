@@ -215,7 +215,7 @@ def _plan_stage(
             raise UserError(
                 f"stage {sharded.name} needs {size(max(update, smallest))} of each device and there are "
                 f"{size(limit.device)}, with as much computed again as can be; give its unit more devices by fsdp, "
-                "tensor or pipeline, or raise batch.microbatches",
+                "tensor or pipeline, raise batch.microbatches, or move layers by its cuts",
                 everywhere=True,
             )
         policies |= chosen

@@ -362,6 +362,33 @@ def stage_flops(
     return flops
 
 
+def layer_flops(model: ModelConfig, tower: str, shape: Mapping[str, tuple[int, int]]) -> list[Flops]:
+    """Count the FLOPs of every layer of a tower, with what stands before the first and behind the last.
+
+    shape: as in `executed`. A UNet is one layer.
+    """
+    config = _config(model, tower)
+    policies = () if isinstance(config, UnetConfig) else layer_policies(config)
+    count = max(1, len(policies))
+    kinds = table.ends(tower_trace(model, tower, _running(row_work(model, shape)), frozen_modules(model))).kinds
+    deepstack = config.deepstack if isinstance(config, VisionConfig) else ()
+    flops: dict[object, Flops] = {}  # layers of a kind are counted once
+    keys = []
+    for layer in range(count):
+        key = (
+            *kinds[layer : layer + 1],
+            *policies[layer : layer + 1],
+            layer == 0,
+            layer == count - 1,
+            layer in deepstack,
+        )
+        if key not in flops:
+            layers = range(layer, layer + 1)
+            flops[key] = stage_flops(model, tower, layers, policies[layer : layer + 1], shape)
+        keys.append(key)
+    return [flops[key] for key in keys]
+
+
 def pair_costs(
     model: ModelConfig, rates: Rates = SHEET, frozen: Set[str] = frozenset(), reference: bool = False
 ) -> Prices:

@@ -39,6 +39,7 @@ from mmjax.disk import append_json_lines, json_lines, read_json_lines, verify_ch
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
+from mmjax.planning.balanced_cuts import with_balanced_cuts
 from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.latents import latent_folders, vae_generators
 from mmjax.runtime.run_dir import AllowedChanges, RunFolder
@@ -188,6 +189,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     contents = contents_of(sources)
     segment = WHOLE_RUN
     budget = make_budget(index, config, weights)
+    last = None
     if step and (last := launch_of_step(folder.history, step, folder.due_samples)) is not None:
         same = last.fingerprint == fingerprint and list(last.weights) == weights
         same = same and _grouping_settings(last.config) == _grouping_settings(config)
@@ -202,6 +204,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         budget = replace(budget, **last.budget.of_start())
     planner, layout = make_planner(index, config, weights, topology_of(config, mesh), budget, segment=segment)
     grouper = planner.grouper
+    config = with_balanced_cuts(config, *layout.rows_and_lengths, last.config.units if last else {})
     coordination.run_on_leader(lambda: _list_oversize(index, grouper.oversize, config.data, folder))
     loader = StepLoader(
         config=config,

@@ -64,10 +64,6 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
         ((*GOOD, "pipeline.schedule=interleaved"), "set units.llm.virtual=2"),
         (("units.vision.virtual=2", *GOOD[1:]), "divides the layers of an LLM that is alone in its unit"),
         (
-            ("units.both.modules=vision,audio", "units.both.pipeline=2", "units.llm.data=1"),
-            "say where stages of several encoders begin, such as units.both.cuts=(vision.1,), or give each a unit",
-        ),
-        (
             (*GOOD[:2], "units.llm.pipeline=2", "units.llm.virtual=2", "model.llm.layers=4", "batch.microbatches=3"),
             "batch.microbatches=3 is no multiple of units.llm.pipeline=2, as interleaved stages need; set "
             "batch.microbatches=4",

@@ -38,6 +38,11 @@ class RankLayout:
     rows: Lengths  # of each module on one rank
     shapes: tuple[Shape, ...]  # compiled ahead, the cheapest first; the last holds every sample alone
 
+    @property
+    def rows_and_lengths(self) -> tuple[list[int], list[Lengths]]:
+        """Return the rows of each module on all ranks, and their lengths by shape and module."""
+        return [self.topology.ranks * count for count in self.rows], [shape.lengths for shape in self.shapes]
+
 
 def lay_out(
     grouper: StepGrouper,
@@ -285,7 +290,6 @@ def make_step_planner(grouper: StepGrouper, config: Config, layout: RankLayout) 
     """Make the planner of a layout. Microbatches are reordered where they go through a pipeline."""
     reordering = None
     if config.units and config.pipeline.reorder:
-        rows = [layout.topology.ranks * count for count in layout.rows]
-        lengths = [shape.lengths for shape in layout.shapes]
-        reordering = make_reordering(config, rows, lengths, by_content=grouper.budget.prices is not None)
+        by_content = grouper.budget.prices is not None
+        reordering = make_reordering(config, *layout.rows_and_lengths, by_content=by_content)
     return StepPlanner(grouper, make_placer(grouper, config, layout), reordering)

@@ -1,0 +1,80 @@
+"""Cut the modules of units into stages that take equally long, where a config does not say where (OmniBal 4.2).
+
+Times are FLOPs in whole numbers, so that every process cuts alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mmjax.config import Config, Unit
+from mmjax.config.training import unit_modules
+from mmjax.config.unit_stages import chain_of
+from mmjax.planning.flops import layer_flops
+from mmjax.planning.memory import ACTIVATION
+from mmjax.planning.partition import Chain, fastest_partition, partition
+from mmjax.planning.work import row_work
+
+LONGEST = 2**30  # of a layer's passes, in units of time
+
+
+def with_balanced_cuts(
+    config: Config,
+    rows: Sequence[int],
+    lengths: Sequence[Sequence[int]],
+    resumed: Mapping[str, Unit] | None = None,
+) -> Config:
+    """Return the config with cuts of every unit of several stages that names none.
+
+    rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module. resumed: units with
+    which the run went on so far; those that are as they were are cut as they were.
+    """
+    units = {}
+    for name, unit in config.units.items():
+        last_start = (resumed or {}).get(name)
+        if unit.pipeline * unit.virtual == 1 or unit.cuts:
+            units[name] = unit
+        elif last_start is not None and replace(last_start, cuts=()) == unit:
+            units[name] = last_start
+        else:
+            units[name] = replace(unit, cuts=_balance(config, name, unit, rows, lengths))
+    return replace(config, units=units)
+
+
+def _balance(
+    config: Config, name: str, unit: Unit, rows: Sequence[int], lengths: Sequence[Sequence[int]]
+) -> tuple[int | str, ...]:
+    """Return the cuts of a unit that make its stages take equally long."""
+    model = config.model
+    towers = chain_of(model, unit_modules(name, unit))
+    names = ("llm", *model.item_modules)
+    layers: list[tuple[str, int]] = []
+    seconds: list[tuple[float, float]] = []
+    sent: list[float] = []
+    for tower in towers:
+        number = names.index(tower)
+        shapes = [{n: (1, length) for n, length in zip(names, shape, strict=True)} for shape in lengths]
+        by_shape = [layer_flops(model, tower, shape) for shape in shapes]
+        for layer, flops in enumerate(zip(*by_shape, strict=True)):
+            layers.append((tower, layer))
+            seconds.append(tuple(rows[number] * sum(f.at_one_rate[way] for f in flops) for way in (0, 1)))
+        works = [row_work(model, shape)[tower] for shape in shapes]
+        width = getattr(model.item_modules.get(tower, model.llm), "width", model.llm.width)
+        activations = rows[number] * width * sum(work.positions for work in works)
+        tokens = rows[number] * model.llm.width * sum(work.tokens for work in works)
+        sent += [activations] * (len(by_shape[0]) - 1) + [tokens]
+    times = np.array(seconds)
+    forward, backward = np.rint(times * (LONGEST / times.sum(1).max())).T
+    stages = unit.pipeline * unit.virtual
+    cut_bytes = np.rint(ACTIVATION[config.training.precision] * np.array([0, *sent]))
+    if unit.virtual > 1:
+        cuts = partition(forward + backward, stages, cut_bytes)
+    else:
+        firsts = tuple(layers.index((tower, 0)) for tower in towers)
+        parameters = np.zeros(len(layers))
+        chain = Chain(parameters, forward, backward, cut_bytes, firsts, config.batch.microbatches)
+        cuts = fastest_partition(chain, stages)
+    return tuple(layers[cut][1] if len(towers) == 1 else "{}.{}".format(*layers[cut]) for cut in cuts)
