@@ -266,7 +266,9 @@ def _plan_units(
 ) -> Planned:
     """Forecast units, those of the config or chosen, beside one mesh, and report and draw them."""
     index, weights, source = lengths
-    pipeline = (choose_units if chooses else forecast_pipeline)(config, cluster, index, weights, measure_speed)
+    arguments = config, cluster, index, weights, measure_speed
+    pipelines = choose_units(*arguments) if chooses else [forecast_pipeline(*arguments)]
+    pipeline = next(iter(pipelines), None)
     speed = measure_speed({}) if pipeline is None else pipeline.speed
     mesh = forecast_best_mesh(config, cluster, index, weights, speed)
     if pipeline is None and mesh is None:
@@ -275,7 +277,7 @@ def _plan_units(
     if args.json:
         print_lines(json.dumps(pipeline_numbers(pipeline, mesh, programs)))
     else:
-        print_lines(*report_pipeline(config, cluster, pipeline, mesh, source, programs))
+        print_lines(*report_pipeline(config, cluster, pipelines, mesh, source, programs))
     if args.picture is not None and pipeline is not None:
         _plot_step(args.picture, pipeline)
     # Units that a person wrote are wanted; units=auto takes what is faster.

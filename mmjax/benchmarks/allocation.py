@@ -12,6 +12,7 @@ from mmjax.config.loading import load
 from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, omni_corpus
 from mmjax.pipeline.choose_units import allocation_problem, choose_units
 from mmjax.planning.allocate import allocate
+from mmjax.planning.allocate_chain import allocate_chain
 from mmjax.planning.allocation_baselines import (
     allocate_by_flops,
     allocate_colocated,
@@ -43,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure one row for each config and cluster.
 
-    Seconds of a step, None where nothing fits: `simulated` by the search of its own choice, then of the papers'
-    allocations in the same simulator; `units` and `one_mesh` as `mmjax.plan` forecasts both, and `chosen`, the faster
-    of these. `never_slower`: than MMScale's allocation, devices by FLOPs and one mesh. `search`: CPU seconds.
+    Seconds of a step, None where nothing fits: `simulated` by the search of its own choice of units for one tower each,
+    `chain` of one that is cut anywhere, then of the papers' allocations in the same simulator; `units`, the faster of
+    the first two, and `one_mesh` as `mmjax.plan` forecasts them, and `chosen`, the faster of these. `never_slower`:
+    than MMScale's allocation, devices by FLOPs and one mesh. `search`: CPU seconds.
     """
     rows = []
     for name in args.config or CONFIGS:
@@ -63,9 +65,13 @@ def _compare(name: str, cluster: Cluster, index: LengthIndex) -> dict[str, Any]:
     began = time.process_time()
     allocate(problem)
     search = time.process_time() - began
-    allocations = {"simulated": ours, **{name: baseline(problem) for name, baseline in BASELINES.items()}}
+    allocations = {
+        "simulated": ours,
+        "chain": allocate_chain(problem),
+        **{name: baseline(problem) for name, baseline in BASELINES.items()},
+    }
     simulated = {key: None if allocation is None else allocation.seconds for key, allocation in allocations.items()}
-    units = choose_units(config, cluster, index, [1.0], lambda _: speed)
+    units = next(iter(choose_units(config, cluster, index, [1.0], lambda _: speed)), None)
     mesh = forecast_best_mesh(config, cluster, index, [1.0], speed)
     forecast = {
         "units": None if units is None else units.seconds,

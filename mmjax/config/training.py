@@ -49,7 +49,7 @@ class Unit:
     tensor: int = 1  # devices that share the heads and widths of layers
     pipeline: int = 1  # stages, one after the other, each with as many devices
     virtual: int = 1  # parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved
-    # Layers before which stages begin, as "vision.16"; numbers: of the LLM, or the one module. Empty: equally long ones.
+    # Layers before which stages begin, as "vision.16"; numbers: of the LLM, or the one module. Empty: balanced.
     cuts: tuple[int | str, ...] = ()
 
     @property

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import LINEAR, ActivationTracer
 from mmjax.config import Config, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
-from mmjax.config.model import towers_of
+from mmjax.config.model import layers_of, towers_of
 from mmjax.config.towers import head_counts
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.data.plan.grouping import make_budget
@@ -20,6 +20,7 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.planning.allocate import Allocation, allocate
+from mmjax.planning.allocate_chain import ChainAllocation, allocate_chain
 from mmjax.planning.flops import executed, frozen_modules, needed_gradients, recompute_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import (
@@ -51,27 +52,35 @@ DRAWN = 20_000  # samples at most, by which a step's work is counted
 
 def choose_units(
     config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
-) -> PipelineForecast | None:
-    """Find the fastest units of a run, and forecast it on them; None where no units fit.
+) -> list[PipelineForecast]:
+    """Find the fastest units of a run of each family that fits, and forecast it on them; the fastest first.
 
-    The config's own units do not matter. The search counts with mean microbatches; the forecast plans the data's.
+    Families are units of one tower each, and one chain of all towers. The config's own units do not matter. The search
+    counts with mean microbatches; the forecast plans the data's.
     measure_speed: as in `forecast_run`. Raises UserError for several generators.
     """
     if len(generators := config.model.generators) > 1:
         raise UserError(f"units=auto: {len(generators)} generators stand behind the LLM; keep one")
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
-    for share in ROOMS:
-        allocation = allocate(problem._replace(room=share * problem.room))
-        if allocation is None:
-            return None
-        try:
-            forecast = forecast_pipeline(with_units(config, allocation), cluster, index, weights, measure_speed)
-        except UserError:  # a stage does not fit
-            continue
-        # Stages whose remat the config states are forecast as they are.
-        if all(stage.bytes <= forecast.limit.device for stage in forecast.stages):
-            return forecast
-    return None
+
+    def fastest(
+        allocate: Callable[[Problem], Any], configure: Callable[[Config, Any], Config]
+    ) -> PipelineForecast | None:
+        for share in ROOMS:
+            allocation = allocate(problem._replace(room=share * problem.room))
+            if allocation is None:
+                return None
+            try:
+                forecast = forecast_pipeline(configure(config, allocation), cluster, index, weights, measure_speed)
+            except UserError:  # a stage does not fit
+                continue
+            # Stages whose remat the config states are forecast as they are.
+            if all(stage.bytes <= forecast.limit.device for stage in forecast.stages):
+                return forecast
+        return None
+
+    families = fastest(allocate, with_units), fastest(allocate_chain, with_chain)
+    return sorted(filter(None, families), key=lambda forecast: forecast.seconds)
 
 
 def allocation_problem(
@@ -387,8 +396,25 @@ def with_units(config: Config, allocation: Allocation) -> Config:
     ranks = {tower: t.data * t.fsdp for tower, t in allocation.towers.items()}
     every = math.lcm(*ranks.values())
     rows = {tower: ranks["llm"] if tower == "llm" else every for tower in ranks}
-    batch = replace(
-        config.batch, rows={tower: rows[tower] for tower in config.batch.rows}, microbatches=allocation.microbatches
+    return _on_units(config, units, rows, allocation.microbatches)
+
+
+def with_chain(config: Config, allocation: ChainAllocation) -> Config:
+    """Return the config with the unit of a chain, and rows and microbatches for it."""
+    layers = [f"{tower}.{n}" for tower in allocation.towers for n in range(layers_of(config.model, tower))]
+    unit = Unit(
+        modules=allocation.towers,
+        data=allocation.data,
+        fsdp=allocation.fsdp,
+        tensor=allocation.tensor,
+        pipeline=len(allocation.cuts) + 1,
+        cuts=tuple(layers[cut] for cut in allocation.cuts),
     )
+    rows = dict.fromkeys(allocation.towers, allocation.data * allocation.fsdp)
+    return _on_units(config, {"all": unit}, rows, allocation.microbatches)
+
+
+def _on_units(config: Config, units: dict[str, Unit], rows: Mapping[str, int], microbatches: int) -> Config:
+    batch = replace(config.batch, rows={tower: rows[tower] for tower in config.batch.rows}, microbatches=microbatches)
     mesh = replace(MeshConfig(), memory=config.mesh.memory, host_memory=config.mesh.host_memory)
     return replace(config, units=units, batch=batch, mesh=mesh)

@@ -57,7 +57,7 @@ class Allocation:
 
 
 @njit(cache=True)
-def _makespan(forward, backward, following, edge, depth, microbatches):
+def makespan(forward, backward, following, edge, depth, microbatches):
     """Return the seconds of a step in 1F1B with equal microbatches, as `planning.simulate` does with blocking senders.
 
     following: int `[stages]`, the stage that takes what a stage makes, -1 for the last; a stage stands behind those
@@ -136,7 +136,7 @@ def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches
         edge.append(0.0 if is_last else transfer(name if number < at_llm else names[-1]))
     arrays = [np.array(column, np.float64) for column in (forward, backward, edge)]
     following_, depth_ = np.array(following, np.int64), np.array(depth, np.int64)
-    makespan = float(_makespan(arrays[0], arrays[1], following_, arrays[2], depth_, microbatches))
+    passes = float(makespan(arrays[0], arrays[1], following_, arrays[2], depth_, microbatches))
     busy = microbatches * float(arrays[0].sum() + arrays[1].sum())
     return Allocation(
         towers={
@@ -144,8 +144,8 @@ def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches
             for name, (options, n) in chosen.items()
         },
         microbatches=microbatches,
-        seconds=makespan + max(float(options.tail[n]) for options, n in chosen.values()),
-        bubble=1 - busy / (len(forward) * makespan),
+        seconds=passes + max(float(options.tail[n]) for options, n in chosen.values()),
+        bubble=1 - busy / (len(forward) * passes),
     )
 
 

@@ -143,7 +143,7 @@ def stage_options(
 ) -> TowerOptions:
     """List the ways to run a tower in so many stages that fit, without those that others beat; as `list_options`."""
     t = costs.tensor
-    splits = _splits(problem.cluster, t, problem.ranks, costs.width)
+    splits = list_splits(problem.cluster, t, problem.ranks, costs.width)
     ranks = splits[:, 0] * splits[:, 1]
     splits = splits[(t * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)]
     cuts, layers, total = _cut(costs, stages)
@@ -177,7 +177,7 @@ def link_bandwidth(cluster: Cluster) -> float:
 
 
 @lru_cache
-def _splits(cluster: Cluster, tensor: int, ranks: tuple[int, ...], width: int) -> np.ndarray:
+def list_splits(cluster: Cluster, tensor: int, ranks: tuple[int, ...], width: int) -> np.ndarray:
     """List the ways to split ranks into replicas and shards, float64 `[ways, 4]`.
 
     Columns: data, fsdp, and the seconds to gather a byte over the shards and to scatter it over the replicas.

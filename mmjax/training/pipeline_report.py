@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,17 +23,18 @@ CompiledStages = Mapping[str, Mapping[str, int]]  # bytes by stage and program, 
 def report_pipeline(
     config: Config,
     cluster: Cluster,
-    forecast: PipelineForecast | None,
+    forecasts: Sequence[PipelineForecast],
     mesh: MeshForecast | None,
     source: str,
     compiled: CompiledStages | None = None,
 ) -> list[str]:
-    """Format the plan of a run on units for a person, with the same run on one mesh beside it."""
+    """Format the plan of a run on units for a person: the first forecast, beside the others and one mesh."""
     head = (
         f"plan   {config.name}: {count(sum(parameters(config.model).values()))} parameters, {config.training.precision}"
     )
-    if forecast is None:
-        return [f"{head}, on {cluster.devices} x {cluster.device.name}", f"choice {compare(None, mesh)}"]
+    if not forecasts:
+        return [f"{head}, on {cluster.devices} x {cluster.device.name}", f"choice {compare((), mesh)}"]
+    forecast = forecasts[0]
     used = sum(map(unit_devices, forecast.config.units.values()))
     idle = f" ({cluster.devices - used} idle: start it on {used})" if used < cluster.devices else ""
     parts = {"passes": forecast.passes - forecast.transfers, "transfers": forecast.transfers}
@@ -51,7 +52,7 @@ def report_pipeline(
         f"step   {duration(forecast.seconds)}, MFU {forecast.mfu:.1%} ({basis}): "
         + ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds),
         *describe_links(cluster),
-        f"choice {compare(forecast, mesh)}",
+        f"choice {compare(forecasts, mesh)}",
         *assumptions(forecast),
     ]
 
@@ -66,30 +67,34 @@ def _compiled_rows(forecast: PipelineForecast, compiled: CompiledStages) -> list
     return rows
 
 
-def compare(forecast: PipelineForecast | None, mesh: MeshForecast | None) -> str:
-    """Say which of units and one mesh is faster, and why, in one line."""
-    one, units = "one mesh does not fit with any mesh.fsdp", "no units fit"
+def compare(forecasts: Sequence[PipelineForecast], mesh: MeshForecast | None) -> str:
+    """Say which of units, the fastest first, and one mesh is faster, and why, in one line."""
+    ways = ["one mesh does not fit with any mesh.fsdp", *map(_describe_units, forecasts)]
     if mesh is not None:
         axes = " x ".join(f"{axis} {n}" for axis in ("data", "fsdp") if (n := getattr(mesh.config.mesh, axis)) > 1)
         share = mesh.time.recompute / mesh.time.total  # measured, it may be below 0
         recompute = f", {share:.0%} recomputed" if share >= 0.005 else ""
         batches = mesh.config.batch.microbatches
-        one = f"one mesh ({axes or 'one device'}, {batches} microbatch(es)): {mesh.mfu:.1%}{recompute}"
-    if forecast is not None:
-        shape = " + ".join(
-            f"{name} {unit_devices(unit) // unit.pipeline}" + (f" x {unit.pipeline}" if unit.pipeline > 1 else "")
-            for name, unit in forecast.config.units.items()
-        )
-        emptiest = min(forecast.fill, key=lambda tower: forecast.fill[tower])
-        units = (
-            f"units {shape}: {forecast.mfu:.1%}, bubble {forecast.bubble:.0%}, rows of {emptiest} "
-            f"{forecast.fill[emptiest]:.0%} full"
-        )
-    if forecast is None or mesh is None:
-        return f"{one}; {units}"
-    faster = "one mesh is faster" if mesh.time.total <= forecast.seconds else "units are faster"
-    ratio = max(mesh.time.total, forecast.seconds) / min(mesh.time.total, forecast.seconds)
-    return f"{one}; {units}: {faster}, {ratio:.2f} times"
+        ways[0] = f"one mesh ({axes or 'one device'}, {batches} microbatch(es)): {mesh.mfu:.1%}{recompute}"
+    described = "; ".join(ways if forecasts else [*ways, "no units fit"])
+    if mesh is None or not forecasts:
+        return described
+    seconds = forecasts[0].seconds
+    faster = "one mesh is faster" if mesh.time.total <= seconds else "units are faster"
+    ratio = max(mesh.time.total, seconds) / min(mesh.time.total, seconds)
+    return f"{described}: {faster}, {ratio:.2f} times"
+
+
+def _describe_units(forecast: PipelineForecast) -> str:
+    shape = " + ".join(
+        f"{name} {unit_devices(unit) // unit.pipeline}" + (f" x {unit.pipeline}" if unit.pipeline > 1 else "")
+        for name, unit in forecast.config.units.items()
+    )
+    emptiest = min(forecast.fill, key=lambda tower: forecast.fill[tower])
+    return (
+        f"units {shape}: {forecast.mfu:.1%}, bubble {forecast.bubble:.0%}, rows of {emptiest} "
+        f"{forecast.fill[emptiest]:.0%} full"
+    )
 
 
 def assumptions(forecast: PipelineForecast) -> list[str]:
