@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import jax
 import pytest
-from commands import run
+from commands import TINY_MEDIA, run
 
-from mmjax import plan
+from mmjax import plan, train
 from mmjax.autotune import layer_profile
 from mmjax.config import Remat
 from mmjax.config.loading import find_config, load
+from mmjax.config.training import unit_devices
 from mmjax.pipeline import compile_stages
 from mmjax.planning.plan_file import read_plan
 
@@ -25,6 +27,11 @@ SMALL = (
     "data.sources.embedded.samples=600",
 )
 UNITS = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=2", "units.llm.fsdp=2")
+
+
+def towers_of(numbers: dict) -> set[str]:
+    """Whose layers have stages."""
+    return {tower for stage in numbers["stages"] for tower in stage["layers"]}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,9 @@ def test_the_plan_file_gives_the_units_to_a_config_that_has_none(planned):
     _, path = planned
     read = read_plan(path)
     config = load(find_config(read.config), planned=read.words)
-    assert config.units == load(find_config(read.config), UNITS).units
+    assert config.units["llm"].cuts  # which the plan found
+    units = {name: replace(unit, cuts=()) for name, unit in config.units.items()}
+    assert units == load(find_config(read.config), UNITS).units
     assert config.batch.microbatches == 4
 
 
@@ -104,7 +113,7 @@ def test_units_auto_plans_units_that_fit_and_writes_what_is_faster(capsys, tmp_p
     ended = run(capsys, plan.main, *SMALL, "units=auto", "--json", "--out", str(path))
     assert ended.code == 0, ended.err
     numbers = json.loads(ended.out)
-    assert {module for name in numbers["units"] for module in [name]} == {"vision", "audio", "llm"}
+    assert towers_of(numbers) == {"vision", "audio", "llm"}
     assert max(max(stage["devices"]) for stage in numbers["stages"]) < 8
     assert all(sum(stage["memory"].values()) < numbers["room"] for stage in numbers["stages"])
     read = read_plan(path)
@@ -112,6 +121,23 @@ def test_units_auto_plans_units_that_fit_and_writes_what_is_faster(capsys, tmp_p
     one_mesh = numbers["one_mesh"]["seconds"] <= numbers["seconds"]["total"]
     assert bool(config.units) != one_mesh
     assert config.mesh.fsdp == (numbers["one_mesh"]["fsdp"] if one_mesh else 1)
+
+
+@pytest.mark.exhaustive
+def test_a_chain_that_is_chosen_trains_by_the_file_that_is_written(capsys, monkeypatch, tmp_path, runs):
+    path, slow = tmp_path / "plan.json", tmp_path / "slow.json"
+    slow.write_text(json.dumps({"network": 1e7, "link": 1e7}))
+    words = (TINY_MEDIA, "batch.size.count=64", "model.encoders.vision.layers=3", "training.evaluate_every=0")
+    ended = run(capsys, plan.main, *words, "cluster=a100x1x8", "units=auto", "--measured", slow, "--out", path)
+    assert ended.code == 0, ended.err
+    assert "units are faster" in ended.out
+    planned = load(find_config(TINY_MEDIA), planned=read_plan(path).words)
+    assert set(planned.units) == {"all"}
+    devices = jax.devices()[: unit_devices(planned.units["all"])]
+    monkeypatch.setattr("mmjax.training.loop.choose_devices", lambda device: devices)
+    ended = run(capsys, train.main, TINY_MEDIA, f"plan={path}", "training.steps=3", f"run={runs / 'chain'}")
+    assert ended.code == 0, ended
+    assert "; 0 programs compiled after the start" in ended.out
 
 
 @pytest.mark.exhaustive
@@ -184,7 +210,7 @@ def test_units_of_every_large_config_are_chosen_on_a_cluster_that_holds_it(capsy
     ended = run(capsys, plan.main, *words.split(), "units=auto", "--json")
     assert ended.code == 0, ended.err
     numbers = json.loads(ended.out)
-    assert {stage["name"].partition("[")[0] for stage in numbers["stages"]} == set(numbers["units"])
+    assert towers_of(numbers) == {"llm", *load(find_config(words.split()[0])).model.encoders}
     assert all(sum(stage["memory"].values()) <= numbers["room"] for stage in numbers["stages"])
 
 
@@ -198,14 +224,12 @@ def test_units_of_every_large_config_are_chosen_on_a_cluster_that_holds_it(capsy
         "mllm_72b cluster=a800x120x8",
     ],
 )
-def test_a_unet_is_a_unit_behind_the_llm(capsys, words):
+def test_a_unet_is_behind_the_llm_in_the_units_that_are_chosen(capsys, words):
     ended = run(capsys, plan.main, *words.split(), "units=auto", "--json")
     assert ended.code == 0, ended.err
     numbers = json.loads(ended.out)
-    assert numbers["units"].keys() == {"vision", "llm", "picture"}
-    stages = {stage["name"].partition("[")[0]: stage for stage in numbers["stages"]}
-    assert len(stages["picture"]["devices"]) < len(stages["llm"]["devices"])
-    assert stages["picture"]["in_flight"] == 1
+    assert towers_of(numbers) == {"vision", "llm", "picture"}
+    assert [stage["in_flight"] for stage in numbers["stages"] if "picture" in stage["layers"]] == [1]
     assert all(sum(stage["memory"].values()) <= numbers["room"] for stage in numbers["stages"])
     assert 0 < numbers["bubble"] < 1
     assert 0.5 < numbers["seconds"]["total"] / numbers["one_mesh"]["seconds"] < 2
