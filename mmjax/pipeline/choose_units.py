@@ -43,7 +43,8 @@ from mmjax.planning.tower_options import TENSOR, Problem, TowerCosts
 from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
 from mmjax.planning.work import Work, resolve_attention, row_work, visited_pairs
 
-ROOMS = (1.0, 0.95, 0.9, 0.8, 0.7)  # shares of the memory that are tried, since costs of layers leave details out
+# Shares of the memory that are tried, since costs of layers leave details out, and `Problem.exchanged_items`.
+ROOMS = ((1.0, 1), (0.95, 1), (0.9, 2), (0.8, 2), (0.7, 4))
 WHOLE = 256  # a multiple of all that lengths of rows are rounded to
 MICROBATCHES = tuple(2**k for k in range(1, 9))
 LONG = 0.95  # quantile of lengths that a row whose layers are traced and timed holds
@@ -66,8 +67,8 @@ def choose_units(
     def fastest(
         allocate: Callable[[Problem], Any], configure: Callable[[Config, Any], Config]
     ) -> PipelineForecast | None:
-        for share in ROOMS:
-            allocation = allocate(problem._replace(room=share * problem.room))
+        for share, items in ROOMS:
+            allocation = allocate(problem._replace(room=share * problem.room, exchanged_items=items))
             if allocation is None:
                 return None
             try:

@@ -343,7 +343,7 @@ def allocate(problem: Problem, simulations: int = SIMULATIONS) -> Allocation | N
     bound = BOUND_WITH_GENERATOR if problem.generator else BOUND
     candidates = search(problem, bound, lambda: np.inf if best is None else best.seconds)
     for _, (_, count, chosen) in zip(range(simulations), candidates, strict=False):
-        found = simulate_choice(problem, chosen, count)
-        if best is None or found.seconds < best.seconds:
-            best = found
+        allocation = simulate_choice(problem, chosen, count)
+        if best is None or allocation.seconds < best.seconds:
+            best = allocation
     return best

@@ -19,7 +19,8 @@ from mmjax.planning.simulate import StageTimes, simulate
 # Sums of the same times in another order differ by rounding, which must not decide between partitions.
 ROUNDING = 1e-9
 
-Fits = Callable[[int, int, int], bool]  # (first layer, end, stage)
+# Of (first layer, end, stage), or bool `[stages, layers, layers + 1]` by stage, first layer and end.
+Fits = Callable[[int, int, int], bool] | np.ndarray
 
 
 def partition(
@@ -121,6 +122,8 @@ def _tabulate(fits: Fits | None, layers: int, stages: int) -> np.ndarray:
     allowed = np.ones((stages, layers, layers + 1), np.bool_)
     if fits is None:
         return allowed
+    if isinstance(fits, np.ndarray):
+        return fits
     for stage in range(stages):
         # Every other stage has a layer; the first begins with the first, the last ends with the last.
         for first in range(stage, layers - stages + stage + 1 if stage else 1):

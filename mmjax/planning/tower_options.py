@@ -72,6 +72,7 @@ class Problem(NamedTuple):
     microbatches: tuple[int, ...]
     samples: float = np.inf  # of a step; every rank has one in each microbatch
     generator: str = ""  # the tower that stands behind the LLM, if there is one
+    exchanged_items: int = 1  # long ones, for which there is room in what a rank sends to each other
 
 
 class TowerOptions(NamedTuple):
@@ -116,7 +117,7 @@ def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 
         behind = 0
     elif problem.generator:
         behind += 1  # a generator is one stage
-    found = []
+    all_options = []
     for costs in problem.towers[tower]:
         if problem.cluster.per_node % costs.tensor:  # a group lies within a node
             continue
@@ -125,8 +126,8 @@ def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 
         for stages in range(1, min(most, problem.cluster.devices // costs.tensor) + 1):
             options = stage_options(problem, costs, stages, microbatches, behind, rows)
             if len(options.data):
-                found.append(options)
-    return found
+                all_options.append(options)
+    return all_options
 
 
 @lru_cache(maxsize=2048)

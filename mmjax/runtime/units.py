@@ -78,11 +78,11 @@ def unit_ranks(config: Config, devices: Sequence[jax.Device]) -> UnitRanks:
         # Of the stages that have layers of the tower, from its first on.
         on = [meshes[stage.unit][stage.part] for stage in stages for piece in stage.pieces if piece.tower == tower]
         per_rank = total // row_ranks(on[0], axes)
-        here = [set(local_ranks(mesh, axes) if mesh.local_devices else ()) for mesh in on]
+        by_stage = [set(local_ranks(mesh, axes) if mesh.local_devices else ()) for mesh in on]
         # One range for all stages that are here, since a tower's rows are packed once for them.
-        ranks = set().union(*here)
+        ranks = set().union(*by_stage)
         local[tower] = range(per_rank * min(ranks), per_rank * (max(ranks) + 1)) if ranks else range(0)
-        first = owned_ranks(on[0], axes) if here[0] else ()
+        first = owned_ranks(on[0], axes) if by_stage[0] else ()
         own[tower] = frozenset(per_rank * rank + n for rank in first for n in range(per_rank))
     encoders = {tower: ranks for tower, ranks in local.items() if tower != "llm"}
     return UnitRanks(local["llm"], encoders, (own["llm"], {tower: own[tower] for tower in encoders}))
