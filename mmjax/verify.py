@@ -28,6 +28,7 @@ from mmjax.config.loading import copy_config, default_config, find_config, load,
 from mmjax.config.model import towers_of, with_changes
 from mmjax.config.other_names import parse_words
 from mmjax.config.towers import Attention
+from mmjax.config.validation import check_layout
 from mmjax.console import print_lines, print_note, table
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import pack_microbatch
@@ -40,7 +41,7 @@ from mmjax.errors import CommandParser, UserError, exit_process, run_command
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.layers import Context
 from mmjax.models.model import Model, parameter_group
-from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, encoding, make_mesh
+from mmjax.parallel.sharding import ShardingRules, activations_on, encoding, make_mesh
 from mmjax.runtime.compiler_options import quick_compiler_options
 from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
@@ -265,7 +266,7 @@ class Verifier:
         copy_config(source, path)  # where a FunctionSource looks its function up
         folder = RunFolder(path)
         self.mesh = make_mesh(config.mesh, choose_devices(config.device) if devices is None else devices)
-        check_heads(self.mesh.shape, config.mesh, config.model)
+        check_layout("mesh", replace(config.mesh, **self.mesh.shape), config.model)
         self.compiler_options = quick_compiler_options(config.compiler, self.mesh.local_devices[0])
         self.data = open_data(config, folder, 0, NO_CHANGES, self.mesh)
         self.loader = self.data.loader
@@ -286,7 +287,6 @@ class Verifier:
             self.mesh,
             ShardingRules.of(self.config.mesh),
             sources=self.data.sources,
-            exchange=self.config.mesh.exchange,
             loss_chunks=self.loss_chunks,
             loss=self.config.loss,
             compiler_options=self.compiler_options,
@@ -348,7 +348,7 @@ class Programs:
         self.executor = executor = run.executor(Model.build(config, run.model.dtype, functions=run.model.functions))
 
         def states(params: Params, batch: Microbatch) -> States:
-            with activations_on(executor.mesh, executor.rules, executor.exchange):
+            with activations_on(executor.mesh, executor.rules):
                 params = stack_layers(unstack_layers(params), layered.runs)
                 return layer_states(layered, params, batch, executor.objective.chunks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from spoilable import CONFIG_TEXT, Fault, one_file, put_back, spoil_file
 from mmjax.autotune.memory_plan import MemoryDecision, plan_key, read_memory_plan, write_memory_plan
 from mmjax.config import Config, DataConfig, MeshConfig
 from mmjax.config.loading import apply_overrides, describe, from_json, load, to_json
+from mmjax.config.validation import check_layout
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.data.sources.opening import open_sources
 from mmjax.disk import json_lines, read_json_lines
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
+from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import ModelSharding
 from mmjax.planning.remat import MemoryLimit, MemoryPlan
 from mmjax.runtime.checkpoint import CheckpointMetadata, CheckpointStore, DataState, read_metadata, restore_parameters
@@ -120,7 +122,7 @@ class Runs:
         if from_json(to_json(config)) != config:
             raise Fault("the config is another one when it was stored")
         mesh = make_mesh(config.mesh, jax.devices()[:1])
-        check_heads(mesh.shape, config.mesh, config.model)
+        check_layout("mesh", replace(config.mesh, **mesh.shape), config.model)
         sources = open_sources(config, "train", self.folder)
         index = build_index(sources, config.model.encoders)
         make_planner(index, config, [source.weight for source in config.data.sources.values()])

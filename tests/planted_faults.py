@@ -352,6 +352,13 @@ FAULTS = (
         ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
+        "stages that have no layout of their unit's",
+        "runtime/placement.py",
+        "ShardingRules.of(unit_layout(config.units[placed.unit], config.mesh)),",
+        "ShardingRules(),",
+        ("config/test_units.py::test_every_stage_has_the_layout_of_its_unit",),
+    ),
+    Fault(
         "encoders of one mesh that run in their config's order",
         "models/stage.py",
         'towers = (*sorted(config.encoders), "llm", *config.generators)',

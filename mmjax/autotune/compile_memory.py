@@ -155,7 +155,6 @@ class StepPrograms:
             mesh,
             ShardingRules.of(config.mesh),
             sources=1,
-            exchange=config.mesh.exchange,
             loss_chunks=config.training.loss_chunks or 1,
             loss=config.loss,
             accumulates=batch.microbatches > 1,
@@ -264,16 +263,20 @@ def table_structs(
     sends to each of its peers.
     """
     devices = row_ranks(mesh, rules.token_rows)
-    by_device = rows_sharding(mesh, rules.token_rows)
+    by_device, by_rank = (rows_sharding(mesh, axes) for axes in (rules.token_rows, rules.rows))
     context = mesh.shape[CONTEXT]
     tables: dict[str, dict[str, Any]] = {"slots": {}, "send": {}, "spread": {}, "condition": {}}
     for name, module in modules.items():
         tables["slots"][name] = slot_structs(module, token)
-        tables["send"][name] = jax.ShapeDtypeStruct((devices, peers, widths[name]), np.int32, sharding=by_device)
         if isinstance(module, Generator):
+            # What generators are sent goes from rank to rank.
             rows, length = shape[name]
             columns = module.most_images(length) * module.condition_tokens
-            tables["condition"][name] = jax.ShapeDtypeStruct((devices * rows, columns), np.int32, sharding=by_device)
+            size = row_ranks(mesh, rules.rows), peers, widths[name]
+            tables["send"][name] = jax.ShapeDtypeStruct(size, np.int32, sharding=by_rank)
+            tables["condition"][name] = jax.ShapeDtypeStruct((devices * rows, columns), np.int32, sharding=by_rank)
+            continue
+        tables["send"][name] = jax.ShapeDtypeStruct((devices, peers, widths[name]), np.int32, sharding=by_device)
         if context > 1:
             width = tokens_on_device(module, *shape[name], peers, widths[name])
             tables["spread"][name] = jax.ShapeDtypeStruct((devices, context, width), np.int32, sharding=by_device)

@@ -25,12 +25,13 @@ from mmjax.balance.waits import Waits, mean_waits
 from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples, UnetConfig
 from mmjax.config.model import towers_of
 from mmjax.config.training import repeats_forward
+from mmjax.config.validation import check_layout
 from mmjax.data.plan.grouping import Budget, StepGrouper, make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology, waits_of
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
-from mmjax.parallel.sharding import RANKS, check_heads, mesh_sizes
+from mmjax.parallel.sharding import RANKS, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops, pair_costs
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB
@@ -225,7 +226,7 @@ def forecast_run(
     Raises UserError where the mesh does not go with the cluster, or the batch with the data.
     """
     mesh = mesh_sizes(config.mesh, cluster.devices)
-    check_heads(mesh, config.mesh, config.model)
+    check_layout("mesh", replace(config.mesh, **mesh), config.model, alignment=config.batch.alignment)
     ranks_on_node = max(1, cluster.per_node // (mesh["tensor"] * mesh["context"]))
     topology = make_topology(config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh)
     rates = cluster.device.rates(config.training.precision)

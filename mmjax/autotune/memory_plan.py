@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from mmjax.autotune.compile_memory import StepPrograms
 from mmjax.autotune.layer_profile import Shapes, layer_times
-from mmjax.config import Config, MeshConfig, Remat, Samples, SequenceParallel
+from mmjax.config import Config, Layout, MeshConfig, Remat, Samples, SequenceParallel
 from mmjax.config.loading import apply_overrides
 from mmjax.config.model import towers_of
 from mmjax.console import size
@@ -321,7 +321,7 @@ def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> Devic
     )
 
 
-def model_sharding(config: MeshConfig, mesh: Mapping[str, int]) -> ModelSharding:
+def model_sharding(config: Layout, mesh: Mapping[str, int]) -> ModelSharding:
     """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
     tensor = mesh["tensor"]
     way = "off" if config.sequence_parallel == "auto" else config.sequence_parallel
@@ -338,18 +338,30 @@ def choose_sequence_parallel(
 
     On CPUs, on devices without a data sheet, and where rows do not divide, it is `off`.
     """
-    if config.mesh.sequence_parallel != "auto":
-        return config
-    way: SequenceParallel = "off"
-    known = device is not None and device.platform != "cpu"
-    if known and mesh["tensor"] > 1 and config.batch.alignment % mesh["tensor"] == 0:
-        activation = ACTIVATION[config.training.precision]
-        speed = Speed(device.rates(config.training.precision))
-        # Tensor-parallel neighbours are taken to be on one node.
-        machine = ClusterRun(Cluster(device), mesh, model_sharding(config.mesh, mesh), speed, activation)
-        if overlap_pays(config.model, device_microbatch(config, layout, layout.shapes[-1]), machine):
-            way = "overlap"
+    batch = device_microbatch(config, layout, layout.shapes[-1])
+    way = resolve_sequence_parallel(config, config.mesh, mesh, batch, device, tuple(towers_of(config.model)))
     return replace(config, mesh=replace(config.mesh, sequence_parallel=way))
+
+
+def resolve_sequence_parallel(
+    config: Config,
+    layout: Layout,
+    mesh: Mapping[str, int],
+    batch: DeviceBatch,
+    device: Device | None,
+    towers: Sequence[str],
+) -> SequenceParallel:
+    """Return a layout's `sequence_parallel`, decided as `choose_sequence_parallel` does for these towers on it."""
+    if layout.sequence_parallel != "auto":
+        return layout.sequence_parallel
+    known = device is not None and device.platform != "cpu"
+    if not known or mesh["tensor"] == 1 or config.batch.alignment % mesh["tensor"]:
+        return "off"
+    activation = ACTIVATION[config.training.precision]
+    speed = Speed(device.rates(config.training.precision))
+    # Tensor-parallel neighbours are taken to be on one node.
+    machine = ClusterRun(Cluster(device), mesh, model_sharding(layout, mesh), speed, activation)
+    return "overlap" if overlap_pays(config.model, batch, machine, towers) else "off"
 
 
 def available_memory(config: MeshConfig, device: jax.Device) -> float | None:

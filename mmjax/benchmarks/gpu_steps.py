@@ -215,7 +215,6 @@ def prepare(name: str, tokens: int, tiny: bool, steps: int, changes: Sequence[st
         mesh,
         ShardingRules.of(config.mesh),
         sources=1,
-        exchange=config.mesh.exchange,
         loss_chunks=plan.loss_chunks,
         accumulates=config.batch.microbatches > 1,
         compiler_options=compiler_options(config.compiler, devices[0]),

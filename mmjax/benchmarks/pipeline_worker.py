@@ -25,7 +25,7 @@ from mmjax.config.loading import find_config, load
 from mmjax.distributed import coordination
 from mmjax.errors import exit_process, run_command
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.schedules import ScheduleName, make_schedule, schedule_name, stage_cuts
 from mmjax.planning.simulate import total_order
 from mmjax.runtime.device_batch import ProcessReport
@@ -89,7 +89,6 @@ def make_pipeline(words: Sequence[str], devices: Sequence[jax.Device], folder: P
         model,
         make_optimizer(config.optimizer, model.axes, model.dtype),
         place_stages(config, model, devices),
-        ShardingRules(),
         sources=data.sources,
         schedule=schedule_name(config),
         rows=tower_rows(config, data.loader.layout, unit_ranks(config, devices)),

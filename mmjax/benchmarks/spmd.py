@@ -154,7 +154,6 @@ def make_step(config: Config, devices: list[jax.Device]) -> Step:
         mesh,
         ShardingRules.of(config.mesh),
         sources=1,
-        exchange=config.mesh.exchange,
         loss_chunks=plan.loss_chunks,
         accumulates=config.batch.microbatches > 1,
     )

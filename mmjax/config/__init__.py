@@ -109,6 +109,7 @@ from mmjax.config.training import (
     Dpo,
     Exchange,
     Grpo,
+    Layout,
     LossConfig,
     MeshConfig,
     Moments,

@@ -192,15 +192,8 @@ OTHER_NAMES = {name: (spelling, about) for spelling, about, names in SETTINGS fo
 # What one mesh has and units have not, and the other way round: where a unit's devices are counted otherwise.
 UNITS_ONLY = ("modules", "pipeline", "virtual", "cuts")
 OTHER_WORLD = {
-    "expert": "experts are not divided among the devices of a unit, each of which has all of them; use one mesh with "
-    "mesh.expert and without units, or units.{unit}.fsdp and .tensor, which cut parameters as well",
-    "sequence_parallel": "tensor-parallel devices of a unit have all tokens between layers; leave it out, or use one "
-    "mesh without units",
-    "context_attention": "it is of all units: mesh.context_attention",
     "memory": "it is of all devices: mesh.memory, in GB",
     "host_memory": "it is of all devices: mesh.host_memory, in GB",
-    "encoders": "encoders have units of their own, or a place on the first stage of units.{unit} by its modules",
-    "exchange": "stages send what is filled; leave it out",
     "ranks_per_node": "units are placed in the order of the config; leave it out",
 }
 

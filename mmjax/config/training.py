@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
 Exchange = Literal["padded", "ragged"]
@@ -10,24 +10,43 @@ ContextAttention = Literal["auto", "gather", "heads"]
 SequenceParallel = Literal["auto", "off", "on", "overlap"]
 
 
-@dataclass(frozen=True)
-class MeshConfig:
-    """Number of devices along each axis; -1: all that the other axes leave."""
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of a mesh's axes, and what lies on them: of the one mesh, or of each stage of a unit."""
 
-    data: int = -1  # replicas of the parameters, each with samples of its own
+    data: int = 1  # replicas of the parameters, each with samples of its own
     fsdp: int = 1  # shards of the parameters, each with samples of its own
+    expert: int = 1  # devices that share the experts of a layer and other parameters, each with samples of its own
+    context: int = 1  # devices that share the tokens of a row of the LLM; items of encoders are whole
     tensor: int = 1  # devices that share the heads and widths of layers
     # Whether tensor-parallel devices divide the tokens between layers; overlap: and exchange them behind products.
     sequence_parallel: SequenceParallel = "auto"
-    context: int = 1  # devices that share the tokens of a row
-    # Keys and values are gathered piece by piece, or heads exchanged for tokens; auto: what sends fewer bytes.
+    # Keys and values are gathered piece by piece, or heads exchanged for tokens; auto: what sends fewer bytes, in units
+    # what the mesh has.
     context_attention: ContextAttention = "auto"
-    ranks_per_node: int = 0  # ranks that exchange encoder outputs; 0: those of a host
     exchange: Exchange = "padded"  # ragged sends no padding; GPU and TPU only
     encoders: Literal["tensor", "data"] = "tensor"  # the tensor axis shards their layers too, or splits their rows
+
+    @property
+    def ranks(self) -> int:
+        """Count the ranks over which the rows of the LLM lie."""
+        return self.data * self.fsdp * self.expert
+
+    @property
+    def encoder_ranks(self) -> int:
+        """Count the ranks over which the rows of encoders lie."""
+        return self.ranks * self.context * (self.tensor if self.encoders == "data" else 1)
+
+
+@dataclass(frozen=True)
+class MeshConfig(Layout):
+    """Number of devices along each axis; -1: all that the other axes leave."""
+
+    data: int = -1  # replicas of the parameters, each with samples of its own
+    _: KW_ONLY
+    ranks_per_node: int = 0  # ranks that exchange encoder outputs; 0: those of a host
     memory: float = 0.0  # GB of a device that may be used; 0: all that it has
     host_memory: float = 0.0  # GB of host memory per device for offloaded activations
-    expert: int = 1  # devices that share the experts of a layer and other parameters, each with samples of its own
 
 
 def context_form(form: ContextAttention, heads: tuple[int, int], context: int, tensor: int) -> ContextAttention:
@@ -39,23 +58,15 @@ def context_form(form: ContextAttention, heads: tuple[int, int], context: int, t
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Devices of their own for some modules: data x fsdp x context x tensor x pipeline of them."""
+class Unit(Layout):
+    """Devices of their own for some modules: data x fsdp x expert x context x tensor x pipeline of them."""
 
     modules: tuple[str, ...] = ()  # llm and encoders, connectors with their encoder; empty: the one of the unit's name
-    data: int = 1  # replicas of the parameters, each with samples of its own
-    fsdp: int = 1  # shards of the parameters, each with samples of its own
-    context: int = 1  # devices that share the tokens of a row of the LLM
-    tensor: int = 1  # devices that share the heads and widths of layers
+    _: KW_ONLY
     pipeline: int = 1  # stages, one after the other, each with as many devices
     virtual: int = 1  # parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved
     # Layers before which stages begin, as "vision.16"; numbers: of the LLM, or the one module. Empty: balanced.
     cuts: tuple[int | str, ...] = ()
-
-    @property
-    def expert(self) -> int:
-        """Return the devices that share the experts of a layer: in a unit each device has all of them."""
-        return 1
 
 
 def unit_modules(name: str, unit: Unit) -> tuple[str, ...]:
@@ -65,12 +76,14 @@ def unit_modules(name: str, unit: Unit) -> tuple[str, ...]:
 
 def unit_devices(unit: Unit) -> int:
     """Count a unit's devices."""
-    return encoder_ranks(unit) * unit.tensor * unit.pipeline
+    return unit.ranks * unit.context * unit.tensor * unit.pipeline
 
 
-def encoder_ranks(unit: Unit) -> int:
-    """Count the ranks over which the rows of encoders lie on a stage of a unit."""
-    return unit.data * unit.fsdp * unit.context
+def unit_layout(unit: Unit, mesh: MeshConfig) -> Unit:
+    """Return a unit with the mesh's form of attention over `context` where it has none of its own."""
+    if unit.context_attention != "auto":
+        return unit
+    return replace(unit, context_attention=mesh.context_attention)
 
 
 # Where log-probabilities of the frozen reference come from: a second forward pass without adapters, the data, or none.

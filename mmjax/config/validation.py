@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 
 from mmjax.config import (
@@ -12,11 +12,13 @@ from mmjax.config import (
     AudioConfig,
     BatchConfig,
     Config,
+    ContextAttention,
     CrossEntropy,
     DataConfig,
     Dpo,
     EmbeddedSource,
     FileSource,
+    Layout,
     MeshConfig,
     ModelConfig,
     Muon,
@@ -36,7 +38,7 @@ from mmjax.config.checks import (
 from mmjax.config.codec import did_you_mean
 from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, rated_modules, step_vaes
 from mmjax.config.model_validation import check_limits, check_model
-from mmjax.config.training import repeats_forward, unit_modules
+from mmjax.config.training import repeats_forward, unit_layout, unit_modules
 from mmjax.config.unit_stages import cut_unit
 
 EMBEDDED_RATE = 4000  # Hz, of the embedded dataset's clips
@@ -133,7 +135,8 @@ def validate(config: Config) -> None:
             check_embedded(f"data.sources.{name}", source, config)
     _check_batch(config.batch, config.model)
     at_least(0, "mesh", config.mesh, ("memory", "host_memory"))
-    _check_sequence_parallel(config.mesh, config.batch.alignment)
+    if not config.units:
+        check_layout("mesh", config.mesh, config.model, alignment=config.batch.alignment)
     _check_float8(config)
     _check_training(config)
     check_loss(config)
@@ -185,14 +188,95 @@ def check_loss(config: Config) -> None:
         )
 
 
-def _check_sequence_parallel(mesh: MeshConfig, alignment: int) -> None:
-    """Check that tensor-parallel devices can divide the tokens of every row where a config says so."""
-    unit = math.lcm(alignment, max(mesh.tensor, 1))
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+LLM_LAYOUT = ("expert", "context", "tensor", "sequence_parallel", "exchange")  # of a mesh, that the LLM's unit may have
+
+
+def check_layout(
+    where: str, layout: Layout, model: ModelConfig, towers: Collection[str] | None = None, alignment: int | None = None
+) -> None:
+    """Check that a mesh's or a unit's axes cut no head, expert, or row of a gated delta net, and all tokens equally.
+
+    where: the layout's key. towers: that lie on it; None: all. alignment: of rows; None: they are not known. An axis of
+    -1 counts as 1. Raises UserError.
+    """
+    expert, context, tensor = (max(1, getattr(layout, axis)) for axis in ("expert", "context", "tensor"))
+    towers = ("llm", *model.item_modules) if towers is None else towers
+    if "llm" in towers:
+        _check_llm_layout(where, layout.context_attention, model, expert, context, tensor)
+    if layout.encoders == "tensor":
+        _check_item_layout(where, model, towers, tensor)
+    unit = math.lcm(alignment or tensor, tensor)
     check(
-        mesh.sequence_parallel in ("auto", "off") or unit == alignment,
-        f"mesh.sequence_parallel={mesh.sequence_parallel}: mesh.tensor={mesh.tensor} does not divide rows of "
+        layout.sequence_parallel in ("auto", "off") or alignment in (None, unit),
+        f"{where}.sequence_parallel={layout.sequence_parallel}: {where}.tensor={tensor} does not divide rows of "
         f"batch.alignment={alignment}; use batch.alignment={unit}",
     )
+
+
+def _check_llm_layout(
+    where: str, form: ContextAttention, model: ModelConfig, expert: int, context: int, tensor: int
+) -> None:
+    llm = model.llm
+    for key in ("heads", "kv_heads"):
+        count = getattr(llm, key)
+        check(
+            count % tensor == 0, f"{where}.tensor={tensor} does not divide model.llm.{key}={count}; use a divisor of it"
+        )
+        check(
+            form != "heads" or count % (tensor * context) == 0,
+            f"{where}.context={context} x tensor={tensor} does not divide model.llm.{key}={count}, as "
+            f"context_attention=heads needs; use {where}.context_attention=gather, which cuts no head",
+        )
+    if llm.delta_net:
+        keys = llm.delta_net.key_heads
+        check(
+            keys % tensor == 0,
+            f"{where}.tensor={tensor} does not divide model.llm.delta_net.key_heads={keys}; use a divisor of it",
+        )
+        check(
+            context == 1,
+            f"{where}.context={context}: a gated delta net (model.llm.delta_net) reads the tokens of a row in order, "
+            f"and context parallelism deals them to devices; use {where}.context=1",
+        )
+    if expert > 1:
+        check(
+            llm.experts is not None,
+            f"{where}.expert={expert}: model.llm.experts is none; use {where}.fsdp, or {where}.expert=1",
+        )
+        check(
+            llm.experts.count % expert == 0,
+            f"{where}.expert={expert} does not divide model.llm.experts.count={llm.experts.count}; use a divisor of it",
+        )
+
+
+def _check_item_layout(where: str, model: ModelConfig, towers: Collection[str], tensor: int) -> None:
+    """Check what tensor parallelism cuts of encoders and generators."""
+    for name, tower in model.item_modules.items():
+        if name in towers and not isinstance(tower, UnetConfig):
+            kind = "encoders" if name in model.encoders else "generators"
+            check(
+                tower.heads % tensor == 0,
+                f"{where}.tensor={tensor} does not divide model.{kind}.{name}.heads={tower.heads}; use a divisor of "
+                f"it, or {where}.encoders=data, which cuts no encoder",
+            )
+    unets = [name for name in towers if isinstance(model.item_modules.get(name), UnetConfig)]
+    check(
+        tensor == 1 or len(unets) < len(towers),
+        f"{where}.tensor={tensor}: the blocks of a UNet, model.generators.{(unets or [''])[0]}, are not cut; use "
+        f"{where}.tensor=1 and a larger fsdp",
+    )
+
+
+def _check_without_llm(where: str, unit: Unit) -> None:
+    """Check that a unit without the LLM has nothing that is of the LLM alone."""
+    check(
+        unit.expert == 1,
+        f"{where}.expert={unit.expert}: the LLM alone has experts; use {where}.fsdp={unit.fsdp * unit.expert}",
+    )
+    for key, default in (("context_attention", "auto"), ("exchange", "padded")):
+        value = getattr(unit, key)
+        check(value == default, f"{where}.{key}={value}: it is of the LLM's stages; set it in the unit of the LLM")
 
 
 def _check_float8(config: Config) -> None:
@@ -229,13 +313,17 @@ def _check_units(config: Config) -> None:
         "latents by mmjax.index --latents, and use encode=once",
     )
     towers = {"llm": config.model.llm, **config.model.item_modules}
+    # What units leave to the mesh: its memory, and the form of attention of those that have none of their own.
     machine = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
     mesh = replace(MeshConfig(), **machine)
     changed = [f.name for f in fields(MeshConfig) if getattr(config.mesh, f.name) != getattr(mesh, f.name)]
+    in_units = [name for name in changed if name in LLM_LAYOUT]
+    llm = next((name for name, unit in config.units.items() if "llm" in unit_modules(name, unit)), "llm")
+    settings = " ".join(f"units.{llm}.{name}={getattr(config.mesh, name)}" for name in in_units)
     check(
         not changed,
         f"mesh.{(changed or [''])[0]}: modules with units have their devices from these; leave mesh as it is, or units "
-        "empty" + (f", or set units.llm.context={config.mesh.context}" if changed == ["context"] else ""),
+        "empty" + (f", or set {settings}" if changed == in_units else ""),
     )
     check(
         config.pipeline.schedule != "interleaved" or any(unit.virtual > 1 for unit in config.units.values()),
@@ -244,7 +332,7 @@ def _check_units(config: Config) -> None:
     owners: dict[str, str] = {}
     for name, unit in config.units.items():
         where = f"units.{name}"
-        at_least(1, where, unit, ("data", "fsdp", "context", "tensor", "pipeline", "virtual"))
+        at_least(1, where, unit, (*AXES, "pipeline", "virtual"))
         for tower in unit_modules(name, unit):
             hint = did_you_mean(tower, towers)
             key = f"{where}.modules has {tower!r}" if unit.modules else where
@@ -254,48 +342,16 @@ def _check_units(config: Config) -> None:
                 f"{key}, which units.{owners.get(tower)} has already; give every module one unit",
             )
             owners[tower] = name
-            unet = isinstance(towers[tower], UnetConfig)
-            check(
-                not unet or unit.tensor == 1,
-                f"{where}.tensor={unit.tensor}: the blocks of a UNet, model.generators.{tower}, are not cut; use "
-                f"{where}.tensor=1 and a larger fsdp",
-            )
-            for heads in ("heads", "kv_heads"):
-                count = unit.tensor if unet else getattr(towers[tower], heads, unit.tensor)
-                kind = "generators" if tower in config.model.generators else "encoders"
-                path = "llm" if tower == "llm" else f"{kind}.{tower}"
-                check(
-                    count % unit.tensor == 0,
-                    f"{where}.tensor={unit.tensor} does not divide model.{path}.{heads}={count}; use a divisor of it",
-                )
-                parts = unit.context * unit.tensor
-                check(
-                    tower != "llm" or config.mesh.context_attention != "heads" or count % parts == 0,
-                    f"mesh.context_attention=heads: {where}.context={unit.context} x tensor={unit.tensor} does not "
-                    f"divide model.{path}.{heads}={count}; use mesh.context_attention=gather, which cuts no head",
-                )
-            if tower == "llm" and (delta_net := config.model.llm.delta_net):
-                check(
-                    delta_net.key_heads % unit.tensor == 0,
-                    f"{where}.tensor={unit.tensor} does not divide model.llm.delta_net.key_heads="
-                    f"{delta_net.key_heads}; use a divisor of it",
-                )
-                check(
-                    unit.context == 1,
-                    f"{where}.context={unit.context}: a gated delta net (model.llm.delta_net) reads the tokens of a "
-                    f"row in order, and context parallelism permutes them; use {where}.context=1",
-                )
+        modules = unit_modules(name, unit)
+        check_layout(where, unit_layout(unit, config.mesh), config.model, modules, config.batch.alignment)
+        if "llm" not in modules:
+            _check_without_llm(where, unit)
         check(
-            unit.context == 1 or "llm" in unit_modules(name, unit),
-            f"{where}.context={unit.context}: items of encoders are not cut, only rows of the LLM; use "
-            f"{where}.data={unit.data * unit.context}",
-        )
-        check(
-            unit.context == 1 or not generators,
-            f"{where}.context={unit.context}: model.generators read hidden states of whole rows; use {where}.context=1",
+            unit.encoders == "tensor" or any(tower != "llm" for tower in modules),
+            f"{where}.encoders={unit.encoders}: this unit has no encoder; set it in the units of the encoders",
         )
         # After the modules are known to be there.
-        _check_stages(config, where, unit, unit_modules(name, unit))
+        _check_stages(config, where, unit, modules)
     missing = [tower for tower in towers if tower not in owners]
     check(
         not missing,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import jax
 
 from mmjax.config import Config, DiffusionTransformerConfig, MeshConfig
 from mmjax.config.towers import head_counts
+from mmjax.config.validation import check_layout
 from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import BadSample, Source
 from mmjax.errors import UserError
 from mmjax.inference.checkpoint_model import CheckpointModel
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS, Answer, Generator, Sampling
 from mmjax.inference.prompts import PromptRows, UserPrompt, UserPromptSource
-from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh, mesh_sizes
+from mmjax.parallel.sharding import ShardingRules, make_mesh, mesh_sizes
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache
 
 
@@ -78,7 +80,7 @@ def choose_mesh(config: Config) -> tuple[MeshConfig, list[jax.Device]]:
     """Choose the config's mesh, or else tensor parallelism over as many devices as divide every head count."""
     devices = choose_devices(config.device)
     if config.mesh != MeshConfig():
-        check_heads(mesh_sizes(config.mesh, len(devices)), config.mesh, config.model)
+        check_layout("mesh", replace(config.mesh, **mesh_sizes(config.mesh, len(devices))), config.model)
         return config.mesh, devices
     # One question is one row, so more devices than share its layers would have nothing to do.
     towers = [config.model.llm, *config.model.encoders.values()]

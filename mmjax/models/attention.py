@@ -99,7 +99,7 @@ def plan_attention(
         return plan if triton else plan_tiles(mask, plan)
     current = active()
     rows = sharding(current.mesh, current.rules, mask.pos.shape, ("rows", "length")).spec[0]
-    ragged = current.exchange == "ragged"
+    ragged = current.rules.exchange == "ragged"
 
     def make(q_mask: MaskSpec, k_mask: MaskSpec) -> MaskSpec | BlockPlan:
         return plan_blocks(q_mask, tiles, k_mask) if flash else k_mask
@@ -194,8 +194,10 @@ def _per_device(function: Callable[..., Array], q: Array, k: Array, v: Array, to
     def spec(x: Array, *axes: str | None) -> PartitionSpec:
         return sharding(current.mesh, current.rules, x.shape, axes).spec
 
-    # Heads of queries are cut only where those of keys are too, so that a group stays together.
-    heads = "kv_heads" if spec(k, None, None, "kv_heads", None)[2] else None
+    # Heads of queries are cut only where those of keys are too, so that a group stays together; and none where the
+    # devices that would share them have rows of their own.
+    by_rows = not set(current.rules.rows).isdisjoint(current.rules.kv_heads)
+    heads = "kv_heads" if not by_rows and spec(k, None, None, "kv_heads", None)[2] else None
     q_spec = spec(q, "rows", "length", heads, None)
     k_spec = spec(k, "rows", "length", heads, None)
     # Gradients are summed over the axes that a spec leaves out; those of one device are named, to need no all-reduce.

@@ -31,7 +31,7 @@ def look_up(
     columns: tuple[str, ...] = ()
     size = table.shape[-2]  # of a device's part
     if current is not None:
-        mesh, rules, _ = current
+        mesh, rules = current
 
         def mesh_axes(shape: tuple[int, ...], axes: Axes) -> list[tuple[str, ...]]:
             spec = sharding(mesh, rules, shape, axes).spec

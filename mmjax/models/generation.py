@@ -174,8 +174,8 @@ def per_patch(values: Float[Array, "r i *n"], item: Int[Array, "r l"]) -> Float[
 
 def query_states(hidden: Float[Array, "b t d"], text: TextBatch, name: str) -> Float[Array, "r c d"]:
     """Bring the hidden states of a generator's queries to its rows."""
-    rules = active()
-    mesh, exchange = (None, "padded") if rules is None else (rules.mesh, rules.exchange)
+    on = active()
+    mesh, exchange = (None, "padded") if on is None else (on.mesh, on.rules.exchange)
     if mesh is not None and mesh.shape[CONTEXT] > 1:
         # Every device of a rank gets whole rows, in their own order.
         order = jnp.argsort(constrain(text.pos, "rows", None), axis=1)

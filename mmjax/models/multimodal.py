@@ -261,8 +261,8 @@ def _place_tokens(feature: Float[Array, "r m e"], text: TextBatch, encoder: str)
     """Exchange an encoder's tokens and place them at the text's positions, zeros elsewhere; sum `WeightedSlots`."""
     slots = text.slots[encoder]
     indices = slots.slot if isinstance(slots, WeightedSlots) else slots
-    rules = active()
-    mesh, exchange = (None, "padded") if rules is None else (rules.mesh, rules.exchange)
+    on = active()
+    mesh, exchange = (None, "padded") if on is None else (on.mesh, on.rules.exchange)
     placed = dispatch(feature, text.send[encoder], indices, mesh, exchange, text.spread.get(encoder))
     return jnp.sum(placed * slots.share[..., None], axis=2) if isinstance(slots, WeightedSlots) else placed
 

@@ -34,7 +34,7 @@ def tensor_parallel_products(
     current = active()
     if current is None or x.ndim != 3 or current.rules.sequence == current.rules.length:
         return None
-    mesh, rules, _ = current
+    mesh, rules = current
     axis = rules.sequence[-1]
     gathers = axes[0][0] == "embed"
     specs = [sharding(mesh, rules, w.shape[-2:], names).spec for w, names in zip(weights, axes, strict=True)]

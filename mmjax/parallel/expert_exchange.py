@@ -47,7 +47,7 @@ class ExpertLayout:
         current = active()
         if current is None:
             return cls()
-        mesh, rules, _ = current
+        mesh, rules = current
         by_rows = sharding(mesh, rules, tokens, ("rows", "sequence", None)).spec
         specs = [sharding(mesh, rules, shape, axes).spec for shape, axes in ((into, INTO), (_turned(into), OUT))]
         used = [axis for axis in _axes(specs[0]) if mesh.shape[axis] > 1]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mmjax.config import ContextAttention, DiffusionTransformerConfig, Exchange, MeshConfig, ModelConfig
+from mmjax.config import ContextAttention, Exchange, Layout, ModelConfig
 from mmjax.errors import UserError
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
@@ -24,16 +24,19 @@ CONTEXT = "context"  # devices that share the tokens of a rank's rows
 TENSOR = "tensor"
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
-    """Build a mesh over all of `devices`. Raises UserError where the axes' sizes do not multiply to their number."""
+def make_mesh(config: Layout, devices: Sequence[jax.Device], where: str = "mesh") -> Mesh:
+    """Build a mesh over all of `devices`. Raises UserError where the axes' sizes do not multiply to their number.
+
+    where: the key of the layout.
+    """
     if config.exchange == "ragged" and devices[0].platform == "cpu":
-        raise UserError("mesh.exchange=ragged: a CPU has no such collective; use mesh.exchange=padded")
+        raise UserError(f"{where}.exchange=ragged: a CPU has no such collective; use {where}.exchange=padded")
     # Devices fill the last axis first, so neighbours in `tensor` are neighbours in number, and mostly on one node.
     shape = tuple(mesh_sizes(config, len(devices)).values())
     return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+def mesh_sizes(config: Layout, devices: int) -> dict[str, int]:
     """Resolve the size of each axis, -1 included. Raises UserError where they do not multiply to `devices`."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -56,47 +59,6 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
             "set one axis to -1 to take what is there"
         )
     return sizes
-
-
-def check_heads(sizes: Mapping[str, int], config: MeshConfig, model: ModelConfig) -> None:
-    """Check that parallelism cuts no head, expert, or row of a gated delta net. Raises UserError where it would."""
-    tensor, context = sizes["tensor"], sizes["context"]
-    for key in ("heads", "kv_heads"):
-        if (count := getattr(model.llm, key)) % tensor:
-            raise UserError(f"mesh.tensor={tensor} does not divide model.llm.{key}={count}; use a divisor of it")
-        if config.context_attention == "heads" and count % (tensor * context):
-            raise UserError(
-                f"mesh.context_attention=heads: mesh.tensor={tensor} x mesh.context={context} does not divide "
-                f"model.llm.{key}={count}; use mesh.context_attention=gather, which cuts no head"
-            )
-    if delta_net := model.llm.delta_net:
-        if delta_net.key_heads % tensor:
-            raise UserError(
-                f"mesh.tensor={tensor} does not divide model.llm.delta_net.key_heads={delta_net.key_heads}; use a "
-                "divisor of it"
-            )
-        if context > 1:
-            raise UserError(
-                f"mesh.context={context}: a gated delta net (model.llm.delta_net) reads the tokens of a row in order, "
-                "and context parallelism deals them to devices; use mesh.context=1"
-            )
-    if (expert := sizes.get(EXPERT, 1)) > 1:
-        if model.llm.experts is None:
-            raise UserError(f"mesh.expert={expert}: model.llm.experts is none; use mesh.fsdp, or mesh.expert=1")
-        if (count := model.llm.experts.count) % expert:
-            raise UserError(
-                f"mesh.expert={expert} does not divide model.llm.experts.count={count}; use a divisor of it"
-            )
-    heads = {f"encoders.{name}.heads": encoder.heads for name, encoder in model.encoders.items()}
-    for name, generator in model.generators.items():
-        if isinstance(generator, DiffusionTransformerConfig):
-            heads[f"generators.{name}.heads"] = generator.heads
-    for key, count in heads.items():
-        if count % tensor and config.encoders == "tensor":
-            raise UserError(
-                f"mesh.tensor={tensor} does not divide model.{key}={count}; use a divisor of it, or "
-                "mesh.encoders=data, which cuts no encoder"
-            )
 
 
 LOSS_PARTS = (1, 2, 4, 8, 16, 32)  # numbers of vocabulary chunks to choose from
@@ -132,7 +94,7 @@ def row_ranks(mesh: Mesh, axes: tuple[str, ...] = RANKS) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def encoder_axes(config: MeshConfig) -> tuple[str, ...]:
+def encoder_axes(config: Layout) -> tuple[str, ...]:
     """Return the axes that the rows of encoders are sharded over: of an LLM row's devices, each has its own."""
     return (*RANKS, CONTEXT, TENSOR) if config.encoders == "data" else (*RANKS, CONTEXT)
 
@@ -215,12 +177,16 @@ class ShardingRules:
     mlp: tuple[str, ...] = ("tensor",)
     vocab: tuple[str, ...] = ("tensor",)
     fixed: tuple[str, ...] = ()  # of tables that are never trained
-    context_attention: ContextAttention = "auto"  # no axis: how queries meet the keys of other devices
+    # No axes: how queries meet the keys of other devices, and how encoder tokens travel between ranks.
+    context_attention: ContextAttention = "auto"
+    exchange: Exchange = "padded"
 
     @classmethod
-    def of(cls, config: MeshConfig) -> ShardingRules:
-        """Make the rules that a config asks for."""
-        rules = cls(item_rows=encoder_axes(config), context_attention=config.context_attention)
+    def of(cls, config: Layout) -> ShardingRules:
+        """Make the rules that a mesh's or a unit's config asks for."""
+        rules = cls(
+            item_rows=encoder_axes(config), context_attention=config.context_attention, exchange=config.exchange
+        )
         if config.sequence_parallel not in ("on", "overlap"):  # or nobody has decided
             return rules
         ring = (TENSOR,) if config.sequence_parallel == "overlap" else ()
@@ -229,7 +195,7 @@ class ShardingRules:
     def spec(self, axes: Axes) -> PartitionSpec:
         """Build the partition spec of these logical axes. Raises ValueError for an unknown or a clashing axis."""
         # The rules' fields are the logical axes.
-        known = {f.name for f in fields(self) if f.name != "context_attention"}
+        known = {f.name for f in fields(self)} - {"context_attention", "exchange"}
         used: set[str] = set()
         entries: list[tuple[str, ...] | None] = []
         for axis in axes:
@@ -246,21 +212,20 @@ class ShardingRules:
 
 
 class Active(NamedTuple):
-    """The mesh and rules that shard a program's activations, and how encoder tokens travel between its ranks."""
+    """The mesh and rules that shard a program's activations."""
 
     mesh: Mesh
     rules: ShardingRules
-    exchange: Exchange
 
 
 _active: contextvars.ContextVar[Active | None] = contextvars.ContextVar("active", default=None)
 
 
 @contextlib.contextmanager
-def activations_on(mesh: Mesh, rules: ShardingRules, exchange: Exchange = "padded") -> Iterator[None]:
+def activations_on(mesh: Mesh, rules: ShardingRules) -> Iterator[None]:
     """Lay out activations by `constrain` on this mesh while tracing inside, and send encoder tokens over it."""
     # A context variable, read while tracing: models need no mesh among their arguments.
-    token = _active.set(Active(mesh, rules, exchange))
+    token = _active.set(Active(mesh, rules))
     try:
         yield
     finally:
@@ -278,7 +243,7 @@ def encoding() -> Iterator[None]:
         # What divides rows does not divide their tokens.
         sequence, ring = (tuple(a for a in axes if a not in rules.item_rows) for axes in (rules.sequence, rules.ring))
         rules = replace(rules, rows=rules.item_rows, length=(), sequence=sequence, ring=ring)
-        with activations_on(current.mesh, rules, current.exchange):
+        with activations_on(current.mesh, rules):
             yield
 
 

@@ -22,7 +22,7 @@ from mmjax.cost.trace import tower_batch
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model, merge
 from mmjax.models.quantization import cast_frozen
-from mmjax.parallel.sharding import ShardingRules, replicated, row_ranks
+from mmjax.parallel.sharding import replicated, row_ranks
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.pipeline.stage_plan import memory_plan_of
 from mmjax.planning.memory import LOADED
@@ -70,10 +70,8 @@ def compile_stages(
         model,
         make_optimizer(config.optimizer, model.axes, model.dtype),
         place_stages(config, model, devices[:used]),
-        ShardingRules.of(config.mesh),
         sources=1,
         schedule=schedule_name(config),
-        exchange=config.mesh.exchange,
         loss=config.loss,
         loss_chunks=config.training.loss_chunks or 1,
         compiler_options=compiler_options(config.compiler, devices[0], layout.topology.context),
@@ -157,19 +155,19 @@ def stage_parameters(pipeline: Executor, number: int) -> tuple[Any, Any]:
 
 def stage_batch(pipeline: Executor, number: int, shape: BatchShape) -> Microbatch:
     """Return the shapes of a stage's microbatch."""
-    _, stage, mesh = pipeline.stages[number]
+    _, stage, mesh, rules = pipeline.stages[number]
     config = pipeline.model.config
 
     def put(batch: TextBatch | ItemBatch) -> TextBatch | ItemBatch:
-        return put_shapes(batch, batch_shardings(batch, mesh, pipeline.rules))
+        return put_shapes(batch, batch_shardings(batch, mesh, rules))
 
     text = None
     if stage.text:
         text = tower_batch(config, "llm", shape.towers["llm"])
         modules = config.item_modules
-        devices = row_ranks(mesh, pipeline.rules.token_rows)
+        devices = row_ranks(mesh, rules.token_rows)
         rows = {name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in modules}
-        tables = table_structs(modules, text.token, mesh, pipeline.rules, rows, shape.widths, row_ranks(mesh))
+        tables = table_structs(modules, text.token, mesh, rules, rows, shape.widths, row_ranks(mesh))
         inputs = dict.fromkeys(loss_inputs(pipeline.objective.loss), text.weight)
         text = put(select_tables(text._replace(**tables, loss_inputs=inputs), stage))
     towers = [tower for tower in stage.towers if tower != "llm"]

@@ -18,11 +18,11 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.step_plan import RankLayout, make_planner, make_step_planner
 from mmjax.errors import UserError
-from mmjax.pipeline.stage_plan import device_batch, plan_stages, shard_stages
+from mmjax.pipeline.stage_plan import device_batch, plan_stages, resolve_units, shard_stages
 from mmjax.planning.balanced_cuts import with_balanced_cuts
 from mmjax.planning.flops import frozen_modules
 from mmjax.planning.hardware import USABLE, Cluster
-from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding
+from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit, StagePlan
 from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph, unit_links
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
@@ -88,6 +88,7 @@ def forecast_pipeline(
     planner, layout = make_planner(index, config, weights, topology, budget, steps)
     if (cut := with_balanced_cuts(config, *layout.rows_and_lengths)) != config:
         config, planner = cut, make_step_planner(planner.grouper, cut, layout)
+    config = resolve_units(config, layout, cluster.device)
     speed = Speed(cluster.device.rates(config.training.precision))
     if measure_speed is not None:
         speed = measure_speed(profiled_shapes(config, [layout]))
@@ -156,9 +157,9 @@ def _place_stages(
     runs = []
     for sharded, plan in zip(shard_stages(config), plans, strict=True):
         mesh = dict(sharded.mesh.shape)
-        sharding = ModelSharding(mesh["fsdp"] * mesh["context"] * mesh["tensor"], mesh["tensor"], mesh["tensor"])
         chunks = config.training.loss_chunks or 1
-        machine = ClusterRun(cluster, mesh, sharding, speed, activation, chunks, config.mesh.context_attention)
+        form = sharded.layout.context_attention
+        machine = ClusterRun(cluster, mesh, sharded.sharding, speed, activation, chunks, form)
         runs.append(
             [
                 StageRun(
@@ -172,6 +173,7 @@ def _place_stages(
                     moments=part.moments,
                     has_backward=part.has_backward,
                     unsaved=unsaved[part.piece.tower],
+                    experts=part.experts,
                 )
                 for part in sharded.pieces
             ]

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from mmjax.autotune.memory_plan import ActivationTracer
-from mmjax.config import Config, DecoderConfig, Generator, Remat, UnetConfig
+from mmjax.autotune.memory_plan import ActivationTracer, model_sharding, resolve_sequence_parallel
+from mmjax.config import Config, DecoderConfig, Generator, Remat, UnetConfig, Unit
 from mmjax.config.model import towers_of
 from mmjax.config.towers import Encoder
-from mmjax.config.training import unit_devices
+from mmjax.config.training import unit_devices, unit_layout, unit_modules
 from mmjax.console import size
 from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
@@ -30,8 +30,9 @@ from mmjax.models.layer_stacks import split_scanned
 from mmjax.models.model import Model, exclude, modules_of, partition
 from mmjax.models.quantization import cast_frozen, parameter_shapes
 from mmjax.models.stage import Piece, Stage
-from mmjax.parallel.sharding import AXES, CONTEXT, TENSOR, ShardingRules, row_ranks, sharding
+from mmjax.parallel.sharding import AXES, ShardingRules, row_ranks, sharding
 from mmjax.planning.flops import frozen_modules, layer_policies, recompute_flops, stage_flops
+from mmjax.planning.hardware import Device
 from mmjax.planning.memory import (
     ACTIVATION,
     LOADED,
@@ -57,8 +58,6 @@ from mmjax.planning.work import resolve_attention, row_work
 from mmjax.runtime.passes import trained_activations
 from mmjax.runtime.state import make_optimizer, shardings_with_moments
 
-RULES = ShardingRules()  # of all stages
-
 
 class ShardedPiece(NamedTuple):
     """Layers of one tower, and what lies of them on each device of their stage."""
@@ -69,6 +68,7 @@ class ShardedPiece(NamedTuple):
     scanned: float  # of these, bytes of scanned stacks
     frozen: float  # bytes on each device, as `cast_frozen` leaves them
     moments: float  # bytes on each device
+    experts: float  # of trainable and frozen, bytes on each device of experts, which others on `expert` have not
     has_backward: bool
 
 
@@ -77,9 +77,20 @@ class ShardedStage(NamedTuple):
 
     name: str
     stage: Stage
+    layout: Unit
     mesh: AbstractMesh
     devices: range  # numbers in the order in which units take them; stages that share them have the same
     pieces: tuple[ShardedPiece, ...]
+
+    @property
+    def rules(self) -> ShardingRules:
+        """Return the rules of its layout."""
+        return ShardingRules.of(self.layout)
+
+    @property
+    def sharding(self) -> ModelSharding:
+        """Return how its arrays are spread over its mesh."""
+        return model_sharding(self.layout, self.mesh.shape)
 
 
 def shard_stages(config: Config) -> list[ShardedStage]:
@@ -92,23 +103,25 @@ def shard_stages(config: Config) -> list[ShardedStage]:
     firsts = dict(zip(config.units, accumulate(counts, initial=0), strict=False))
     sharded = []
     for in_unit, stage in zip(placed, stages, strict=True):
-        unit = config.units[in_unit.unit]
+        unit = unit_layout(config.units[in_unit.unit], config.mesh)
+        rules = ShardingRules.of(unit)
         count = unit_devices(unit) // unit.pipeline
         mesh = AbstractMesh(tuple(getattr(unit, axis) for axis in AXES), AXES)
         first = firsts[in_unit.unit] + in_unit.part * count
-        pieces = tuple(_shard_piece(config, model, piece, mesh, trained) for piece in stage.pieces)
-        sharded.append(ShardedStage(in_unit.name, stage, mesh, range(first, first + count), pieces))
+        pieces = tuple(_shard_piece(config, model, piece, mesh, rules, trained) for piece in stage.pieces)
+        sharded.append(ShardedStage(in_unit.name, stage, unit, mesh, range(first, first + count), pieces))
     return sharded
 
 
 def _shard_piece(
-    config: Config, model: Model, piece: Piece, mesh: AbstractMesh, trained: frozenset[str]
+    config: Config, model: Model, piece: Piece, mesh: AbstractMesh, rules: ShardingRules, trained: frozenset[str]
 ) -> ShardedPiece:
     select = partial(piece.select, stacks=model.runs[piece.tower])
     abstract = select(model.abstract)
+    axes_of = select(model.axes)
     layouts = jax.tree.map(
-        lambda axes, leaf: sharding(mesh, RULES, leaf.shape, axes),
-        select(model.axes),
+        lambda axes, leaf: sharding(mesh, rules, leaf.shape, axes),
+        axes_of,
         abstract,
         is_leaf=lambda x: isinstance(x, tuple),
     )
@@ -123,6 +136,10 @@ def _shard_piece(
     moments = jax.eval_shape(optimizer.init, owned[0])
     moment_layouts = shardings_with_moments(optimizer, owned[0], *owned_layouts, mesh=mesh).optimizer
     constant = jax.eval_shape(partial(cast_frozen, dtype=model.dtype), parts[1])
+    by_axes = jax.tree.leaves(axes_of, is_leaf=lambda x: isinstance(x, tuple))
+    of_experts = [n for n, axes in enumerate(by_axes) if "experts" in axes]
+    experts = tuple([jax.tree.leaves(tree)[n] for n in of_experts] for tree in (abstract, layouts))
+    expert_bytes = _on_device(*experts) * (model.dtype.itemsize / MASTER if "llm" in frozen else 1)
     return ShardedPiece(
         piece=piece,
         parameters=sum(math.prod(shape) for part in owned for shape in parameter_shapes(part).values()),
@@ -130,9 +147,29 @@ def _shard_piece(
         scanned=_on_device(*(split_scanned(tree)[0] for tree in (parts[0], part_layouts[0]))),
         frozen=_on_device(constant, part_layouts[1]),
         moments=_on_device(moments, moment_layouts),
+        experts=expert_bytes,
         # A frozen encoder with a frozen connector has no backward pass; a frozen LLM behind something trained has one.
         has_backward=bool(trained & set(piece.inputs) or jax.tree.leaves(parts[0])),
     )
+
+
+def resolve_units(config: Config, layout: RankLayout, device: Device | None) -> Config:
+    """Decide every unit's `sequence_parallel=auto` by the device's data sheet, as of a mesh for its own towers.
+
+    Units that are not tensor-parallel have nothing to decide.
+    """
+    totals = [layout.topology.ranks * rows for rows in layout.rows]
+    units = dict(config.units)
+    for name, unit in config.units.items():
+        if unit.tensor == 1:
+            continue
+        ranks = [unit.ranks, *[unit.encoder_ranks] * len(config.model.item_modules)]
+        rows = {tower: max(1, n // r) for tower, n, r in zip(_towers(config), totals, ranks, strict=True)}
+        batch = device_batch(config, layout, rows, layout.shapes[-1])
+        sizes = {axis: getattr(unit, axis) for axis in AXES}
+        way = resolve_sequence_parallel(config, unit, sizes, batch, device, unit_modules(name, unit))
+        units[name] = replace(unit, sequence_parallel=way)
+    return replace(config, units=units)
 
 
 def plan_stages(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimit) -> list[StagePlan]:
@@ -172,9 +209,9 @@ def _plan_stage(
     peaks: list[Peaks] = []
     for part in sharded.pieces:
         piece, tower = part.piece, part.piece.tower
-        rows = _rows_on_device(config, layout, stages, sharded.mesh if tower == "llm" else None)
+        rows = _rows_on_device(config, layout, stages, sharded if tower == "llm" else None)
         batches[tower] = batch = _longest_batch(config, layout, rows, tower)
-        saved = _saved_bytes(config, tower, batch, sharded.mesh.shape[TENSOR], tracer)
+        saved = _saved_bytes(config, tower, batch, sharded.sharding, tracer)
         # Without a backward pass nothing is kept of a microbatch.
         microbatches_held = in_flight if part.has_backward else 0
         options[tower] = {
@@ -268,9 +305,9 @@ def device_batch(config: Config, layout: RankLayout, rows: Mapping[str, int], sh
 
 
 def _saved_bytes(
-    config: Config, tower: str, batch: DeviceBatch, parts: int, tracer: ActivationTracer
+    config: Config, tower: str, batch: DeviceBatch, sharding: ModelSharding, tracer: ActivationTracer
 ) -> dict[Remat, SavedBytes]:
-    """Return the bytes that a layer saves of one microbatch on a device, by policy. parts: of tensor parallelism.
+    """Return the bytes that a layer saves of one microbatch on a device, by policy.
 
     The first policy is none, but of a UNet, which is one layer, its own.
     """
@@ -278,9 +315,10 @@ def _saved_bytes(
     if isinstance(unet := _towers(config)[tower], UnetConfig):
         return {unet.remat: SavedBytes(_unet_bytes(config, batch)[0])}
     positions = row_work(config.model, batch.shape)[tower].positions
-    activation = ACTIVATION[config.training.precision]
+    tower_config, activation = _towers(config)[tower], ACTIVATION[config.training.precision]
+    how = sharding.parts(tower), sharding.sequence_parallel != "off"
     return {
-        policy: divide_by_tensor_parallelism(bytes_, _towers(config)[tower], policy, positions, activation, parts)
+        policy: divide_by_tensor_parallelism(bytes_, tower_config, policy, positions, activation, *how)
         for policy, bytes_ in tracer.saved_bytes(tower, rows, [length])[0].items()
     }
 
@@ -307,13 +345,11 @@ def _fixed_bytes(
 
     unsaved: bytes that one layer saves without remat.
     """
-    piece, mesh, trainable = part.piece, sharded.mesh, part.trainable
+    piece, sharding, trainable = part.piece, sharded.sharding, part.trainable
     tower = piece.tower
     activation = ACTIVATION[config.training.precision]
     work = row_work(config.model, batch.shape)[tower]
     positions = work.positions
-    parts = mesh.shape[TENSOR]
-    sharding = ModelSharding(mesh.shape["fsdp"] * mesh.shape[CONTEXT] * parts, parts, parts)
     is_sink = bool(sharded.stage.losses) and not sharded.stage.outputs
     unet = isinstance(_towers(config)[tower], UnetConfig)
     # Gradients of scanned stacks are added to their sums layer by layer, the others behind the backward pass.
@@ -330,7 +366,11 @@ def _fixed_bytes(
         transient = layer_backward_bytes(config.model, tower, unsaved, work, sharding, activation)
     # A connector stands behind its encoder, or before its generator.
     if part.has_backward and tower != "llm" and (piece.first if piece.generates else piece.last):
-        tokens = in_flight * token_bytes(config.model, tower, batch, activation)
+        tokens = in_flight * token_bytes(config.model, tower, replace(batch, context=1), activation)
+    if batch.context > 1 and set(piece.sends_states) & set(sharded.stage.outputs):
+        # Each device of a rank has the whole rows that a generator reads, as they came and in order.
+        states = 2 * batch.context * positions * config.model.llm.width * activation
+        transient = max(transient, states)
     if piece.makes_loss and not piece.generates:
         # Which backward makes when the loss is done with.
         before_copies = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
@@ -369,8 +409,8 @@ def _deepstack_bytes(
         encoder, deeper, _ = name.partition(".deeper.")
         if deeper:
             shape = _longest_batch(config, layout, rows, encoder).shape
-            meshes = (stages[producers[name]].mesh, stages[number].mesh)
-            made_on, added_on = (row_ranks(mesh, RULES.token_rows) for mesh in meshes)
+            ends = stages[producers[name]], stages[number]
+            made_on, added_on = (row_ranks(end.mesh, end.rules.token_rows) for end in ends)
             tokens = row_work(config.model, shape)[encoder].tokens * made_on / added_on
             size_of_token = config.model.llm.width * ACTIVATION[config.training.precision]
             # Those of a microbatch come before all stages between, and its maker has it in flight as long.
@@ -379,15 +419,17 @@ def _deepstack_bytes(
 
 
 def _rows_on_device(
-    config: Config, layout: RankLayout, stages: Sequence[ShardedStage], receiver: AbstractMesh | None = None
+    config: Config, layout: RankLayout, stages: Sequence[ShardedStage], receiver: ShardedStage | None = None
 ) -> dict[str, int]:
     """Count the rows of every tower on each of its devices; with a receiver, those whose tokens each of its gets."""
-    meshes = {part.piece.tower: receiver or sharded.mesh for sharded in stages for part in sharded.pieces}
+    by_tower = {part.piece.tower: receiver or sharded for sharded in stages for part in sharded.pieces}
     totals = [layout.topology.ranks * rows for rows in layout.rows]
-    return {
-        name: total // row_ranks(meshes[name], RULES.rows if name == "llm" else RULES.item_rows)
-        for name, total in zip(("llm", *config.model.item_modules), totals, strict=True)
-    }
+    rows = {}
+    for name, total in zip(("llm", *config.model.item_modules), totals, strict=True):
+        rules = by_tower[name].rules
+        axes = rules.rows if name == "llm" else rules.token_rows if receiver else rules.item_rows
+        rows[name] = total // row_ranks(by_tower[name].mesh, axes)
+    return rows
 
 
 def _on_device(tree: Any, layouts: Any) -> float:
@@ -409,7 +451,7 @@ def _seconds(
     """Estimate the seconds of a piece's passes: of its layers as measured, or by their operations."""
     piece = part.piece
     tower, layers = piece.tower, range(piece.start, piece.stop)
-    parts = sharded.mesh.shape[TENSOR]
+    parts = sharded.sharding.parts(tower)
     measured = speed.layer(tower, batch.shape[tower])
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else tuple(policies)

@@ -18,14 +18,14 @@ from mmjax.planning.step_time import (
     PASSES,
     ClusterRun,
     adapter_seconds,
-    all_reduce_seconds,
-    all_reduces,
     collective_seconds,
     context_seconds,
+    dispatch_seconds,
     elementwise_update_seconds,
     exchange_seconds,
     muon_seconds,
     recomputed_reduces,
+    tensor_seconds,
 )
 from mmjax.planning.unet import unet_blocks
 from mmjax.planning.work import connector_mlps, row_work
@@ -45,6 +45,7 @@ class StageRun:
     moments: float
     has_backward: bool
     unsaved: float  # bytes that one position of a layer saves without remat, before tensor parallelism
+    experts: float = 0.0  # of trainable and frozen, those of experts
 
     @property
     def ranks(self) -> int:
@@ -52,9 +53,19 @@ class StageRun:
         return self.shards // (self.machine.mesh["context"] if self.tower == "llm" else 1)
 
     @property
+    def parts(self) -> int:
+        """Count the tensor-parallel parts of its layers."""
+        return self.machine.sharding.parts(self.tower)
+
+    @property
+    def gathered(self) -> int:
+        """Count the devices over which its parameters are gathered: where `tensor` divides rows, over that too."""
+        return self.machine.parameter_shards * self.machine.mesh["tensor"] // self.parts
+
+    @property
     def shards(self) -> int:
         """Count the parts into which its positions are divided."""
-        return self.machine.mesh["data"] * self.machine.parameter_shards
+        return self.machine.mesh["data"] * self.gathered
 
     def config(self, model: ModelConfig) -> Tower | UnetConfig:
         """Return the tower's config."""
@@ -65,7 +76,7 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     """Estimate the seconds of a microbatch's forward and backward pass. batch: on each device."""
     machine = stage.machine
     config = stage.config(model)
-    rates, parts, fsdp = machine.speed.rates, machine.mesh["tensor"], machine.parameter_shards
+    rates, parts = machine.speed.rates, stage.parts
     work = row_work(model, batch.shape, batch.pairs)[stage.tower]
     unet = isinstance(config, UnetConfig)
     measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
@@ -96,10 +107,11 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations + adapters[1]
     backward += (cast + written + machine.activation + 2 * MASTER) * elements
     # Both passes gather the parameters; backward scatters gradients.
-    trained = fsdp * machine.activation / MASTER * stage.trainable
-    gathered = collective_seconds(trained + fsdp * stage.frozen, fsdp, parts, machine.cluster)
-    scattered = collective_seconds(trained, fsdp, parts, machine.cluster)
-    reduce = 0.0 if unet else all_reduce_seconds(config, work.positions, parts, machine)
+    trained = machine.activation / MASTER * stage.trainable
+    is_frozen = "llm" in frozen_modules(model)
+    experts = stage.experts if is_frozen else machine.activation / MASTER * stage.experts
+    gathered = _gather_seconds(stage, trained + stage.frozen, experts)
+    scattered = _gather_seconds(stage, trained, 0.0 if is_frozen else experts)
     exchange = 0.0
     if stage.tower == "llm":
         # The first ranks send encoders' tokens on to those whose rows they are in; the last ones hidden states.
@@ -107,13 +119,29 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
         widths = {name: n for name, n in batch.widths.items() if (last if name in model.generators else first)}
         exchange = exchange_seconds(model, replace(batch, widths=widths), machine) if widths or first else 0.0
     late = context_seconds(model.llm, batch, machine) if stage.tower == "llm" else (0.0, 0.0)
-    reduces = 0 if unet else all_reduces(config)
-    forward = max(forward, gathered) + len(stage.policies) * (reduces * reduce + late[0]) + exchange
+    between = (0.0, 0.0) if unet else tensor_seconds(config, work.positions, parts, machine)
+    dispatch = [0.0, 0.0]
+    if stage.tower == "llm":
+        in_layers = sum(model.llm.expert_layers[stage.layers.start : stage.layers.stop])
+        dispatch = [in_layers * seconds for seconds in dispatch_seconds(model.llm, work, machine)]
+    layers = len(stage.policies)
+    forward = max(forward, gathered) + layers * (between[0] + late[0]) + exchange + dispatch[0]
     if not stage.has_backward:
         return forward, 0.0
-    reduces *= len(stage.policies) + recomputed_reduces(stage.policies)
-    waits = len(stage.policies) * late[1] + stage.policies.count("full") * late[0]
-    return forward, max(backward, gathered + scattered) + reduces * reduce + waits + exchange
+    waits = layers * (between[1] + late[1]) + recomputed_reduces(stage.policies) * between[0]
+    waits += stage.policies.count("full") * late[0]
+    return forward, max(backward, gathered + scattered) + waits + exchange + dispatch[1]
+
+
+def _gather_seconds(stage: StageRun, size: float, experts: float) -> float:
+    """Estimate the seconds to gather or scatter parameters of `size` bytes on a device, `experts` of them of experts.
+
+    Those are not gathered along `expert`, which has others on each device.
+    """
+    cluster, devices = stage.machine.cluster, stage.machine.sharding.experts
+    everywhere = collective_seconds(stage.gathered * (size - experts), stage.gathered, stage.parts, cluster)
+    shards = stage.gathered // devices
+    return everywhere + collective_seconds(shards * experts, shards, stage.parts * devices, cluster)
 
 
 def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch: DeviceBatch) -> float:
@@ -130,7 +158,7 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
         token_work = row_work(model, batch.shape)[receiver.tower] if sender.tower == "llm" else work
         numbers = token_work.tokens * connector_mlps(sender.config(model)) * model.llm.width
     total = numbers * sender.machine.activation * sender.shards
-    largest = max(total / receiver.shards, total * receiver.machine.mesh["tensor"] / len(sender.devices))
+    largest = max(total / receiver.shards, total * receiver.parts / len(sender.devices))
     cluster = sender.machine.cluster
     nodes = {device // cluster.per_node for device in (*sender.devices, *receiver.devices)}
     return largest / (cluster.device.link_rate if len(nodes) == 1 else cluster.device.network_rate)

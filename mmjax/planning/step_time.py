@@ -42,6 +42,7 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 58, 72
 # That a chunk of tokens launches beside those, around a ring of tensor-parallel devices, for each of a layer's four
 # exchanges; as compiled for four.
 FORWARD_CHUNK_KERNELS, BACKWARD_CHUNK_KERNELS = 2, 4
+FORWARD_DISPATCH = 2 / 5  # share of `expert_bytes` that forward sends
 MUON_ITERATIONS = 5  # of Newton-Schulz
 # Over an adapter's input and output, in forward and backward; its products are too narrow to hide that. Forward reads
 # the input for `a`, writes what `b` returns, and adds it to the layer's output. Backward scales the output's gradient,
@@ -175,7 +176,8 @@ def _microbatch(model: ModelConfig, batch: DeviceBatch, unsaved: Mapping[str, fl
         tensor=sum(
             _tensor(c, work[name].positions, machine.sharding.parts(name), machine) for name, c in towers.items()
         ),
-        exchange=2 * exchange_seconds(model, batch, machine) + dispatch_seconds(model.llm, work["llm"], machine),
+        exchange=2 * exchange_seconds(model, batch, machine)
+        + sum(model.llm.expert_layers) * sum(dispatch_seconds(model.llm, work["llm"], machine)),
         context=_context(model.llm, batch, machine),
         update=0.0,
     )
@@ -331,18 +333,19 @@ def exchange_seconds(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun
     return sent / (device.link_rate if in_node else device.network_rate) + within
 
 
-def dispatch_seconds(llm: DecoderConfig, work: Work, machine: ClusterRun) -> float:
-    """Estimate the seconds in which tokens go to the devices of their experts and back, in both passes of all layers.
+def dispatch_seconds(llm: DecoderConfig, work: Work, machine: ClusterRun) -> tuple[float, float]:
+    """Estimate the seconds in which a layer's tokens go to the devices of their experts and back, by pass.
 
     An even router is assumed, whose tokens go in one turn (`mmjax.parallel.expert_exchange`).
     """
     group = machine.sharding.experts
     if llm.experts is None or group == 1:
-        return 0.0
-    size = sum(llm.expert_layers) * expert_bytes(llm, work.positions, group, machine.activation)
+        return 0.0, 0.0
+    size = expert_bytes(llm, work.positions, group, machine.activation)
     stride = machine.mesh.get("context", 1) * machine.mesh["tensor"]
     sends = llm.experts.sent_at_once(work.positions, group) < work.positions
-    return (_all_to_all if sends else collective_seconds)(size, group, stride, machine.cluster)
+    seconds = (_all_to_all if sends else collective_seconds)(size, group, stride, machine.cluster)
+    return FORWARD_DISPATCH * seconds, (1 - FORWARD_DISPATCH) * seconds
 
 
 def expert_bytes(llm: DecoderConfig, tokens: int, devices: int, activation: int) -> int:
@@ -411,14 +414,14 @@ def tensor_seconds(config: Tower, positions: int, parts: int, machine: ClusterRu
     return sends * (forward + FORWARD_CHUNK_KERNELS * launch), sends * (backward + BACKWARD_CHUNK_KERNELS * launch)
 
 
-def overlap_pays(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun) -> bool:
-    """Return whether a microbatch is faster with tensor-parallel exchanges behind products than with all-reduces."""
+def overlap_pays(model: ModelConfig, batch: DeviceBatch, machine: ClusterRun, towers: Collection[str]) -> bool:
+    """Return whether a microbatch of these towers is faster with exchanges behind products than with all-reduces."""
     work = row_work(model, batch.shape)
 
     def seconds(way: SequenceParallel) -> float:
         on = replace(machine, sharding=replace(machine.sharding, sequence_parallel=way))
-        towers = towers_of(model)
-        return sum(_tensor(c, work[name].positions, on.sharding.parts(name), on) for name, c in towers.items())
+        configs = {name: c for name, c in towers_of(model).items() if name in towers}
+        return sum(_tensor(c, work[name].positions, on.sharding.parts(name), on) for name, c in configs.items())
 
     return seconds("overlap") < seconds("off")
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import Microbatch
-from mmjax.config import CrossEntropy, Exchange, LossConfig
+from mmjax.config import CrossEntropy, LossConfig
 from mmjax.config.training import Carrier
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
@@ -80,12 +80,10 @@ class Executor:
         model: Model,
         optimizer: Optimizer,
         stages: Sequence[PlacedStage],
-        rules: ShardingRules,
         *,
         sources: int,
         schedule: ScheduleName = "1f1b",
         carrier: Carrier = "auto",
-        exchange: Exchange = "padded",
         loss: LossConfig = CrossEntropy(),
         loss_chunks: int = 1,
         accumulates: bool = True,
@@ -99,23 +97,20 @@ class Executor:
         """
         self.model = model
         self.optimizer = optimizer
-        self.rules = rules
         self.rows = rows
         self.stages = tuple(stages)
         self.is_one_stage = len(stages) == 1
+        self.rules = stages[0].rules if self.is_one_stage else ShardingRules()  # on `mesh`
         self.accumulates = accumulates
-        self.exchange = exchange
         self.schedule = schedule
         self.objective = TextObjective.of(model, loss, loss_chunks)
-        closed_over = (model.description, optimizer.config, rules, sources, exchange, loss, loss_chunks, accumulates)
+        closed_over = (model.description, optimizer.config, self.rules, sources, loss, loss_chunks, accumulates)
         # Programs of one mesh are in the cache.
         context = repr(closed_over) if self.is_one_stage and None not in closed_over[:2] else None
         self.passes = Passes(
             stages,
             schedule,
-            rules,
             sources=sources,
-            exchange=exchange,
             objective=self.objective,
             context=context,
             compiler_options=compiler_options,
@@ -124,7 +119,8 @@ class Executor:
         self.graph = self.passes.graph
         self.local = self.passes.local
         self.synchronous = self.passes.synchronous
-        meshes = list(dict.fromkeys(placed.mesh for placed in stages))
+        self.meshes = [placed.mesh for placed in stages]
+        meshes = list(dict.fromkeys(self.meshes))
         # Of all devices, for what the whole step agrees on.
         devices = np.concatenate([mesh.devices.reshape(-1) for mesh in meshes])
         united = Mesh(devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -154,7 +150,7 @@ class Executor:
     @classmethod
     def on_mesh(cls, model: Model, optimizer: Optimizer, mesh: Mesh, rules: ShardingRules, **options: Any) -> Executor:
         """Make the executor of the whole model on one mesh. options: as of `Executor`."""
-        return cls(model, optimizer, [PlacedStage("all", Stage.whole(model), mesh)], rules, **options)
+        return cls(model, optimizer, [PlacedStage("all", Stage.whole(model), mesh, rules)], **options)
 
     def _jit_step_programs(self, context: str | None, compiler_options: Mapping[str, Any] | None) -> None:
         """Jit the programs of the whole step, on all devices, and every stage's update."""
@@ -193,8 +189,8 @@ class Executor:
     def _check_agreement(self) -> None:
         """Raise UserError where processes would walk other passes: they would wait for each other for ever."""
         stages = [
-            (name, stage.description, mesh.shape_tuple, [device.id for device in mesh.devices.flat])
-            for name, stage, mesh in self.stages
+            (name, stage.description, mesh.shape_tuple, [device.id for device in mesh.devices.flat], rules)
+            for name, stage, mesh, rules in self.stages
         ]
         # The order of passes is a function of these and of a step's microbatches, which its plan's digest covers.
         if not coordination.all_equal(repr((stages, self.graph, self.schedule))):
@@ -276,7 +272,7 @@ class Executor:
         """Bring a packed microbatch to the devices: to each stage what its towers take, of this process's ranks."""
         if self.is_one_stage:
             return (put_local_rows(batch, self.mesh, self.rules),)
-        return put_batch(self.stages, batch, self.rows, self.rules)
+        return put_batch(self.stages, batch, self.rows)
 
     def step(
         self,
@@ -360,7 +356,7 @@ class Executor:
             return State((updated,)), [cleared], report
         report, valid = self._settle_gradients(gradients, reports, unreadable)
         states, sums = [], []
-        for number, (_, _, mesh) in enumerate(self.stages):
+        for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
                 states.append(state.stages[number])
                 sums.append(Sums({}, None))
@@ -384,9 +380,7 @@ class Executor:
         """Report a step to all devices, and whether it may update."""
         # Squares of the stages that share a mesh are added up on it. A stage that another process has counts there.
         squares: dict[Mesh, jax.Array] = {}
-        for (_, _, mesh), local, square, sums in zip(
-            self.stages, self.local, self._squares, gradients.sums, strict=True
-        ):
+        for mesh, local, square, sums in zip(self.meshes, self.local, self._squares, gradients.sums, strict=True):
             if not local:
                 continue
             norm = square(sums.gradients)
@@ -490,7 +484,7 @@ class Executor:
         if self.is_one_stage:
             return np.asarray(self._replicate(owner))
         if not self.local[last]:
-            owner = without_shards(owner, tokens_sharding(self.stages[last].mesh, self.rules))
+            owner = without_shards(owner, tokens_sharding(self.stages[last].mesh, self.stages[last].rules))
         self._walks += 1
         return np.asarray(self._meet(move_array(owner, replicated(self.mesh), (self._walks, "owners"))))
 
@@ -541,7 +535,7 @@ class Executor:
             gradients = self.gradients(state, self.zeros(), weighed, weights, noise)
         # The update is lowered and not run, which would give the state's buffers away.
         self._settle_gradients(gradients, reports, unreadable)
-        for number, (_, _, mesh) in enumerate(self.stages):
+        for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
                 continue
             scalars = (jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh)) for dtype in (jnp.float32, jnp.bool))

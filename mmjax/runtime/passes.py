@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmjax.batch import Microbatch
-from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import merge, modules_of, partition
 from mmjax.models.stage import Activations, Piece, Stage
@@ -35,6 +34,7 @@ class PlacedStage(NamedTuple):
     name: str
     stage: Stage
     mesh: Mesh
+    rules: ShardingRules = ShardingRules()
 
 
 StagedBatch = tuple[Microbatch, ...]  # by stage; of shapes alone where the stage is of other processes
@@ -101,10 +101,8 @@ class Passes:
         self,
         stages: Sequence[PlacedStage],
         schedule: ScheduleName,
-        rules: ShardingRules,
         *,
         sources: int,
-        exchange: Exchange,
         objective: TextObjective,
         context: str | None = None,
         compiler_options: Mapping[str, bool | int | float | str] | None,
@@ -123,11 +121,10 @@ class Passes:
             StageProgram(
                 placed.stage,
                 placed.mesh,
-                rules,
+                placed.rules,
                 objective,
                 trained=trained,
                 sources=sources,
-                exchange=exchange,
                 reduces_once=len(stages) > 1,
                 context=context,
                 compiler_options=compiler_options,
@@ -209,8 +206,9 @@ class Passes:
         return position, ", ".join([where, *waits] if waits else [where, f"microbatch {microbatch}"])
 
     def _describe_wait(self, kind: str, sender: int, microbatch: int) -> str:
-        name, _, mesh = self.stages[sender]
-        processes = ", ".join(map(str, sorted({device.process_index for device in mesh.devices.flat})))
+        name = self.stages[sender].name
+        devices = self.stages[sender].mesh.devices.flat
+        processes = ", ".join(map(str, sorted({device.process_index for device in devices})))
         what = "activations" if kind == "forward" else "gradients"
         return f"waiting for the {what} of {name}, microbatch {microbatch}, from process {processes}"
 
@@ -218,9 +216,9 @@ class Passes:
     def roles(self) -> dict[int, str]:
         """Name the stages of every process."""
         names: dict[int, list[str]] = defaultdict(list)
-        for name, _, mesh in self.stages:
-            for process in sorted({device.process_index for device in mesh.devices.flat}):
-                names[process].append(name)
+        for placed in self.stages:
+            for process in sorted({device.process_index for device in placed.mesh.devices.flat}):
+                names[process].append(placed.name)
         return {process: ", ".join(stages) for process, stages in names.items()}
 
     def forward(

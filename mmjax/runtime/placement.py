@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from mmjax.batch import TABLES, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config
+from mmjax.config.training import unit_layout
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
 from mmjax.models.stage import Stage
@@ -26,7 +26,12 @@ def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) ->
     """Place the stages of a model, built with `stage_cuts`, on the units' meshes."""
     meshes = unit_meshes(config, devices)
     return [
-        PlacedStage(placed.name, Stage.of_layers(model, placed.pieces), meshes[placed.unit][placed.part])
+        PlacedStage(
+            placed.name,
+            Stage.of_layers(model, placed.pieces),
+            meshes[placed.unit][placed.part],
+            ShardingRules.of(unit_layout(config.units[placed.unit], config.mesh)),
+        )
         for placed in list_stages(config)
     ]
 
@@ -41,33 +46,33 @@ def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str
     return rows
 
 
-def put_batch(
-    stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[str, TowerRows] | None, rules: ShardingRules
-) -> StagedBatch:
+def put_batch(stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[str, TowerRows] | None) -> StagedBatch:
     """Bring a packed microbatch to the devices: to each stage what its towers take.
 
     rows: which of each tower's rows this process packs; None: all. Stages of other processes get shapes alone.
     """
     done: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
 
-    def put(part: TextBatch | ItemBatch, tower: str, mesh: Mesh, *read: Any) -> TextBatch | ItemBatch:
+    def put(part: TextBatch | ItemBatch, tower: str, placed: PlacedStage, *read: Any) -> TextBatch | ItemBatch:
+        mesh = placed.mesh
         key = (mesh, tower, read)
         if key not in done:
             if any(device.process_index == jax.process_index() for device in mesh.devices.flat):
                 of_tower = None if rows is None else rows[tower]
-                done[key] = put_tower_rows(part, of_tower, mesh, rules)
+                done[key] = put_tower_rows(part, of_tower, mesh, placed.rules)
             else:
                 done[key] = _row_shapes(part, tower, rows, mesh.shape[CONTEXT])
         return done[key]
 
     batches = []
-    for _, stage, mesh in stages:
+    for placed in stages:
+        stage = placed.stage
         text = None
         if stage.text:
             read = (stage.encoders, stage.embeds_queries, stage.sends_states)
-            text = put(select_tables(batch.text, stage), "llm", mesh, *read)
+            text = put(select_tables(batch.text, stage), "llm", placed, *read)
         towers = [tower for tower in stage.towers if tower != "llm"]
-        batches.append(Microbatch(text, {tower: put(batch.items[tower], tower, mesh) for tower in towers}))
+        batches.append(Microbatch(text, {tower: put(batch.items[tower], tower, placed) for tower in towers}))
     return tuple(batches)
 
 
@@ -94,6 +99,13 @@ def _row_shapes(
 
     if isinstance(part, ItemBatch):
         return jax.tree.map(struct, part)
-    tables = jax.tree.map(partial(struct, per_rank=context), tables_of(part))
+    # A rank has a table for each of its devices, and one of what goes to a generator.
+    tables = {
+        table: {
+            name: jax.tree.map(partial(struct, per_rank=1 if name in part.condition else context), x)
+            for name, x in arrays.items()
+        }
+        for table, arrays in tables_of(part).items()
+    }
     tables["condition"] = {name: struct(x, name) for name, x in part.condition.items()}
     return jax.tree.map(struct, without_tables(part))._replace(**tables)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import Microbatch
-from mmjax.config import Exchange
 from mmjax.models.layer_stacks import Params, key_names, split_scanned
 from mmjax.models.model import Outputs, merge, modules_of, partition
 from mmjax.models.stage import ROUTING, Activations, Stage
@@ -97,7 +96,6 @@ class StageProgram:
         *,
         trained: frozenset[str] = frozenset(),
         sources: int,
-        exchange: Exchange = "padded",
         reduces_once: bool = True,
         context: str | None = None,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
@@ -115,7 +113,6 @@ class StageProgram:
         self.trained = trained
         self.gradient_inputs = trained & set(stage.inputs)
         self.sources = sources
-        self.exchange = exchange
         self.is_sink = bool(stage.losses) and not stage.outputs
         abstract = stage.select(model.abstract)
         axes = stage.select(model.axes)
@@ -152,12 +149,8 @@ class StageProgram:
         # A frozen encoder with a frozen connector has no backward pass. A frozen LLM behind something trained has one:
         # gradients pass through it.
         self.has_backward = bool(self.gradient_inputs or jax.tree.leaves(self.abstract[0]))
-        # Of what the stage takes and makes. Tokens of encoders lie on the ranks that encode, or exchange them.
-        encoded = rows_sharding(mesh, rules.token_rows)
         of_text = tokens_sharding(mesh, rules)
-        names = (*stage.inputs, *stage.outputs)
-        self.layouts = {name: of_text if name.startswith("llm.") else encoded for name in names}
-        self.layouts |= {name: on_all for name in names if name.startswith(ROUTING)}
+        self.layouts = {name: self._layout(name) for name in (*stage.inputs, *stage.outputs)}
         outputs = {name: self.layouts[name] for name in stage.outputs}
         sums = self.sums_shardings
         self.zeros = jax.jit(lambda: zeros_like(self.sums), out_shardings=sums)
@@ -172,6 +165,16 @@ class StageProgram:
         self.backward = jit(self._backward, donate_argnums=2, out_shardings=(sums.gradients, inputs))
         cached = partial(CachedProgram, context, mesh, compiler_options=compiler_options or None)
         self.forward_backward = cached(self.add_gradients, donate_argnums=2, out_shardings=(sums, inputs))
+
+    def _layout(self, name: str) -> NamedSharding:
+        """Return where an array lies that the stage takes or makes."""
+        if name.startswith(ROUTING):
+            return replicated(self.mesh)
+        if name.startswith("llm."):
+            return tokens_sharding(self.mesh, self.rules)
+        # An encoder's tokens, or the states that a generator takes, lie on the ranks that exchange them.
+        exchanged = name in self.stage.model.config.item_modules or ".deeper." in name
+        return rows_sharding(self.mesh, self.rules.token_rows if exchanged else self.rules.item_rows)
 
     def weigh(
         self, totals: Mapping[str, jax.Array], batch: Microbatch, unreadable: tuple[jax.Array, jax.Array]
@@ -230,7 +233,7 @@ class StageProgram:
             return values[LOSS], losses
 
         # Forward and backward are one program: nothing of a sink is in flight, and its loss needs no residuals.
-        with activations_on(self.mesh, self.rules, self.exchange):
+        with activations_on(self.mesh, self.rules):
             (gradients, scanned_sums, differentiated), losses = jax.grad(loss, (0, 1, 2), has_aux=True)(
                 rest, scanned_sums, differentiated
             )
@@ -287,7 +290,7 @@ class StageProgram:
         weights: Mapping[str, jax.Array],
         losses: Losses | None,
     ) -> tuple[Activations, Losses | None]:
-        with activations_on(self.mesh, self.rules, self.exchange):
+        with activations_on(self.mesh, self.rules):
             outputs, part = self._run(params, inputs, batch, noise, weights)
         return {name: x for name, x in outputs.items() if name != LOSS}, add_losses(losses, part)
 
@@ -342,7 +345,7 @@ class StageProgram:
 
         def run(rest: Params, differentiated: Activations, sums: Params) -> tuple[Activations, Any]:
             params = merge(merge(rest, scanned), frozen)
-            with activations_on(self.mesh, self.rules, self.exchange):
+            with activations_on(self.mesh, self.rules):
                 outputs, part = self._run(params, differentiated | constants, batch, noise, weights, sums)
             trained, untrained = self._split(outputs)
             return trained, (untrained, part)

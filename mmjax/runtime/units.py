@@ -7,22 +7,21 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from mmjax.config import Config, Unit
-from mmjax.config.training import encoder_ranks, unit_devices, unit_modules
+from mmjax.config.training import unit_devices, unit_modules
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import AXES, ShardingRules, local_ranks, owned_ranks, row_ranks
+from mmjax.parallel.sharding import ShardingRules, local_ranks, make_mesh, owned_ranks, row_ranks
 from mmjax.planning.schedules import list_stages
 
 
 def units_topology(units: Mapping[str, Unit]) -> Topology:
     """Return the ranks of units: the LLM's, and for encoders a multiple of these that the ranks of all units divide."""
     llm = next(unit for name, unit in units.items() if "llm" in unit_modules(name, unit))
-    ranks = llm.data * llm.fsdp
-    return Topology(ranks, ranks, ranks, math.lcm(*map(encoder_ranks, units.values())) // ranks, llm.context)
+    encoder_ranks = math.lcm(*(unit.encoder_ranks for unit in units.values()))
+    return Topology(llm.ranks, llm.ranks, llm.ranks, encoder_ranks // llm.ranks, llm.context)
 
 
 def unit_meshes(config: Config, devices: Sequence[jax.Device]) -> dict[str, list[Mesh]]:
@@ -44,9 +43,7 @@ def unit_meshes(config: Config, devices: Sequence[jax.Device]) -> dict[str, list
         size = unit_devices(unit) // unit.pipeline
         meshes[name] = []
         for _ in range(unit.pipeline):
-            sizes = [getattr(unit, axis) for axis in AXES]
-            grid = np.asarray(devices[first : first + size]).reshape(sizes)
-            meshes[name].append(Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
+            meshes[name].append(make_mesh(unit, devices[first : first + size], f"units.{name}"))
             first += size
     return meshes
 
@@ -66,13 +63,14 @@ def unit_ranks(config: Config, devices: Sequence[jax.Device]) -> UnitRanks:
     its stages; on the first stage's processes they count.
     """
     topology = units_topology(config.units)
-    rules = ShardingRules()
     local: dict[str, range] = {}
     own: dict[str, frozenset[int]] = {}
     meshes = unit_meshes(config, devices)
     stages = list_stages(config)
     for tower in ("llm", *config.model.item_modules):
         # The LLM's tokens are packed with their rows, whichever of the context devices they go to.
+        unit = next(unit for name, unit in config.units.items() if tower in unit_modules(name, unit))
+        rules = ShardingRules.of(unit)
         axes = rules.rows if tower == "llm" else rules.item_rows
         total = topology.ranks * (1 if tower == "llm" else topology.encoders_per_rank)
         # Of the stages that have layers of the tower, from its first on.

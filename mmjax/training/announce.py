@@ -264,6 +264,9 @@ def describe_stages(
         *table(lines),
         f"       predicted bubble {bubble:.0%} ({basis})",
     ]
+    for name, unit in config.units.items():
+        if unit.sequence_parallel in ("on", "overlap"):
+            described.append(f"       units.{name}.sequence_parallel={unit.sequence_parallel}")
     in_turn = unit_graph(config).workers_in_turn
     if microbatches < in_turn:
         described.append(

@@ -29,6 +29,7 @@ from mmjax.autotune.memory_plan import (
 from mmjax.batch import Microbatch
 from mmjax.config import Config, MeshConfig, ModelConfig
 from mmjax.config.loading import resolve_callbacks, to_json
+from mmjax.config.validation import check_layout
 from mmjax.console import ProgressLine, print_lines, size
 from mmjax.data.loading.ray_pool import pool_steps
 from mmjax.data.loading.step_loader import LoadedStep, spelled
@@ -38,8 +39,8 @@ from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError, raise_ctrl_c_once
 from mmjax.models.model import Model
 from mmjax.models.stage import Stage
-from mmjax.parallel.sharding import ShardingRules, check_heads, make_mesh
-from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, simulate_stages
+from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, resolve_units, simulate_stages
 from mmjax.planning.hardware import check_float8, find_device
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan, with_policies
@@ -163,7 +164,9 @@ class Trainer:
             raise UserError("the processes have different units; start all with the same config", everywhere=True)
         # Units have meshes of their own; this one, of all devices, is for what they do together.
         self.mesh = make_mesh(MeshConfig(data=1, fsdp=-1) if config.units else config.mesh, devices)
-        check_heads(self.mesh.shape, config.mesh, config.model)
+        if not config.units:
+            on_devices = replace(config.mesh, **self.mesh.shape)
+            check_layout("mesh", on_devices, config.model, alignment=config.batch.alignment)
         device = find_device(self.mesh.devices.flat[0].device_kind)
         check_float8(config.model.llm.fp8, device)
         enable_compilation_cache(folder.programs)  # before anything is compiled
@@ -175,7 +178,9 @@ class Trainer:
             self.data = open_data(config, folder, first_step, permitted, self.mesh)
         self.loader = self.data.loader
         config = self.data.launch.config  # in which training.epochs became training.steps
-        if not config.units:
+        if config.units:
+            config = resolve_units(config, self.loader.layout, device)
+        else:
             config = choose_sequence_parallel(config, self.mesh.shape, self.loader.layout, device)
         self.config = config
 
@@ -232,17 +237,15 @@ class Trainer:
             stages = place_stages(config, model, devices)
             rows = tower_rows(config, self.loader.layout, unit_ranks(config, devices))
         else:
-            stages = [PlacedStage("all", Stage.whole(model), self.mesh)]
+            stages = [PlacedStage("all", Stage.whole(model), self.mesh, ShardingRules.of(config.mesh))]
             rows = None
         return Executor(
             model,
             make_optimizer(config.optimizer, model.axes, model.dtype),
             stages,
-            ShardingRules.of(config.mesh),
             sources=self.data.sources,
             schedule=schedule_name(config),
             carrier=config.pipeline.carrier,
-            exchange=config.mesh.exchange,
             loss=config.loss,
             loss_chunks=loss_chunks,
             accumulates=len(stages) > 1 or config.batch.microbatches > 1,

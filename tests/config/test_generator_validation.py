@@ -89,10 +89,7 @@ EYES = {"vision": Unit(), "llm": Unit()}
     ("units", "message"),
     [
         (EYES, "units: picture has no devices"),
-        (
-            EYES | {"llm": Unit(context=2), "picture": Unit()},
-            r"units\.llm\.context=2: model\.generators read hidden states",
-        ),
+        (EYES | {"picture": Unit(expert=2)}, r"units\.picture\.expert=2: the LLM alone has experts"),
         (EYES | {"picture": Unit(pipeline=3)}, r"units\.picture\.pipeline=3 makes 3 stages of 2 layers"),
         (EYES | {"picture": Unit(tensor=4)}, r"units\.picture\.tensor=4 does not divide model\.generators\.picture"),
         (

@@ -123,10 +123,8 @@ def test_a_command_answers_other_stacks_options_in_one_line(words, answer, capsy
 @pytest.mark.parametrize(
     ("word", "answer"),
     [
-        ("units.llm.expert=2", "experts are not divided among the devices of a unit, each of which has all of them"),
         ("units.llm.memory=40", "it is of all devices: mesh.memory"),
-        ("units.llm.sequence_parallel=on", "have all tokens between layers"),
-        ("units.llm.encoders=data", "encoders have units of their own"),
+        ("units.llm.ranks_per_node=2", "units are placed in the order of the config; leave it out"),
         ("mesh.pipeline=2", "no key of the mesh; units have it: units.llm.pipeline"),
         ("mesh.virtual=2", "no key of the mesh; units have it: units.llm.virtual"),
     ],

@@ -9,6 +9,7 @@ from mmjax.config.loading import find_config, load
 from mmjax.config.training import unit_devices
 from mmjax.errors import UserError
 from mmjax.models.model import Model
+from mmjax.parallel.sharding import CONTEXT, RANKS, TENSOR, ShardingRules
 from mmjax.planning.reorder import make_reordering
 from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.passes import stage_graph
@@ -41,12 +42,20 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
         ((*GOOD, "mesh.fsdp=2"), "mesh.fsdp: modules with units have their devices from these"),
         ((*GOOD, "mesh.context=2"), "leave mesh as it is, or units empty, or set units.llm.context=2"),
         (
-            ("units.vision.context=2", *GOOD[1:]),
-            "units.vision.context=2: items of encoders are not cut, only rows of the LLM; use units.vision.data=2",
+            (*GOOD[:2], "units.llm.tensor=2", "units.llm.sequence_parallel=on", "batch.alignment=3"),
+            "units.llm.sequence_parallel=on: units.llm.tensor=2 does not divide rows of batch.alignment=3; use "
+            "batch.alignment=6",
         ),
+        ((*GOOD[:2], "units.llm.expert=2"), "units.llm.expert=2: model.llm.experts is none; use units.llm.fsdp, or"),
+        (("units.vision.expert=2", *GOOD[1:]), "the LLM alone has experts; use units.vision.fsdp=2"),
+        (("units.vision.exchange=ragged", *GOOD[1:]), "units.vision.exchange=ragged: it is of the LLM's stages; set"),
+        ((*GOOD, "units.llm.encoders=data"), "units.llm.encoders=data: this unit has no encoder; set it in the units"),
+        (("units.vision.tensor=3", *GOOD[1:]), "heads=4; use a divisor of it, or units.vision.encoders=data"),
+        ((*GOOD, "mesh.expert=2"), "or set units.llm.expert=2"),
         (
             (*GOOD[:2], "units.llm.context=2", "units.llm.tensor=2", "mesh.context_attention=heads"),
-            "units.llm.context=2 x tensor=2 does not divide model.llm.kv_heads=2; use mesh.context_attention=gather",
+            "units.llm.context=2 x tensor=2 does not divide model.llm.kv_heads=2, as context_attention=heads needs; "
+            "use units.llm.context_attention=gather",
         ),
         (
             (ALL, "units.all.pipeline=2", "units.all.cuts=(vison.1,)"),
@@ -92,6 +101,27 @@ def test_units_take_devices_in_order_and_their_stages_layers():
     assert schedule_name(config) == "1f1b"
     with pytest.raises(UserError, match=r"the units need 6 devices \(vision 2 \+ audio 1 \+ llm 3\) and there are 8"):
         unit_meshes(config, jax.devices())
+
+
+def test_every_stage_has_the_layout_of_its_unit():
+    words = (
+        *("units.vision.tensor=2", "units.vision.encoders=data", "units.audio.context=2"),
+        *("units.llm.tensor=2", "units.llm.sequence_parallel=overlap", "mesh.context_attention=gather"),
+    )
+    config = load(find_config("tiny_omni"), words)
+    model = Model.build(config.model, "float32", stage_cuts(config))
+    vision, audio, llm = place_stages(config, model, jax.devices()[:6])
+    assert vision.rules == ShardingRules(item_rows=(*RANKS, CONTEXT, TENSOR), context_attention="gather")
+    assert audio.rules == ShardingRules(context_attention="gather")
+    sequence = (CONTEXT, TENSOR)
+    assert llm.rules == ShardingRules(sequence=sequence, ring=(TENSOR,), context_attention="gather")
+    own = load(find_config("tiny_omni"), (*words, "units.llm.context_attention=heads"))
+    assert place_stages(own, model, jax.devices()[:6])[2].rules.context_attention == "heads"
+    # Two ranks of each encoder's rows, on one rank of the LLM.
+    assert units_topology(config.units).encoders_per_rank == 2
+    ragged = load(find_config("tiny_omni"), (*words, "units.llm.exchange=ragged"))
+    with pytest.raises(UserError, match=r"units\.llm\.exchange=ragged: a CPU .*; use units\.llm\.exchange=padded"):
+        unit_meshes(ragged, jax.devices()[:6])
 
 
 @pytest.mark.parametrize(

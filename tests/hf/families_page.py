@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.config import AudioConfig, MeshConfig, ModelConfig, NoVideo, VisionConfig
+from mmjax.config.validation import check_layout
 from mmjax.errors import UserError
 from mmjax.hf.families import CHECKPOINTS, encoder_from_hf, from_hf
-from mmjax.parallel.sharding import check_heads
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, EXACTNESS = DOCS / "families.md", DOCS / "exactness.md"
@@ -78,7 +78,7 @@ def video(model: ModelConfig) -> str:
 def has_context(model: ModelConfig) -> bool:
     """Return whether rows of the LLM may be cut over devices."""
     try:
-        check_heads({"tensor": 1, "context": 2}, MeshConfig(), model)
+        check_layout("mesh", MeshConfig(context=2), model)
     except UserError:
         return False
     return True

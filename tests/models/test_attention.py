@@ -16,7 +16,7 @@ from mmjax.models.blockwise_attention import (
     blockwise_attention,
     dense_attention,
 )
-from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
+from mmjax.parallel.sharding import ShardingRules, activations_on, encoding, make_mesh
 
 
 def as_mask(rows):
@@ -206,19 +206,21 @@ def test_heads_that_do_not_divide_are_refused():
         attention(q, k, v, mask, "dense")
 
 
-@pytest.mark.parametrize("backend", ["blockwise", "flash"])
-def test_on_a_mesh_each_device_visits_its_own_rows_and_heads_and_nothing_is_exchanged(backend):
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])
-    q, k, v, mask = random_case(5, 40, 4, 2, rows=4)
+@pytest.mark.parametrize(("backend", "encoders"), [("blockwise", "tensor"), ("flash", "tensor"), ("blockwise", "data")])
+def test_on_a_mesh_each_device_visits_its_own_rows_and_heads_and_nothing_is_exchanged(backend, encoders):
+    config = MeshConfig(data=2, fsdp=2, tensor=2, encoders=encoders)
+    mesh, rules = make_mesh(config, jax.devices()[:8]), ShardingRules.of(config)
+    axes = ("data", "fsdp", "tensor") if encoders == "data" else ("data", "fsdp")
+    q, k, v, mask = random_case(5, 40, 4, 2, rows=8)
 
     def loss(q, k, v, mask, backend):
         return jnp.square(attention(q, k, v, mask, backend)).sum()
 
     wanted = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=4)(q, k, v, mask, "dense")
-    heads = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, "tensor"))
-    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    heads = NamedSharding(mesh, PartitionSpec(axes, None, None if encoders == "data" else "tensor"))
+    rows = NamedSharding(mesh, PartitionSpec(axes))
     placed = (*(jax.device_put(x, heads) for x in (q, k, v)), jax.device_put(mask, rows))
-    with activations_on(mesh, ShardingRules()):
+    with activations_on(mesh, rules), encoding():
         program = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=4).lower(*placed, backend).compile()
     for ours, theirs in zip(program(*placed), wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)

@@ -22,6 +22,7 @@ from mmjax.models.context_attention import MAX_PIECES, pieces
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
 
 RULES = replace(ShardingRules(), context_attention="gather")
+RAGGED = replace(RULES, exchange="ragged")
 
 
 def gradients(backend, scoring):
@@ -101,7 +102,7 @@ def test_keys_that_no_query_of_a_device_may_attend_are_not_needed_there(monkeypa
     arrays.append(jnp.asarray(np.random.default_rng(3).normal(size=arrays[0].shape), jnp.float32))
     q, k, v, weight = arrays
     wanted = gradients("dense", DEFAULT_SCORING)(q, k, v, mask, weight)
-    with activations_on(make_mesh(mesh, jax.devices()[:devices]), RULES, "ragged"):
+    with activations_on(make_mesh(mesh, jax.devices()[:devices]), RAGGED):
         found = gradients(backend, DEFAULT_SCORING)(q, k, v, mask, weight)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
@@ -113,7 +114,7 @@ def test_a_device_is_sent_hardly_more_than_its_queries_may_attend():
     rank = distribute_samples(block_work(mask, block), block_samples(mask, block), devices)
     order = token_order(rank, length, block)[0]
     of_row = MaskSpec(*(jnp.asarray(field[order][None]) for field in mask))
-    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RULES, "ragged"):
+    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RAGGED):
         plan = jax.jit(lambda mask: plan_attention(mask, "blockwise", 8, (4, 2), jnp.dtype("float32")))(of_row)
     owner = np.repeat(rank, block)
     attended = visible_keys(mask, owner, devices) & (owner != np.arange(devices)[:, None])
@@ -125,7 +126,7 @@ def test_a_ragged_exchange_is_compiled_for_gpus_and_returns_gradients_in_float32
     """Each piece of keys and of values arrives in forward and in backward, and its gradients return once."""
     devices = 4
     q, k, v, mask = random_case(0, 64, 4, 2, jnp.bfloat16, rows=1)
-    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RULES, "ragged"):
+    with activations_on(make_mesh(MeshConfig(context=devices, data=1), jax.devices()[:devices]), RAGGED):
         program = gradients("blockwise", DEFAULT_SCORING).trace(q, k, v, mask, jnp.ones(q.shape))
     text = program.lower(lowering_platforms=("cuda",)).as_text()
     sent = re.findall(r"@ragged_all_to_all.*-> tensor<[\dx]+x(\w+)>", text)

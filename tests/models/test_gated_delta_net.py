@@ -17,6 +17,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from mmjax.config import DeltaNetConfig, LoraConfig, MeshConfig
 from mmjax.config.model_validation import check_model
+from mmjax.config.validation import check_layout
 from mmjax.cost.table import parameters
 from mmjax.data.loading.text_rows import Arrays, empty_text, stretch, write_sample
 from mmjax.data.sample import Sample, Text
@@ -27,7 +28,7 @@ from mmjax.models.gated_delta_net import GatedDeltaNet, gated_delta_rule
 from mmjax.models.layer_stacks import LayerStack, plan_stacks, unstack_layers
 from mmjax.models.layers import Context, KVCacheView
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, activations_on, check_heads, make_mesh, rows_sharding
+from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh, rows_sharding
 from mmjax.runtime.state import parameter_shardings
 
 WIDTH, EPS = 32, 1e-6
@@ -242,14 +243,13 @@ def shape_of_layer(leaf, _):
 
 def test_what_does_not_read_samples_in_order_is_refused_in_one_line():
     model = hybrid()
-    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 2}
     with pytest.raises(UserError, match=r"mesh\.context=2: a gated delta net .* use mesh.context=1"):
-        check_heads(sizes, MeshConfig(context=2), model)
+        check_layout("mesh", MeshConfig(context=2), model)
     with pytest.raises(UserError, match=r"mesh.tensor=4 does not divide model.llm.kv_heads=2"):
-        check_heads(sizes | {"tensor": 4, "context": 1}, MeshConfig(), model)
+        check_layout("mesh", MeshConfig(tensor=4), model)
     more = replace(model, llm=replace(model.llm, kv_heads=4))
     with pytest.raises(UserError, match=r"mesh.tensor=4 does not divide model.llm.delta_net.key_heads=2"):
-        check_heads(sizes | {"tensor": 4, "context": 1}, MeshConfig(), more)
+        check_layout("mesh", MeshConfig(tensor=4), more)
     with pytest.raises(
         UserError, match=r"model\.llm\.items=isolated: a gated delta net reads a sample's tokens in order"
     ):

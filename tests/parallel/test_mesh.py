@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mmjax.config import DecoderConfig, MeshConfig, ModelConfig, VisionConfig
+from mmjax.config.validation import check_layout
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import (
     RANKS,
-    check_heads,
     encoder_axes,
     loss_choices,
     make_mesh,
@@ -70,31 +70,31 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_remedy(config,
     ],
 )
 def test_tensor_parallelism_that_cuts_a_head_is_refused_with_the_key(llm, vision, key):
-    mesh = make_mesh(MeshConfig(tensor=2), jax.devices())
+    mesh = MeshConfig(tensor=2)
     model = ModelConfig(llm, {"eyes": vision})
     if key is None:
-        check_heads(mesh.shape, MeshConfig(), model)
+        check_layout("mesh", mesh, model)
         return
     with pytest.raises(UserError, match=r"mesh\.tensor=2 does not divide") as raised:
-        check_heads(mesh.shape, MeshConfig(), model)
+        check_layout("mesh", mesh, model)
     assert key in str(raised.value)
     assert "use a divisor" in str(raised.value)
 
 
 def test_heads_that_cannot_be_exchanged_for_tokens_are_refused_with_the_key():
-    mesh = make_mesh(MeshConfig(context=2, tensor=2), jax.devices())
+    mesh = MeshConfig(context=2, tensor=2)
     model = ModelConfig(LLM)
-    check_heads(mesh.shape, MeshConfig(context_attention="gather"), model)
-    with pytest.raises(UserError, match=r"model\.llm\.kv_heads=2; use mesh\.context_attention=gather"):
-        check_heads(mesh.shape, MeshConfig(context_attention="heads"), model)
+    check_layout("mesh", replace(mesh, context_attention="gather"), model)
+    with pytest.raises(UserError, match=r"model\.llm\.kv_heads=2, as .*; use mesh\.context_attention=gather"):
+        check_layout("mesh", replace(mesh, context_attention="heads"), model)
 
 
 def test_encoders_whose_rows_lie_on_the_tensor_axis_may_have_any_number_of_heads():
-    mesh = make_mesh(MeshConfig(tensor=2), jax.devices())
+    mesh = MeshConfig(tensor=2)
     model = ModelConfig(LLM, {"eyes": replace(VISION, heads=1)})
-    check_heads(mesh.shape, MeshConfig(encoders="data"), model)
+    check_layout("mesh", replace(mesh, encoders="data"), model)
     with pytest.raises(UserError, match=r"heads=1; use a divisor of it, or mesh\.encoders=data"):
-        check_heads(mesh.shape, MeshConfig(), model)
+        check_layout("mesh", mesh, model)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.distributed import coordination
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.schedules import make_schedule, stage_cuts
 from mmjax.planning.simulate import total_order
 from mmjax.runtime.device_batch import ProcessReport
@@ -57,7 +56,6 @@ def prepare(folder: Path, steps: int) -> tuple[Config, Executor, list[LoadedStep
         model,
         make_optimizer(config.optimizer, model.axes),
         place_stages(config, model, jax.devices()),
-        ShardingRules(),
         sources=len(config.data.sources),
         rows=tower_rows(config, layout, ranks),
     )

@@ -34,7 +34,6 @@ from mmjax.config import (
 from mmjax.config.training import unit_devices
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
-from mmjax.parallel.sharding import ShardingRules
 from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
@@ -57,6 +56,21 @@ UNITS = {
     "context, several ranks": {"encoders": Unit(modules=("vision", "audio")), "llm": Unit(data=2, context=2)},
     "context with the encoders": {"all": Unit(modules=("llm", "vision", "audio"), pipeline=2, context=2, tensor=2)},
     "context, interleaved": {"vision": Unit(), "audio": Unit(), "llm": Unit(pipeline=2, context=2, virtual=2)},
+    "experts": {"vision": Unit(data=2), "audio": Unit(context=2), "llm": Unit(expert=2, pipeline=2)},
+    "experts, all axes": {
+        "all": Unit(
+            modules=("llm", "vision", "audio"), expert=2, tensor=2, pipeline=2, sequence_parallel="on", encoders="data"
+        )
+    },
+    "tokens divided": {
+        "vision": Unit(tensor=2, encoders="data"),
+        "audio": Unit(context=2),
+        "llm": Unit(tensor=2, pipeline=2, sequence_parallel="overlap"),
+    },
+    "tokens of encoders divided": {
+        "encoders": Unit(modules=("vision", "audio"), tensor=2, context=2, sequence_parallel="overlap"),
+        "llm": Unit(fsdp=2, context=2, context_attention="heads"),
+    },
     # Cut inside a deepstack, as `deepstack_config_of` makes it.
     "deep": {"vision": Unit(pipeline=2), "audio": Unit(), "llm": Unit(pipeline=2, cuts=(1,))},
     "deeper": {"vision": Unit(pipeline=3), "audio": Unit(), "llm": Unit(pipeline=4)},
@@ -88,6 +102,16 @@ def config_of(
     return replace(config, model=replace(config.model, llm=llm, encoders=encoders), **changes)
 
 
+def with_experts(config: Config, layers: Sequence[int] = (0, 1, 3)) -> Config:
+    """The same with experts in these of the LLM's four layers, and losses that balance them."""
+    losses = {"balance_loss": 0.3, "z_loss": 0.05}
+    experts = ExpertsConfig(layers=tuple(layers), count=4, per_token=2, width=24, shared_width=16, **losses)
+    llm = replace(config.model.llm, experts=experts)
+    # Rows that sequence parallelism divides.
+    batch = replace(config.batch, alignment=16)
+    return replace(config, batch=batch, model=replace(config.model, llm=llm))
+
+
 def deepstack_config_of(units: str, **changes: Any) -> Config:
     """The model with four vision layers, of which three are taken out, the first stage's last and the last among them.
 
@@ -106,7 +130,6 @@ def make_pipeline(config: Config, schedule: str = "auto") -> Executor:
         model,
         make_optimizer(config.optimizer, model.axes),
         place_stages(config, model, jax.devices()[:devices]),
-        ShardingRules.of(config.mesh),
         sources=len(config.data.sources),
         schedule=schedule_name(config),
         loss=config.loss,
@@ -181,13 +204,9 @@ def assert_gradients_of_one_mesh(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("units", ["unequal ranks", "context with the encoders"])
+@pytest.mark.parametrize("units", ["unequal ranks", "context with the encoders", "experts", "experts, all axes"])
 def test_gradients_of_an_llm_with_experts_are_those_of_one_program(units, tmp_path):
-    config = config_of(units)
-    losses = {"balance_loss": 0.3, "z_loss": 0.05}
-    experts = ExpertsConfig(layers=(0, 1, 3), count=4, per_token=2, width=24, shared_width=16, **losses)
-    config = replace(config, model=replace(config.model, llm=replace(config.model.llm, experts=experts)))
-    assert_same_gradients(config, tmp_path)
+    assert_same_gradients(with_experts(config_of(units)), tmp_path)
 
 
 @pytest.mark.default_cases("by module-auto-True-none-1-0.1")
@@ -212,6 +231,8 @@ def test_gradients_of_an_llm_with_experts_are_those_of_one_program(units, tmp_pa
         ("context with the encoders", "auto", True, "none", 1, 0.1),
         ("context with the encoders", "gpipe", False, "full", 2, 0.0),
         ("context, interleaved", "auto", True, "products", 1, 0.1),
+        ("tokens divided", "auto", True, "none", 1, 0.1),
+        ("tokens of encoders divided", "auto", False, "full", 2, 0.1),
     ],
 )
 def test_gradients_are_those_of_one_program(units, schedule, tied, remat, chunks, dropout, tmp_path):

@@ -42,6 +42,18 @@ UNITS = {
     "unequal ranks": {"vision": Unit(data=2), "llm": Unit(fsdp=2), "picture": Unit(data=2, pipeline=2)},
     "with the llm": {"vision": Unit(), "llm": Unit(modules=("llm", "picture"), pipeline=2, tensor=2)},
     "interleaved": {"vision": Unit(), "llm": Unit(pipeline=2, virtual=2), "picture": Unit(pipeline=2)},
+    "rows over tensor and context": {
+        "vision": Unit(context=2),
+        "llm": Unit(fsdp=2),
+        "picture": Unit(tensor=2, encoders="data", pipeline=2),
+    },
+    "rows over context": {"vision": Unit(), "llm": Unit(tensor=2), "picture": Unit(context=2, pipeline=2)},
+    "context before it": {"vision": Unit(), "llm": Unit(context=2, pipeline=2), "picture": Unit(data=2)},
+    "tokens divided": {
+        "vision": Unit(),
+        "llm": Unit(tensor=2, sequence_parallel="on"),
+        "picture": Unit(tensor=2, sequence_parallel="overlap", pipeline=2),
+    },
 }
 
 
@@ -74,6 +86,10 @@ def config_of(units: str, frozen: Sequence[str] = (), **changes: Any) -> Config:
         ("unequal ranks", "1f1b"),
         ("with the llm", "1f1b"),
         ("interleaved", "auto"),
+        ("rows over tensor and context", "1f1b"),
+        ("rows over context", "1f1b"),
+        ("context before it", "1f1b"),
+        ("tokens divided", "1f1b"),
     ],
 )
 def test_gradients_are_those_of_one_program(units, schedule, tmp_path):
@@ -81,8 +97,9 @@ def test_gradients_are_those_of_one_program(units, schedule, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_unet_is_one_stage(tmp_path):
-    config = config_of("one stage")
+@pytest.mark.parametrize("units", ["one stage", "with the llm"])
+def test_a_unet_is_one_stage(units, tmp_path):
+    config = config_of(units)
     assert_same_gradients(replace(config, model=replace(config.model, generators={"picture": UNET})), tmp_path)
 
 
@@ -156,14 +173,15 @@ def test_updates_and_reports_are_those_of_one_program(units, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_process_for_every_stage_has_the_gradients_of_one_mesh_which_goes_on(runs, monkeypatch):
+@pytest.mark.parametrize("llm", ["pipeline", "context"])
+def test_a_process_for_every_stage_has_the_gradients_of_one_mesh_which_goes_on(llm, runs, monkeypatch):
     monkeypatch.setenv("MMJAX_CHECK_TRANSFERS", "1")
     words = (TINY_DRAWING, *SHORT, "training.evaluate_every=0", "batch.microbatches=2")
     words = (*words, "model.llm.layers=2", "model.generators.picture.layers=2")
     one, staged = runs / "one", runs / "staged"
     ended = finish(launch(1, *words, f"run={one}", devices=1))
     assert ended.code == 0, ended
-    units = ("units.vision.data=1", "units.llm.pipeline=2", "units.picture.pipeline=2")
+    units = ("units.vision.data=1", f"units.llm.{llm}=2", "units.picture.pipeline=2")
     ended = finish(launch(5, *words, *units, f"run={staged}", devices=1))
     assert ended.code == 0, ended
     assert "; 0 programs compiled after the start" in ended.out
@@ -189,7 +207,9 @@ def assert_same_images(run: Path, expected: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("units", ["unequal ranks", "with the llm", "unet"])
+@pytest.mark.parametrize(
+    "units", ["unequal ranks", "with the llm", "unet", "rows over tensor and context", "context before it"]
+)
 def test_every_stage_is_planned_and_compiled_ahead(units, tmp_path):
     config = config_of("one stage" if units == "unet" else units)
     if units == "unet":

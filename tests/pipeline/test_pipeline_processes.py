@@ -113,7 +113,8 @@ def assert_same_gradients(folder: Path, one_mesh: Path) -> None:
     gradients, expected = (first_moments(run, 1) for run in (folder, one_mesh))
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert np.abs(gradients[name] - gradient).max() <= 1e-5 * np.abs(gradient).max(), name
+        # What has no gradient but by rounding, a key's bias, is of this size.
+        assert np.abs(gradients[name] - gradient).max() <= 1e-5 * np.abs(gradient).max() + 1e-10, name
 
 
 def compare_delayed(folder: Path, steps: int, seeds: int, seconds: float) -> str:

@@ -86,6 +86,30 @@ def test_a_run_in_stages_gives_the_losses_of_one_mesh_which_goes_on_from_its_che
 
 
 @pytest.mark.exhaustive
+def test_units_that_share_experts_and_divide_tokens_give_the_losses_of_one_mesh_which_goes_on(runs, capsys):
+    settings = "layers=(0,1)", "count=4", "per_token=2", "width=24", "balance_loss=0.1"
+    experts = [f"model.llm.experts.{word}" for word in settings]
+    words = (TINY_MEDIA, *experts, "training.steps=6", "training.checkpoint_every=2", "training.evaluate_every=0")
+    words = (*words, "training.keep=3", "batch.microbatches=2")
+    # Four devices encode, each rows of its own; four have the LLM, its experts and tokens.
+    encoders = [f"units.encoders.{word}" for word in ("modules=vision,audio", "tensor=2", "context=2", "encoders=data")]
+    llm = [f"units.llm.{word}" for word in ("expert=2", "tensor=2", "sequence_parallel=overlap")]
+    one, staged = runs / "one", runs / "staged"
+    assert run(capsys, train.main, *words, "mesh.expert=4", f"run={one}").code == 0
+    ended = run(capsys, train.main, *words, *encoders, *llm, f"run={staged}")
+    assert ended.code == 0, ended
+    assert "units.llm.sequence_parallel=overlap" in ended.out
+    assert "; 0 programs compiled after the start" in ended.out
+    assert_same_losses(steps_of(staged), steps_of(one))
+    go_back(staged, 6)
+    assert run(capsys, train.main, *words, *encoders, *llm, f"run={staged}", "--resume").code == 0
+    assert_same_losses(steps_of(staged), steps_of(one))
+    go_back(staged, 6, 4)
+    assert run(capsys, train.main, *words, "mesh.expert=4", f"run={staged}", "--resume", "units={}").code == 0
+    assert_same_losses(steps_of(staged), steps_of(one))
+
+
+@pytest.mark.exhaustive
 def test_reordered_microbatches_give_the_same_losses_and_are_resumed_and_inspected_as_they_ran(
     runs, capsys, monkeypatch
 ):

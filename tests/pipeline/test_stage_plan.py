@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from test_executor import config_of, deepstack_config_of
+from test_executor import config_of, deepstack_config_of, with_experts
 
 from mmjax.config import Config, Unit
 from mmjax.data.plan.length_index import build_index
@@ -15,7 +15,7 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
 from mmjax.pipeline.stage_plan import plan_stages, simulate_stages
 from mmjax.planning.hardware import Rates
-from mmjax.planning.remat import MemoryLimit
+from mmjax.planning.remat import MemoryLimit, StagePlan
 from mmjax.planning.step_time import Speed
 from mmjax.runtime.units import units_topology
 
@@ -87,6 +87,51 @@ def test_devices_that_share_a_row_hold_their_part_of_it_and_room_for_all_tokens_
     # The tables say of all tokens of a rank which go to each of its devices.
     assert two["llm[0:2]"].memory["batch"] > two["llm[2:4]"].memory["batch"]
     assert one["llm[0:2]"].memory["batch"] == one["llm[2:4]"].memory["batch"]
+
+
+def test_stages_hold_what_their_layouts_divide(tmp_path):
+    config = config_of("by module", tied=False)
+    index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
+
+    def plan(config: Config, **units: Unit) -> dict[str, StagePlan]:
+        config = replace(config, units=units)
+        layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
+        return {p.name.partition("[")[0]: p for p in plan_stages(config, layout, SPEED, MemoryLimit(math.inf))}
+
+    alone = plan(config, vision=Unit(data=2), audio=Unit(fsdp=2), llm=Unit())
+    cut = plan(config, vision=Unit(tensor=2), audio=Unit(context=2), llm=Unit(tensor=2))
+    divided = plan(
+        config,
+        vision=Unit(tensor=2, encoders="data"),
+        audio=Unit(context=2),
+        llm=Unit(tensor=2, sequence_parallel="on"),
+    )
+    held = {name: p.memory["activations"] for name, p in divided.items()}
+    assert held["llm"] == alone["llm"].memory["activations"] / 2 < cut["llm"].memory["activations"]
+    assert divided["llm"].memory["parameters"] == cut["llm"].memory["parameters"]
+    # An encoder's rows over the tensor axis: parameters are cut, and layers compute other rows.
+    assert held["vision"] == alone["vision"].memory["activations"] < cut["vision"].memory["activations"]
+    parameters = [p["vision"].memory["parameters"] for p in (divided, cut, alone)]
+    assert parameters[0] == parameters[1] < 0.6 * parameters[2]
+    assert divided["vision"].forward == pytest.approx(alone["vision"].forward)
+    # Context is more ranks for an encoder's rows, which share its parameters as those of fsdp do.
+    assert cut["audio"].memory == alone["audio"].memory
+
+
+@pytest.mark.exhaustive
+def test_devices_that_share_experts_hold_as_much_as_those_that_share_all_parameters(tmp_path):
+    config = with_experts(config_of("by module", tied=False))
+    index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
+    plans = []
+    for llm in (Unit(expert=2), Unit(fsdp=2)):
+        of = replace(config, units=config.units | {"llm": llm})
+        layout = make_planner(index, of, [1.0], units_topology(of.units))[1]
+        plans.append({p.name: p for p in plan_stages(of, layout, SPEED, MemoryLimit(math.inf))}["llm"])
+    shared, sharded = plans
+    assert shared.mesh == {"expert": 2}
+    for kind in ("parameters", "optimizer", "activations", "messages"):
+        assert shared.memory[kind] == pytest.approx(sharded.memory[kind], rel=0.01), kind
+    assert shared.memory["transient"] != sharded.memory["transient"]  # tokens that come from other devices
 
 
 @pytest.mark.exhaustive

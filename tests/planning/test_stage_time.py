@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from mmjax.config import AdamW
+from mmjax.autotune.memory_plan import model_sharding
+from mmjax.config import AdamW, ExpertsConfig, Layout, ModelConfig, SequenceParallel
 from mmjax.config.loading import load
-from mmjax.cost.table import parameters
+from mmjax.cost.table import module_parameters, parameters
 from mmjax.planning.flops import frozen_modules
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, parse_cluster
-from mmjax.planning.memory import MASTER, DeviceBatch, ModelSharding, moment_bytes
+from mmjax.planning.memory import MASTER, DeviceBatch, moment_bytes
 from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
 from mmjax.planning.step_time import ClusterRun, Speed, step_time
 
@@ -20,12 +21,18 @@ BATCH = DeviceBatch({"llm": (1, 4096)}, {})
 CLUSTER = parse_cluster("h100x4x8")
 
 
-def stage(layers: range, devices: range = range(1), policy: str = "none", **mesh: int) -> StageRun:
+def stage(
+    layers: range,
+    devices: range = range(1),
+    policy: str = "none",
+    way: SequenceParallel = "off",
+    model: ModelConfig = MODEL,
+    **mesh: int,
+) -> StageRun:
     sizes = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1} | mesh
-    shards = sizes["fsdp"] * sizes["context"] * sizes["tensor"]
-    sharding = ModelSharding(shards, sizes["tensor"], sizes["tensor"])
-    share = len(layers) / MODEL.llm.layers / sharding.shards
-    count = parameters(MODEL)["llm"] * share
+    sharding = model_sharding(Layout(**mesh, sequence_parallel=way), sizes)
+    share = len(layers) / model.llm.layers / sharding.shards
+    count = parameters(model)["llm"] * share
     return StageRun(
         tower="llm",
         layers=layers,
@@ -34,13 +41,16 @@ def stage(layers: range, devices: range = range(1), policy: str = "none", **mesh
         machine=ClusterRun(CLUSTER, sizes, sharding, Speed(CLUSTER.device.rates("bfloat16")), 2),
         trainable=MASTER * count,
         frozen=0.0,
-        moments=share * moment_bytes(MODEL, frozen_modules(MODEL), AdamW())["llm"],
+        moments=share * moment_bytes(model, frozen_modules(model), AdamW())["llm"],
         has_backward=True,
         unsaved=300e3,
+        experts=MASTER * module_parameters(model)["llm"].experts * share,
     )
 
 
-@pytest.mark.parametrize("mesh", [{}, {"tensor": 4}, {"context": 4}])
+@pytest.mark.parametrize(
+    "mesh", [{}, {"tensor": 4}, {"context": 4}, {"tensor": 4, "way": "on"}, {"tensor": 4, "way": "overlap"}]
+)
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_stages_together_take_what_one_mesh_takes(policy, mesh):
     ends = (range(9), range(9, 20), range(20, 28))
@@ -59,6 +69,24 @@ def test_stages_together_take_what_one_mesh_takes(policy, mesh):
     assert found.exchange > 0.01 * found.compute
     assert (found.context > 0) == ("context" in mesh)
     assert sum(update_seconds(MODEL, one, AdamW()) for one in stages) == pytest.approx(found.update, rel=1e-6)
+
+
+def test_stages_send_tokens_to_the_devices_of_their_experts_as_one_mesh_does():
+    experts = ExpertsConfig(layers=tuple(range(3, 28)), count=16, per_token=2, width=1024)
+    model = replace(MODEL, llm=replace(MODEL.llm, experts=experts))
+    ends = (range(9), range(9, 28))
+    stages = [stage(layers, model=model, expert=8) for layers in ends]
+    found = step_time(model, (BATCH,), {"llm": 300e3}, stages[0].machine, AdamW())
+    alone = [replace(one, machine=stage(layers).machine) for one, layers in zip(stages, ends, strict=True)]
+    sent = [sum(pass_seconds(model, one, BATCH)) for one in stages]
+    kept = [sum(pass_seconds(model, one, BATCH)) for one in alone]
+    assert sum(sent) - sum(kept) == pytest.approx(found.exchange)
+    # In proportion to their layers with experts.
+    assert sent[1] - kept[1] == pytest.approx(19 / 6 * (sent[0] - kept[0]))
+    # Nobody gathers the experts of other devices: hidden behind long passes, and waited for in short ones.
+    short = DeviceBatch({"llm": (1, 64)}, {})
+    gathered = replace(stages[1], experts=0.0)
+    assert sum(pass_seconds(model, stages[1], short)) < 0.5 * sum(pass_seconds(model, gathered, short))
 
 
 def test_a_stage_without_a_backward_pass_has_none_and_short_passes_wait_for_their_shards():

@@ -197,9 +197,9 @@ def test_overlapped_exchanges_cost_launches_and_what_no_product_of_a_chunk_hides
 
 def test_overlap_pays_where_rows_are_long_and_not_where_launches_take_longer():
     on = machine("h100x4", tensor=4)
-    assert overlap_pays(MODEL, BATCH, on)
-    assert not overlap_pays(MODEL, DeviceBatch({"llm": (1, 128)}, {}), on)
-    assert not overlap_pays(MODEL, BATCH, machine("h100"))
+    assert overlap_pays(MODEL, BATCH, on, ["llm"])
+    assert not overlap_pays(MODEL, DeviceBatch({"llm": (1, 128)}, {}), on, ["llm"])
+    assert not overlap_pays(MODEL, BATCH, machine("h100"), ["llm"])
 
 
 def test_microbatches_add_up_and_the_update_comes_once():

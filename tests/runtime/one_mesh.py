@@ -77,7 +77,7 @@ def gradient_program(executor: Executor) -> Any:
             total += expert_loss(experts, config.llm.experts) + of_images
             return total, (by_source, weight, experts, images, {n: x.sum() for n, x in measures.items()}, *worst)
 
-        with activations_on(executor.mesh, executor.rules, executor.exchange):
+        with activations_on(executor.mesh, executor.rules):
             (gradients, sums), report = jax.grad(loss, (0, 1), has_aux=True)(rest, sums)
         by_source, weight, experts, images, measures, samples, losses, not_finite = report
         total = accumulated.losses

@@ -11,8 +11,8 @@ from packed import pack, random_sample, tiny
 from tiny_run import gradients, make_executor, scattered, state_with, tiny_config, weight, worst_leaf
 
 from mmjax.config import ExpertsConfig, MeshConfig
+from mmjax.config.validation import check_layout
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import check_heads, mesh_sizes
 from mmjax.runtime.state import hyperparameters
 from mmjax.training.metrics import expert_scalars
 
@@ -59,10 +59,10 @@ def test_an_expert_axis_that_does_not_divide_the_experts_or_has_none_is_refused(
     model = config_with().model
     mesh = MeshConfig(1, expert=3)
     with pytest.raises(UserError, match=r"mesh\.expert=3 does not divide model\.llm\.experts\.count=8"):
-        check_heads(mesh_sizes(mesh, 3), mesh, model)
+        check_layout("mesh", mesh, model)
     dense = replace(model, llm=replace(model.llm, experts=None))
     with pytest.raises(UserError, match=r"mesh\.expert=3: model\.llm\.experts is none; use mesh\.fsdp"):
-        check_heads(mesh_sizes(mesh, 3), mesh, dense)
+        check_layout("mesh", mesh, dense)
 
 
 def test_a_step_reports_the_losses_and_the_imbalance_of_its_experts():
