@@ -153,9 +153,9 @@ def test_microbatches_are_reordered_by_the_stages_that_are_run(words):
     assert (times.graph.depths, times.graph.workers) == (run.depths, run.workers)
     llm = [number for number, stage in enumerate(placed) if stage.stage.text]
     # A row twice as long takes the LLM more than twice as long, and no encoder longer; the last stage has the logits.
-    for number, (_, stage, _) in enumerate(placed):
+    for number, on_devices in enumerate(placed):
         short, long = times.forward[number]
-        whole = 2 if stage.towers == ("llm",) else 1  # of a stage that encodes too, only the LLM's part grows
+        whole = 2 if on_devices.stage.towers == ("llm",) else 1  # of a stage that encodes too, only the LLM's part grows
         assert long > whole * short - 2 if number in llm else long == short
         assert times.backward[number, 0] > times.forward[number, 0]
 
