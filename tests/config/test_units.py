@@ -155,7 +155,8 @@ def test_microbatches_are_reordered_by_the_stages_that_are_run(words):
     # A row twice as long takes the LLM more than twice as long, and no encoder longer; the last stage has the logits.
     for number, on_devices in enumerate(placed):
         short, long = times.forward[number]
-        whole = 2 if on_devices.stage.towers == ("llm",) else 1  # of a stage that encodes too, only the LLM's part grows
+        # Of a stage that encodes too, only the LLM's part grows.
+        whole = 2 if on_devices.stage.towers == ("llm",) else 1
         assert long > whole * short - 2 if number in llm else long == short
         assert times.backward[number, 0] > times.forward[number, 0]
 
