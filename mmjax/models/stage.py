@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -292,8 +291,13 @@ class Stage:
 
     @classmethod
     def of_layers(cls, model: Model, layers: Iterable[LayerRange]) -> Stage:
-        """Return the stage of these layers."""
-        return cls(model, tuple(Piece(model.config, *piece) for piece in layers))
+        """Return the stage of these layers. Raises ValueError for a first layer within a stack of the model."""
+        pieces = tuple(Piece(model.config, *piece) for piece in layers)
+        for piece in pieces:
+            starts = sorted({stack.start for stack in model.runs[piece.tower]})
+            if piece.start not in starts:
+                raise ValueError(f"{piece.tower} cannot be cut before layer {piece.start}: its runs begin at {starts}")
+        return cls(model, pieces)
 
     def of(self, model: Model) -> Stage:
         """Return the stage of another model of the same layers."""
@@ -386,13 +390,3 @@ class Stage:
         if "llm" not in self.losses:
             return Outputs(None, None, None, {name: seed(error) for name, error in errors.items()})
         return Outputs(seed(values[HIDDEN]), values[TABLE], values[ROUTING], errors)
-
-
-def cut_in_stages(model: Model, tower: str, cuts: tuple[int, ...]) -> list[Stage]:
-    """Cut a tower before the layers in `cuts`, which must be borders of its stacks, into stages of one piece each."""
-    borders = {run.start for run in model.runs[tower]}
-    # Layer 0 is a border, but a cut before it would leave an empty stage.
-    if wrong := set(cuts) - borders | {cut for cut in cuts if cut == 0}:
-        raise ValueError(f"{tower} cannot be cut before layer {min(wrong)}: its runs begin at {sorted(borders)}")
-    ends = [0, *sorted(cuts), layers_of(model.config, tower)]
-    return [Stage(model, (Piece(model.config, tower, start, stop),)) for start, stop in pairwise(ends)]

@@ -11,6 +11,8 @@ import numpy as np
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, Microbatch, TextBatch
 from mmjax.config import AudioConfig, ConnectorConfig, DecoderConfig, LogMel, ModelConfig, VisionConfig
+from mmjax.config.model import layers_of
+from mmjax.config.unit_stages import LayerRange
 from mmjax.models.decoder import logits_of
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.model import Model
@@ -220,3 +222,9 @@ def assert_trees_close(got, expected, tolerance=1e-5):
         a, b = np.asarray(a), np.asarray(b)
         error, scale = np.abs(a - b).max(), np.abs(b).max()
         assert error <= tolerance * max(scale, 1e-6), f"{jax.tree_util.keystr(path)}: {error} of {scale}"
+
+
+def cut_tower(model, tower, cuts):
+    """A stage of its own for the layers between two cuts of a tower."""
+    ends = (0, *cuts, layers_of(model.config, tower))
+    return [Stage.of_layers(model, [LayerRange(tower, *layers)]) for layers in itertools.pairwise(ends)]

@@ -11,12 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from packed import assert_trees_close, build, losses_of_logits, pack, random_sample, stage_outputs, tiny, token_losses
+from packed import (
+    assert_trees_close,
+    build,
+    cut_tower,
+    losses_of_logits,
+    pack,
+    random_sample,
+    stage_outputs,
+    tiny,
+    token_losses,
+)
 
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
 from mmjax.models.layers import ATTENTION, MLP_SITE, drop, tower_dropout
 from mmjax.models.model import Model
-from mmjax.models.stage import cut_in_stages
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain
 
 LENGTHS = {"llm": 48, "vision": 64, "audio": 64}
@@ -225,7 +234,7 @@ def test_stages_drop_what_the_whole_tower_drops(whole):
     def staged(params, noise):
         x = {}
         for tower in ("vision", "llm"):
-            for stage in cut_in_stages(model, tower, cuts[tower]):
+            for stage in cut_tower(model, tower, cuts[tower]):
                 x = stage_outputs(stage, stage.select(params), x, batch, noise)
         return x["logits"]
 

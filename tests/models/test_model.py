@@ -5,10 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from packed import assert_trees_close, build, losses_of_logits, pack, random_sample, stage_outputs, tiny, token_losses
+from packed import (
+    assert_trees_close,
+    build,
+    cut_tower,
+    losses_of_logits,
+    pack,
+    random_sample,
+    stage_outputs,
+    tiny,
+    token_losses,
+)
 
 from mmjax.models.model import Model, merge, module_of, partition
-from mmjax.models.stage import cut_in_stages
 from mmjax.parallel.sharding import ShardingRules, activations_on, sharding
 
 AXES = ("data", "fsdp", "expert", "tensor", "context")
@@ -71,7 +80,7 @@ def test_impossible_models_are_refused():
     with pytest.raises(ValueError, match="cuts for 'sight', which is no tower; there are llm, vision, audio"):
         Model.build(tiny(), jnp.float32, {"sight": (1,)})
     with pytest.raises(ValueError, match="llm cannot be cut before layer 1"):
-        cut_in_stages(Model.build(tiny(), jnp.float32), "llm", (1,))
+        cut_tower(Model.build(tiny(), jnp.float32), "llm", (1,))
 
 
 def stage_places():
@@ -92,7 +101,7 @@ def test_stages_chained_over_disjoint_meshes_give_the_loss_and_gradients_of_the_
     places, pulled = stage_places(), []
     x = {}
     for tower, own in (("vision", batch._replace(text=None)), ("llm", batch._replace(items={}))):
-        for stage, mesh in zip(cut_in_stages(model, tower, cuts[tower]), places[tower], strict=True):
+        for stage, mesh in zip(cut_tower(model, tower, cuts[tower]), places[tower], strict=True):
             there = NamedSharding(mesh, PartitionSpec())
             where = shardings(mesh, stage.select(model.axes), stage.select(model.abstract))
             mine = jax.device_put(stage.select(params), where)
@@ -162,7 +171,7 @@ def test_stages_of_a_deepstack_give_what_the_whole_model_gives():
     batch = pack([[sample]], {"llm": 16, "vision": 24}, encoders=("vision",))
     made = {}
     for tower in ("vision", "llm"):
-        for stage in cut_in_stages(model, tower, cuts[tower]):
+        for stage in cut_tower(model, tower, cuts[tower]):
             made |= stage_outputs(stage, stage.select(params), {name: made.pop(name) for name in stage.inputs}, batch)
     assert set(made) == {"logits"}
     np.testing.assert_allclose(made["logits"], model.logits(params, batch), atol=1e-5)
