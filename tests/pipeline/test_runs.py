@@ -135,7 +135,7 @@ def test_reordered_microbatches_give_the_same_losses_and_are_resumed_and_inspect
 
 @pytest.mark.exhaustive
 def test_resumed_stages_take_over_the_policies_that_the_run_was_started_with(runs, capsys, monkeypatch):
-    words = (TINY, *STAGES, "training.evaluate_every=0", f"run={runs / 'staged'}")
+    words = (TINY, *STAGES, "model.llm.layers=3", "training.evaluate_every=0", f"run={runs / 'staged'}")
     monkeypatch.setattr("mmjax.training.loop.choose_devices", lambda device: jax.devices()[:2])
     assert run(capsys, train.main, *words, "training.steps=4").code == 0
     stored = RunFolder(runs / "staged").memory_plan
