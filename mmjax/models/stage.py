@@ -294,7 +294,7 @@ class Stage:
         """Return the stage of these layers. Raises ValueError for a first layer within a stack of the model."""
         pieces = tuple(Piece(model.config, *piece) for piece in layers)
         for piece in pieces:
-            starts = sorted({stack.start for stack in model.runs[piece.tower]})
+            starts = sorted({0, *(stack.start for stack in model.runs[piece.tower])})  # of a UNet there are no stacks
             if piece.start not in starts:
                 raise ValueError(f"{piece.tower} cannot be cut before layer {piece.start}: its runs begin at {starts}")
         return cls(model, pieces)
