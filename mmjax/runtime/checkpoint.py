@@ -477,16 +477,27 @@ def _state_handler() -> ocp.PyTreeCheckpointHandler:
 
 def _restore(handler: ocp.PyTreeCheckpointHandler, path: Path, structs: Any, partial: bool) -> Any:
     """Read arrays into their shardings, or whole into the host's memory where they all belong on CPUs."""
+    # A stage that trains nothing has no moments where the whole state has some: Orbax would read a number there.
+    item = _without_empty(structs) if partial else structs
     if _lies_on_cpus(structs):
-        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structs)
+        args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     else:
-        args = ocp.checkpoint_utils.construct_restore_args(structs)
-    whole = ocp.args.PyTreeRestore(item=structs, restore_args=args, partial_restore=partial)
-    restored = handler.restore(path, args=whole)
-    for (name, x), struct in zip(_named(restored).items(), jax.tree.leaves(structs), strict=True):
-        if x.shape != struct.shape:
-            raise ValueError(f"{name} has shape {x.shape}, not {struct.shape}")
-    return restored
+        args = ocp.checkpoint_utils.construct_restore_args(item)
+    whole = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=partial)
+    restored = _named(handler.restore(path, args=whole))
+    for name, struct in _named(structs).items():
+        if restored[name].shape != struct.shape:
+            raise ValueError(f"{name} has shape {restored[name].shape}, not {struct.shape}")
+    return jax.tree.unflatten(jax.tree.structure(structs), [restored[name] for name in _named(structs)])
+
+
+def _without_empty(tree: Any) -> Any:
+    """Return dicts and named tuples as dicts, without what holds no array."""
+    if hasattr(tree, "_asdict"):
+        tree = tree._asdict()
+    if not isinstance(tree, dict):
+        return tree
+    return {key: _without_empty(value) for key, value in tree.items() if jax.tree.leaves(value)}
 
 
 def _lies_on_cpus(structs: Any) -> bool:

@@ -17,6 +17,7 @@ from mmjax.disk import verify_checksum, with_checksum
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
+from mmjax.models.stage import cut_in_stages
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import (
     CheckpointStore,
@@ -33,6 +34,7 @@ from mmjax.runtime.checkpoint_commit import Retention, saved_steps
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.passes import PlacedStage
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.runtime.state import all_parameters, hyperparameters, make_optimizer, parameter_shardings
 
@@ -139,6 +141,25 @@ def test_what_eight_devices_saved_one_device_restores(saved, one, state, tmp_pat
     spread = restored(saved, eight)
     assert len(spread.trainable["llm"]["embed"]["weight"].sharding.device_set) == 8
     assert_equal(restored(save(tmp_path, eight, spread), one), state)
+
+
+def test_stages_go_on_from_one_mesh_though_one_of_them_trains_nothing(tmp_path):
+    vision = CONFIG.model.encoders["vision"]
+    vision = replace(vision, frozen=True, connector=replace(vision.connector, frozen=True))
+    model = replace(CONFIG.model, encoders={"vision": vision})
+    one = executor(model)
+    state = moved(one)
+    stages = [
+        PlacedStage(tower, *cut_in_stages(one.model, tower, ()), make_mesh(WHOLE, [device]))
+        for tower, device in zip(("vision", "llm"), jax.devices(), strict=False)
+    ]
+    staged = Executor(one.model, one.optimizer, stages, ShardingRules(), sources=1)
+    found = [values(part) for part in restored(save(tmp_path, one, state), staged).stages]
+    assert not any(".trainable" in name for name in found[0])
+    expected = values(state)
+    assert found[0].keys() | found[1].keys() == expected.keys()
+    for name, x in (found[0] | found[1]).items():
+        np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
 def test_parameters_alone_start_another_optimizer_and_another_choice_of_frozen_modules(saved, state):
