@@ -174,11 +174,6 @@ def check_loss(config: Config) -> None:
     for setting, in_config in unsupported.items():
         check(not in_config, f"loss={loss.kind} does not work with {setting}; leave it out, or use loss=cross_entropy")
     if repeats_forward(loss):
-        check(
-            not config.units,
-            "loss.reference=adapters_off does not work with units; write the reference's log-probabilities "
-            "(python -m mmjax.evaluate --log-probs) and use loss.reference=stored",
-        )
         trained = [module for module in module_names(model) if module not in frozen_modules(model)]
         check(
             bool(adapted_modules(model)) and not trained,

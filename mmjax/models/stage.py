@@ -5,7 +5,7 @@ A model on one mesh is the stage of all layers. In a pipeline a stage takes acti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -39,6 +39,7 @@ from mmjax.parallel.sharding import constrain, encoding
 Activations = dict[str, Float[Array, "_ _ _"]]
 Values = dict[str, Any]  # activations, and what losses are made of
 HIDDEN, TABLE, ROUTING = "llm.hidden", "llm.table", "llm.routing"  # values, as in `Outputs`
+REFERENCE = ":reference"  # behind the name of what a frozen reference's pass makes
 
 
 @dataclass(frozen=True)
@@ -276,11 +277,13 @@ def _states(values: Values, batch: Microbatch, generator: str) -> Array:
 class Stage:
     """Pieces that run one after the other on one mesh.
 
-    Of a microbatch it reads what its pieces take: the text, and the items of its encoders and generators.
+    Of a microbatch it reads what its pieces take: the text, and the items of its encoders and generators. What towers
+    in `repeated` send and take goes from stage to stage twice, the second time of a frozen reference's pass.
     """
 
     model: Model
     pieces: tuple[Piece, ...]  # each behind those whose arrays it takes
+    repeated: frozenset[str] = frozenset()
 
     @classmethod
     def whole(cls, model: Model) -> Stage:
@@ -313,13 +316,18 @@ class Stage:
     def inputs(self) -> tuple[str, ...]:
         """Name what other stages make for this one."""
         made = {name for piece in self.pieces for name in piece.outputs}
-        return tuple(name for piece in self.pieces for name in piece.inputs if name not in made)
+        return self._with_twins([name for piece in self.pieces for name in piece.inputs if name not in made])
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
         """Name what the stage makes for others."""
         taken = {name for piece in self.pieces for name in piece.inputs}
-        return tuple(name for piece in self.pieces for name in piece.outputs if name not in taken)
+        return self._with_twins([name for piece in self.pieces for name in piece.outputs if name not in taken])
+
+    def _with_twins(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Add the names of what the reference's pass sends beside these."""
+        twins = (name + REFERENCE for name in names if name.partition(".")[0] in self.repeated)
+        return (*names, *twins)
 
     @cached_property
     def losses(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ so that either every stage updates or none does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -98,12 +99,13 @@ class Executor:
         self.model = model
         self.optimizer = optimizer
         self.rows = rows
+        self.objective = TextObjective.of(model, loss, loss_chunks)
+        stages = [s._replace(stage=replace(s.stage, repeated=self.objective.repeated)) for s in stages]
         self.stages = tuple(stages)
         self.is_one_stage = len(stages) == 1
         self.rules = stages[0].rules if self.is_one_stage else ShardingRules()  # on `mesh`
         self.accumulates = accumulates
         self.schedule = schedule
-        self.objective = TextObjective.of(model, loss, loss_chunks)
         closed_over = (model.description, optimizer.config, self.rules, sources, loss, loss_chunks, accumulates)
         # Programs of one mesh are in the cache.
         context = repr(closed_over) if self.is_one_stage and None not in closed_over[:2] else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from mmjax.config.training import repeats_forward
 from mmjax.models.layer_stacks import Params
 from mmjax.models.layers import Noise
 from mmjax.models.model import Model, Outputs, restrict
-from mmjax.models.stage import Stage, Values
+from mmjax.models.stage import REFERENCE, Stage, Values
 from mmjax.parallel.sharding import in_row_order
 from mmjax.runtime.losses import losses_in_chunks
 
@@ -68,6 +69,17 @@ class TextObjective:
         outputs = stage.operands(values, seed)
         return outputs, *self.token_losses(outputs, batch.text, reference)
 
+    @cached_property
+    def repeated(self) -> frozenset[str]:
+        """Name the towers that run again in the reference's pass: the LLM, and encoders that have adapters.
+
+        Encoders without adapters run once for both passes, as all other parameters are frozen.
+        """
+        if self.reference is None:
+            return frozenset()
+        adapted = {module.partition(".")[0] for module in adapted_modules(self.model.config)}
+        return frozenset({"llm", *adapted})
+
     def run(
         self,
         stage: Stage,
@@ -77,17 +89,23 @@ class TextObjective:
         noise: Noise | None = None,
         accumulators: Params | None = None,
     ) -> tuple[Values, Callable[[jax.Array], jax.Array], Outputs | None]:
-        """Run a stage as `Stage.run`; also return the outputs of the frozen reference, where there is one."""
+        """Run a stage as `Stage.run`; also return the outputs of the frozen reference, where there is one.
+
+        What the reference's pass makes for other stages is among the values, under the name of what the stage makes for
+        them with `REFERENCE` behind it.
+        """
         if self.reference is None:
             return *stage.run(params, inputs, batch, noise, accumulators), None
-        # Encoders without adapters run once for both passes: all other parameters are frozen.
-        adapted = {module.partition(".")[0] for module in adapted_modules(self.model.config)}
-        shared, own = stage.split({*self.model.config.encoders} - adapted)
+        shared, own = stage.split({*self.model.config.encoders} - self.repeated)
         frozen = restrict(params, self.reference.abstract)
-        inputs = {**inputs, **shared.of(self.reference).run(frozen, inputs, batch)[0]}
+        twins = {name.removesuffix(REFERENCE): x for name, x in inputs.items() if name.endswith(REFERENCE)}
+        inputs = {name: x for name, x in inputs.items() if not name.endswith(REFERENCE)}
+        inputs |= shared.of(self.reference).run(frozen, inputs, batch)[0]
         values, seed = own.run(params, inputs, batch, noise, accumulators)
-        reference = own.of(self.reference)
-        return values, seed, reference.operands(*reference.run(frozen, inputs, batch))
+        repeated = own.of(self.reference)
+        again, reference_seed = repeated.run(frozen, inputs | twins, batch)
+        sent = {name: again[name.removesuffix(REFERENCE)] for name in stage.outputs if name.endswith(REFERENCE)}
+        return values | sent, seed, repeated.operands(again, reference_seed)
 
     def token_losses(
         self, outputs: Outputs, text: TextBatch, reference: Outputs | None = None

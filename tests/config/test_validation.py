@@ -123,11 +123,6 @@ def test_the_embedded_data_needs_the_encoders_of_its_modalities() -> None:
         ("tiny_dpo", ["loss.reference=adapters_off"], "but llm is trained itself; freeze it and give it or another"),
         ("tiny_dpo", ["loss.beta=0"], r"loss\.beta=0\.0: must be more than 0"),
         ("tiny_dpo", ["model.llm.dropout=0.1"], r"loss=dpo does not work with model\.llm\.dropout"),
-        (
-            "tiny_dpo",
-            ["loss.reference=adapters_off", "units.llm.data=1", "units.vision.data=1"],
-            "adapters_off does not work with units; write the reference",
-        ),
     ],
 )
 def test_a_loss_of_answers_needs_their_sources_and_a_model_that_takes_them_as_branches(name, overrides, error):

@@ -78,7 +78,7 @@ def make_pipeline(config: Config, plan: Plan) -> Executor:
         stages.append(PlacedStage(stage.description, stage, mesh, ShardingRules.of(layout)))
         first += count
     sources, optimizer = len(config.data.sources), make_optimizer(config.optimizer, model.axes)
-    return Executor(model, optimizer, stages, sources=sources, schedule="1f1b")
+    return Executor(model, optimizer, stages, sources=sources, schedule="1f1b", loss=config.loss)
 
 
 @pytest.mark.default_cases("a sink of experts")
