@@ -36,7 +36,7 @@ from mmjax.config.checks import (
     modules_of_model,
 )
 from mmjax.config.codec import did_you_mean
-from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, rated_modules, step_vaes
+from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, rated_modules
 from mmjax.config.model_validation import check_limits, check_model
 from mmjax.config.training import repeats_forward, unit_layout, unit_modules
 from mmjax.config.unit_stages import cut_unit
@@ -300,12 +300,6 @@ def _check_units(config: Config) -> None:
         len(generators) < 2,
         f"model.generators.{(generators or [''])[-1]}: a pipeline over units ends in one generator; leave units "
         "empty, so that all modules share one mesh",
-    )
-    encoded = list(step_vaes(config.model))
-    check(
-        not encoded,
-        f"model.generators.{(encoded or [''])[0]}.latents.encode=step: stages of units do not run a VAE; store the "
-        "latents by mmjax.index --latents, and use encode=once",
     )
     towers = {"llm": config.model.llm, **config.model.item_modules}
     # What units leave to the mesh: its memory, and the form of attention of those that have none of their own.

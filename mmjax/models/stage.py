@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import ModelConfig, VisionConfig
+from mmjax.config.generators import step_vae
 from mmjax.config.model import layers_of
 from mmjax.config.unit_stages import LayerRange
 from mmjax.models.expert_routing import pack, unpack
@@ -52,7 +53,7 @@ class Piece:
     layer 1, to whose output it is added. "llm.routing.2" are the sums of how experts were chosen in the layers before
     layer 2. The LLM's last piece makes the hidden states that generators take, by the generator's name. What all layers
     of a generator take of the images beside their activations, "picture.2.images" and "picture.2.condition", goes from
-    piece to piece with these.
+    piece to piece with these; "picture.clean", latents that a VAE makes in the step, from its first piece to its last.
     """
 
     config: ModelConfig
@@ -88,9 +89,14 @@ class Piece:
         return tuple(f"{self.tower}.{layer}{part}" for part in ("", ".images", ".condition"))
 
     @property
+    def _clean(self) -> tuple[str, ...]:
+        """Name the latents of a generator whose images are encoded in the step: the loss is made of them too."""
+        return (f"{self.tower}.clean",) if step_vae(self.config.generators[self.tower]) else ()
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         if self.generates:
-            return (self.tower,) if self.first else self.passed(self.start)
+            return (self.tower,) if self.first else (*self.passed(self.start), *(self._clean if self.last else ()))
         incoming = () if self.first else (f"{self.tower}.{self.start}", *self._routing(self.start))
         return (*incoming, *(name for encoder in self.encoders for name in self._tokens(encoder)))
 
@@ -99,7 +105,7 @@ class Piece:
         if self.tower == "llm":
             return self.sends_states if self.last else (self.layers_output, *self._routing(self.stop))
         if self.generates:
-            return () if self.last else self.passed(self.stop)
+            return () if self.last else (*self.passed(self.stop), *(self._clean if self.first else ()))
         outgoing = () if self.last else (self.layers_output,)
         return (*outgoing, *self._tokens(self.tower))
 
@@ -240,8 +246,12 @@ class Piece:
             draws = draw(np.zeros(2, np.uint32) if noise is None else noise, self.tower, config, items)
         states = _states(values, batch, self.tower) if self.first else None
         with encoding():
-            vae = module.vaes.get(self.tower) if self.first else None
-            clean = latents_of(config, items) if vae is None else vae(items, draws.posterior)
+            if not self._clean:
+                clean = latents_of(config, items)
+            elif self.first:
+                clean = module.vaes[self.tower](items, draws.posterior)
+            elif self.last:
+                clean = values[self._clean[0]]
             if self.first:
                 condition = condition_of(module.connectors[self.tower], states, items, draws.dropped)
             if self.first and self.last:
@@ -250,11 +260,12 @@ class Piece:
                 x = generator.embedded(noised_latents(clean, items, draws), items)
                 context = generator.context(items, draws.time, condition)
             else:
-                x, *images = (values[name] for name in self.inputs)
+                x, *images = (values[name] for name in self.passed(self.start))
                 context = generator.resumed_context(items, *images)
             x = generator.layers(x, context, self.start, self.stop)
             if not self.last:
-                return dict(zip(self.outputs, (x, *generator.passed_on(context)), strict=True))
+                made = dict(zip(self.passed(self.stop), (x, *generator.passed_on(context)), strict=True))
+                return made | (dict.fromkeys(self._clean, clean) if self.first else {})
             return {_error(self.tower): flow_errors(clean, items, draws, generator.finished(x, items, context))}
 
 

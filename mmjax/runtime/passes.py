@@ -71,8 +71,8 @@ def _trained_outputs(piece: Piece, trainable: Params, trained: Set[str]) -> set[
     connector = trainable.pop("connectors", {}) if piece.tower != "llm" else {}
     layers = bool(jax.tree.leaves(trainable))
     if piece.generates and not piece.last:
-        # Layers attend the condition; what time makes of images depends on the generator alone.
-        x, images, condition = piece.outputs
+        # Layers attend the condition; what time makes of images depends on the generator alone. A VAE is frozen.
+        x, images, condition = piece.passed(piece.stop)
         condition_mlp = "condition_mlp" in trainable.get("generators", {}).get(piece.tower, {})
         conditioned = connector or condition_mlp or not trained.isdisjoint((piece.tower, piece.inputs[-1]))
         outputs = {x: layers or conditioned, images: layers, condition: conditioned}

@@ -9,13 +9,11 @@ from drawing import PICTURE, drawing_config
 
 from mmjax.config import (
     ConnectorConfig,
-    FixedSize,
     FlowMatching,
     LoraConfig,
     PixelLatents,
     UnetConfig,
     Unit,
-    VaeLatents,
 )
 from mmjax.config.loading import from_json, to_json
 from mmjax.config.validation import validate
@@ -107,9 +105,6 @@ def test_units_end_in_one_generator_and_cut_no_unet():
     config = drawing_config(units=EYES | {"picture": Unit(tensor=2)})
     with pytest.raises(UserError, match=r"units\.picture\.tensor=2: the blocks of a UNet"):
         validate(replace(config, model=replace(config.model, generators={"picture": UNET})))
-    encoded = replace(PICTURE, latents=VaeLatents(encode="step"), images=FixedSize(16, 16), patch=1)
-    with pytest.raises(UserError, match=r"model\.generators\.picture\.latents\.encode=step: stages of units"):
-        validate(replace(config, model=replace(config.model, generators={"picture": encoded})))
     batch = replace(config.batch, rows=config.batch.rows | {"other": 1})
     two = replace(config.model, generators={"picture": PICTURE, "other": PICTURE})
     with pytest.raises(UserError, match=r"model\.generators\.other: a pipeline over units ends in one generator"):

@@ -7,8 +7,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from commands import run
-from restarts import steps_of
 from test_executor import (
     assert_gradients_of_one_mesh,
     assert_same_gradients,
@@ -17,10 +15,9 @@ from test_executor import (
     fill_adapters,
 )
 from test_mixed_stages import CHAIN, make_pipeline
-from test_runs import assert_same_losses, go_back
+from test_runs import assert_stages_and_one_mesh_go_on_from_each_other
 from tiny_run import load_steps, one_shape, with_answers, worst_leaf
 
-from mmjax import train
 from mmjax.config import Config, Dpo, EmbeddedSource, Grpo, LoraConfig, Samples
 from mmjax.models.stage import REFERENCE
 
@@ -128,29 +125,13 @@ def test_without_the_reference_gradients_are_others(loss, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_run_in_stages_has_the_losses_of_one_mesh_and_each_goes_on_from_the_other(runs, capsys, monkeypatch):
-    words = [
+    words = (
         "tiny_dpo",
         "loss.reference=adapters_off",
         "model.lora.all.layers=llm.*",
         "model.encoders.vision.frozen=true",
         "model.encoders.vision.connector.frozen=true",
-        *("training.steps=4", "training.checkpoint_every=2", "training.keep=3", "training.evaluate_every=0"),
-        *("schedule.warmup=0", "batch.size.count=16", "batch.microbatches=2", "data.workers=0"),
-    ]
-    stages = ("units.vision.data=1", "units.llm.pipeline=2")
-    one, staged = runs / "on_one_mesh", runs / "in_stages"
-    monkeypatch.setattr("mmjax.training.loop.choose_devices", lambda device: jax.devices()[:3])
-    on_one = ("mesh.data=1", "mesh.fsdp=3", "batch.rows.llm=3", "batch.rows.vision=3")
-    words += on_one[2:]
-    for folder, layout in ((one, on_one[:2]), (staged, stages)):
-        ended = run(capsys, train.main, *words, *layout, f"run={folder}")
-        assert ended.code == 0, ended
-    assert_same_losses(steps_of(staged), steps_of(one))
-    assert list(steps_of(staged)) == [1, 2, 3, 4]
-    expected = steps_of(one)
-    for folder, layout in ((one, ("mesh.fsdp=1", *stages)), (staged, ("units={}", *on_one[:2]))):
-        go_back(folder, 4)
-        ended = run(capsys, train.main, *words, *layout, f"run={folder}", "--resume")
-        assert ended.code == 0, ended.err
-        assert "at step 2" in ended.out
-        assert_same_losses(steps_of(folder), expected)
+        "batch.size.count=16",
+    )
+    units = ("units.vision.data=1", "units.llm.pipeline=2")
+    assert_stages_and_one_mesh_go_on_from_each_other(runs, capsys, monkeypatch, *words, units=units)

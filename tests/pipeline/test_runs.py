@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -61,6 +62,37 @@ def go_back(folder, *steps: int) -> None:
     for step in steps:
         shutil.rmtree(folder / "checkpoints" / str(step))
     (folder / "test.json").unlink(missing_ok=True)
+
+
+def assert_stages_and_one_mesh_go_on_from_each_other(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str, units: Sequence[str]
+) -> Path:
+    """Runs of four steps have the same losses, and each goes on where the other was after two; returns the staged one.
+
+    words: of both, for one device, or units of three.
+    """
+    words = (*words, "training.steps=4", "training.checkpoint_every=2", "training.keep=3", "training.evaluate_every=0")
+    words = (*words, "schedule.warmup=0", "batch.microbatches=2", "data.workers=0")
+    layouts = {1: (), 3: tuple(units)}
+
+    def train_on(devices: int, folder: Path, *more: str) -> Ended:
+        monkeypatch.setattr("mmjax.training.loop.choose_devices", lambda device: jax.devices()[:devices])
+        ended = run(capsys, train.main, *words, *layouts[devices], *more, f"run={folder}")
+        assert ended.code == 0, ended
+        return ended
+
+    folders = {devices: runs / f"on_{devices}" for devices in layouts}
+    for devices, folder in folders.items():
+        train_on(devices, folder)
+    expected = steps_of(folders[1])
+    assert list(expected) == [1, 2, 3, 4]
+    assert_same_losses(steps_of(folders[3]), expected)
+    for other, folder in zip((3, 1), folders.values(), strict=True):
+        go_back(folder, 4)
+        ended = train_on(other, folder, "--resume", *(["units={}"] if other == 1 else []))
+        assert "at step 2" in ended.out
+        assert_same_losses(steps_of(folder), expected)
+    return folders[3]
 
 
 def test_a_run_in_stages_gives_the_losses_of_one_mesh_which_goes_on_from_its_checkpoint(runs, capsys, monkeypatch):

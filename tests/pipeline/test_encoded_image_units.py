@@ -1,0 +1,60 @@
+"""Images that a VAE encodes in the step of a pipeline: the gradients and losses of one mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from commands import run
+from test_encoded_images import encoding_config, encoding_words
+from test_executor import assert_same_gradients
+from test_runs import assert_stages_and_one_mesh_go_on_from_each_other
+
+from mmjax import generate
+from mmjax.config import Unit
+from mmjax.config.model import with_changes
+from mmjax.config.validation import validate
+
+UNITS = {
+    "whole": {"llm": Unit(), "picture": Unit()},
+    "three stages": {"llm": Unit(), "picture": Unit(pipeline=3)},
+    "unequal ranks": {"llm": Unit(fsdp=2), "picture": Unit(data=2, pipeline=2)},
+    "with the llm": {"llm": Unit(modules=("llm", "picture"), pipeline=2)},
+}
+
+
+@pytest.mark.default_cases("three stages-transformer")
+@pytest.mark.parametrize(
+    ("units", "kind"),
+    [
+        ("whole", "transformer"),
+        ("whole", "unet"),
+        ("three stages", "transformer"),
+        ("unequal ranks", "transformer"),
+        ("with the llm", "transformer"),
+        ("with the llm", "unet"),
+    ],
+)
+def test_gradients_are_those_of_one_mesh(units, kind, tmp_path):
+    config = encoding_config(tmp_path, kind)
+    layers = {"picture": {"layers": 3}} if kind == "transformer" else {}
+    config = replace(config, model=with_changes(config.model, layers), units=UNITS[units])
+    config = replace(config, batch=replace(config.batch, rows={"llm": 2, "picture": 2}, microbatches=2))
+    validate(config)
+    pipeline = assert_same_gradients(config, tmp_path)
+    sent = {name for placed in pipeline.stages for name in placed.stage.outputs if name.endswith(".clean")}
+    cut = units in ("three stages", "unequal ranks")
+    assert sent == ({"picture.clean"} if cut else set())
+    assert not sent & pipeline.programs[0].trained
+
+
+@pytest.mark.exhaustive
+def test_a_run_in_stages_has_the_losses_of_one_mesh_goes_on_on_it_and_draws(runs, capsys, monkeypatch):
+    words = [word for word in encoding_words(runs, "transformer") if not word.endswith("test=")]
+    words += ["model.generators.picture.layers=2", "data.max_bad_share=0.5"]
+    units = ("units.llm.data=1", "units.picture.pipeline=2")
+    folder = assert_stages_and_one_mesh_go_on_from_each_other(
+        runs, capsys, monkeypatch, "tiny_text", *words, units=units
+    )
+    ended = run(capsys, generate.main, folder, "draw 1", "--size=8x12", f"--out={runs}/1.png")
+    assert ended.code == 0, ended.err
