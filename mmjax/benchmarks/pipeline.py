@@ -158,11 +158,11 @@ def simulated_seconds(graph: StageGraph, processes: int, task: Task, variant: Va
     """Simulate a step in processes of a CPU, each of which waits for every pass of its stages, in the order of all."""
     order = [*total_order(make_schedule(variant.schedule, graph, task.microbatches))]
     # The last stage's backward pass is one program with its forward pass.
-    order = [action for action in order if (action.kind, action.stage) != ("backward", graph.sink)]
+    order = [action for action in order if action.kind == "forward" or action.stage not in graph.sinks]
     order = [
         part
         for action in order
-        for part in ([action, action._replace(kind="backward")] if action.stage == graph.sink else [action])
+        for part in ([action, action._replace(kind="backward")] if action.stage in graph.sinks else [action])
     ]
     workers = tuple(stage * processes // len(graph.workers) for stage in range(len(graph.workers)))
     orders = tuple(tuple(a for a in order if workers[a.stage] == process) for process in range(processes))

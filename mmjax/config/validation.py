@@ -295,12 +295,6 @@ def _check_float8(config: Config) -> None:
 
 def _check_units(config: Config) -> None:
     """Check that every module has devices, and that layers, heads and microbatches divide as the units ask."""
-    generators = list(config.model.generators)
-    check(
-        len(generators) < 2,
-        f"model.generators.{(generators or [''])[-1]}: a pipeline over units ends in one generator; leave units "
-        "empty, so that all modules share one mesh",
-    )
     towers = {"llm": config.model.llm, **config.model.item_modules}
     # What units leave to the mesh: its memory, and the form of attention of those that have none of their own.
     machine = {key: getattr(config.mesh, key) for key in ("memory", "host_memory", "context_attention")}
@@ -355,7 +349,7 @@ def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]
     stages = unit.pipeline * unit.virtual
     generator = next((module for module in modules if module in model.generators), "")
     check(
-        not generator or len(modules) == 1 or "llm" in modules,
+        not generator or "llm" in modules or all(module in model.generators for module in modules),
         f"{where}.modules: the LLM stands between encoders and model.generators.{generator}; give {generator} a unit "
         "of its own, or name it in the LLM's",
     )

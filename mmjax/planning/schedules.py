@@ -1,8 +1,8 @@
 """Order the forward and backward passes of a pipeline's stages: GPipe, 1F1B, eager 1F1B and interleaved 1F1B.
 
-Stages form a directed acyclic graph that ends in one stage, the sink, which computes the loss: encoders that do not
-depend on each other run side by side before the LLM (modality parallelism, Cornstarch section 4.1), a generator behind
-it, whose backward pass then comes before that of the LLM's last stage. Each group of devices, a worker, runs one stage,
+Stages form a directed acyclic graph that ends in stages which compute losses, the sinks: encoders that do not depend
+on each other run side by side before the LLM (modality parallelism, Cornstarch section 4.1), generators behind it,
+whose backward passes then come before that of the LLM's last stage. Each group of devices, a worker, runs one stage,
 or several chunks of layers where the schedule is interleaved (Megatron-LM, Narayanan et al. 2021; MMScale section 4.3).
 All functions are pure, so every process computes the same order.
 """
@@ -92,9 +92,9 @@ class StageGraph:
             raise ValueError(
                 f"the stages {sorted(set(stages) - set(self.topological))} depend on each other in a circle"
             )
-        sinks = [stage for stage in stages if not self.consumers[stage]]
-        if len(sinks) != 1:
-            raise ValueError(f"a pipeline has one last stage, which computes the loss; without a consumer are {sinks}")
+        alone = sorted(set(stages) - {stage for edge in self.edges for stage in edge})
+        if alone and len(stages) > 1:
+            raise ValueError(f"the stages {alone} are linked to no other stage")
 
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
@@ -122,18 +122,28 @@ class StageGraph:
         return tuple(order)
 
     @cached_property
-    def sink(self) -> int:
-        """The stage that computes the loss."""
-        return self.topological[-1]
+    def sinks(self) -> tuple[int, ...]:
+        """Stages that nothing goes on from. Each computes a loss, and runs backward with its forward pass."""
+        return tuple(stage for stage, consumers in enumerate(self.consumers) if not consumers)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Edges between workers on the longest path from a stage to the sink, by stage."""
+        """Edges between workers on the longest path from a stage to a sink, by stage."""
         depths = [0] * len(self.workers)
         for stage in reversed(self.topological):
             lengths = (depths[c] + (self.workers[c] != self.workers[stage]) for c in self.consumers[stage])
             depths[stage] = max(lengths, default=0)
         return tuple(depths)
+
+    @cached_property
+    def by_worker(self) -> StageGraph:
+        """The graph of the workers. Raises ValueError where others lie between the stages of one."""
+        edges = ((self.workers[a], self.workers[b]) for a, b in self.edges)
+        between = tuple(dict.fromkeys((a, b) for a, b in edges if a != b))
+        try:
+            return StageGraph(between, tuple(range(max(self.workers) + 1)))
+        except ValueError as error:
+            raise ValueError("other workers' stages lie between those of one worker; use interleaved") from error
 
     @cached_property
     def workers_in_turn(self) -> int:
@@ -198,34 +208,30 @@ def make_schedule(name: ScheduleName, graph: StageGraph, microbatches: int) -> S
     ahead as a stage is deep, so that it holds depth + 1 microbatches. `eager` runs twice as many ahead, which hides
     the time of transfers at the cost of memory. `interleaved` is for workers with several chunks of the LLM; the other
     stages run ahead as far as their consumers need. Otherwise a worker's stages, an encoder beside another or before
-    the LLM's first layers, run as one. Raises ValueError where others lie between a worker's stages, and where an
-    interleaved schedule's chunks do not go round its workers.
+    the LLM's first layers, or generators behind its last, run as one. Raises ValueError where others lie between a
+    worker's stages, and where an interleaved schedule's chunks do not go round its workers.
     """
     if name == "interleaved":
         return _interleaved(graph, microbatches)
     ahead = {"gpipe": lambda depth: microbatches if depth else 0, "1f1b": lambda depth: depth, "eager": lambda d: 2 * d}
-    orders: list[tuple[Action, ...]] = []
-    for worker in range(max(graph.workers) + 1):
-        stages = [stage for stage in graph.topological if graph.workers[stage] == worker]
-        # Stages of one depth have no stage of another worker between them.
-        if len(depths := {graph.depths[stage] for stage in stages}) > 1:
-            raise ValueError(f"other workers' stages lie between those of worker {worker}: {stages}; use interleaved")
-        orders.append(_one_forward_one_backward(stages, ahead[name](*depths), microbatches))
+    orders = [
+        _one_forward_one_backward(graph, worker, ahead[name](depth), microbatches)
+        for worker, depth in enumerate(graph.by_worker.depths)
+    ]
     return Schedule(graph, microbatches, tuple(orders))
 
 
-def _one_forward_one_backward(stages: Sequence[int], warmup: int, microbatches: int) -> tuple[Action, ...]:
-    """Run `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes.
-
-    stages: of one worker, each behind those whose activations it takes.
-    """
+def _one_forward_one_backward(graph: StageGraph, worker: int, warmup: int, microbatches: int) -> tuple[Action, ...]:
+    """Run `warmup` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     warmup = min(warmup, microbatches)
+    stages = [stage for stage in graph.topological if graph.workers[stage] == worker]
 
     def forward(microbatch: int) -> list[Action]:
-        return [Action("forward", stage, microbatch) for stage in stages]
+        kinds = {stage: ("forward", "backward") if stage in graph.sinks else ("forward",) for stage in stages}
+        return [Action(kind, stage, microbatch) for stage in stages for kind in kinds[stage]]
 
     def backward(microbatch: int) -> list[Action]:
-        return [Action("backward", stage, microbatch) for stage in reversed(stages)]
+        return [Action("backward", stage, microbatch) for stage in reversed(stages) if stage not in graph.sinks]
 
     order = [action for i in range(warmup) for action in forward(i)]
     for i in range(microbatches - warmup):
@@ -235,7 +241,11 @@ def _one_forward_one_backward(stages: Sequence[int], warmup: int, microbatches: 
 
 def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
     """Order chunks as Megatron-LM does, and every stage before them as far ahead as its consumers need."""
-    chunked = {worker for worker in graph.workers if graph.workers.count(worker) > 1}
+    # Stages that run as one are as deep, chunks are not.
+    depths = {
+        worker: {d for d, w in zip(graph.depths, graph.workers, strict=True) if w == worker} for worker in graph.workers
+    }
+    chunked = {worker for worker in graph.workers if len(depths[worker]) > 1}
     chain = [stage for stage in graph.topological if graph.workers[stage] in chunked]
     workers = list(dict.fromkeys(graph.workers[stage] for stage in chain))
     chunks, rest = divmod(len(chain), max(1, len(workers)))
@@ -254,19 +264,22 @@ def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
         order = _interleaved_order(chain, rank, len(workers), chunks, whole, depth)
         orders[worker] = tuple(action for action in order if action.microbatch < microbatches)
     # From the LLM outwards, as an encoder must be as far ahead as the stage that consumes it ever is.
-    for stage in reversed(graph.topological):
-        if graph.workers[stage] not in chunked:
-            if graph.depths[stage] < depth:
-                # Behind the chain no group of microbatches may wait for the next one's forward passes.
-                groups = (range(i, min(i + len(workers), microbatches)) for i in range(0, microbatches, len(workers)))
-                orders[graph.workers[stage]] = tuple(
-                    action._replace(microbatch=group[action.microbatch])
-                    for group in groups
-                    for action in _one_forward_one_backward([stage], graph.depths[stage], len(group))
-                )
-                continue
-            warmup = max((_lead(orders[graph.workers[c]], c) for c in graph.consumers[stage]), default=0)
-            orders[graph.workers[stage]] = _one_forward_one_backward([stage], warmup, microbatches)
+    for worker in dict.fromkeys(graph.workers[stage] for stage in reversed(graph.topological)):
+        if worker in chunked:
+            continue
+        (own_depth,) = depths[worker]
+        if own_depth < depth:
+            # Behind the chain no group of microbatches may wait for the next one's forward passes.
+            groups = (range(i, min(i + len(workers), microbatches)) for i in range(0, microbatches, len(workers)))
+            orders[worker] = tuple(
+                action._replace(microbatch=group[action.microbatch])
+                for group in groups
+                for action in _one_forward_one_backward(graph, worker, own_depth, len(group))
+            )
+            continue
+        consumers = [c for stage, w in enumerate(graph.workers) if w == worker for c in graph.consumers[stage]]
+        warmup = max((_lead(orders[graph.workers[c]], c) for c in consumers), default=0)
+        orders[worker] = _one_forward_one_backward(graph, worker, warmup, microbatches)
     return Schedule(graph, microbatches, tuple(orders))
 
 

@@ -137,7 +137,7 @@ def _draw_passes(axes: Axes, pixels_per_second: float, timeline: Timeline, names
     for action, start in zip(timeline.actions, timeline.start.tolist(), strict=True):
         if not seconds[action]:
             continue  # a stage without a backward pass has empty ones
-        both = action.stage == graph.sink and not seconds[action._replace(kind="backward")]
+        both = action.stage in graph.sinks and not seconds[action._replace(kind="backward")]
         parts = [("forward", UPPER), ("backward", LOWER)] if both else [(action.kind, WHOLE)]
         end = start + seconds[action] - min(GAP / pixels_per_second, 0.15 * seconds[action])
         for kind, height in parts:

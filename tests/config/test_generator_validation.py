@@ -101,11 +101,19 @@ def test_units_that_cannot_run_a_generator_are_refused(units, message):
         validate(drawing_config(units=units))
 
 
-def test_units_end_in_one_generator_and_cut_no_unet():
+def test_units_cut_no_unet_and_end_in_generators_that_each_have_devices():
     config = drawing_config(units=EYES | {"picture": Unit(tensor=2)})
     with pytest.raises(UserError, match=r"units\.picture\.tensor=2: the blocks of a UNet"):
         validate(replace(config, model=replace(config.model, generators={"picture": UNET})))
     batch = replace(config.batch, rows=config.batch.rows | {"other": 1})
     two = replace(config.model, generators={"picture": PICTURE, "other": PICTURE})
-    with pytest.raises(UserError, match=r"model\.generators\.other: a pipeline over units ends in one generator"):
-        validate(replace(config, model=two, batch=batch))
+    config = replace(config, model=two, batch=batch)
+    for units, message in (
+        ({"picture": Unit()}, "units: other has no devices"),
+        ({"drawn": Unit(modules=("picture", "other"), pipeline=2)}, "several generators cannot be cut together"),
+        ({"other": Unit(modules=("vision", "other"))}, r"units\.other\.modules has 'vision'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            validate(replace(config, units=EYES | units))
+    for units in ({"picture": Unit(), "other": Unit(pipeline=2)}, {"drawn": Unit(modules=("picture", "other"))}):
+        validate(replace(config, units=EYES | units))

@@ -1,4 +1,4 @@
-"""A generator behind the LLM as one more unit: gradients are those of one program, and go no further than is wanted."""
+"""Generators behind the LLM as units more: gradients are those of one program, and go no further than is wanted."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from commands import TINY
+from commands import TINY, run
 from drawing import PICTURE, UNET, drawing_config
 from restarts import steps_of as steps_of_run
 from started import finish, launch
 from test_executor import assert_same_gradients, make_pipeline, steps_of
 from test_pipeline_processes import SHORT
 from test_pipeline_processes import assert_same_gradients as assert_gradients_of_runs
-from test_runs import go_back
+from test_runs import assert_stages_and_one_mesh_go_on_from_each_other, go_back
 from tiny_run import make_executor
 
-from mmjax.config import Config, MeshConfig, NoGrouping, Samples, Unit
+from mmjax.config import Config, FunctionSource, MeshConfig, NoGrouping, Samples, Unit
+from mmjax.config.validation import validate
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.pipeline.compile_stages import compile_stages
 from mmjax.pipeline.stage_plan import plan_stages, simulate_stages
+from mmjax.plan import main as plan_main
 from mmjax.planning.hardware import Rates
 from mmjax.planning.remat import MemoryLimit
 from mmjax.planning.step_time import Speed
@@ -54,6 +56,20 @@ UNITS = {
         "llm": Unit(tensor=2, sequence_parallel="on"),
         "picture": Unit(tensor=2, sequence_parallel="overlap", pipeline=2),
     },
+    # Of two generators, as `two_generators` makes them.
+    "a unit each": {"vision": Unit(), "llm": Unit(), "picture": Unit(pipeline=2), "sketch": Unit()},
+    "one beside the llm": {
+        "vision": Unit(),
+        "llm": Unit(modules=("llm", "sketch"), pipeline=2),
+        "picture": Unit(pipeline=2),
+    },
+    "both beside the llm": {"vision": Unit(), "llm": Unit(modules=("llm", "picture", "sketch"), pipeline=2, tensor=2)},
+    "one unit of unequal ranks": {
+        "vision": Unit(),
+        "llm": Unit(fsdp=2, pipeline=2),
+        "drawn": Unit(modules=("picture", "sketch"), data=2),
+    },
+    "two behind chunks": APART | {"llm": Unit(pipeline=2, virtual=2), "sketch": Unit(pipeline=2)},
 }
 
 
@@ -74,6 +90,40 @@ def config_of(units: str, frozen: Sequence[str] = (), **changes: Any) -> Config:
         generators={"picture": part("picture", generator)},
     )
     return replace(config, model=model)
+
+
+def two_generators(units: str) -> Config:
+    """The config with another generator, whose images another source has."""
+    config = config_of(units)
+    sketch = replace(PICTURE, remat="none", width=16, condition_width=16)
+    source = FunctionSource("mmjax.data.toy.drawing:drawings", {"samples": 300, "generator": "sketch", "seed": 1})
+    return replace(
+        config,
+        data=replace(config.data, sources=config.data.sources | {"sketching": source}),
+        batch=replace(config.batch, rows=config.batch.rows | {"sketch": 2}),
+        model=replace(config.model, generators=config.model.generators | {"sketch": sketch}),
+    )
+
+
+@pytest.mark.default_cases("a unit each-1f1b")
+@pytest.mark.parametrize(
+    ("units", "schedule"),
+    [
+        ("a unit each", "1f1b"),
+        ("a unit each", "eager"),
+        ("a unit each", "gpipe"),
+        ("one beside the llm", "1f1b"),
+        ("one beside the llm", "eager"),
+        ("both beside the llm", "gpipe"),
+        ("one unit of unequal ranks", "1f1b"),
+        ("two behind chunks", "auto"),
+    ],
+)
+def test_gradients_of_two_generators_are_those_of_one_program(units, schedule, tmp_path):
+    config = two_generators(units)
+    validate(config)
+    pipeline = assert_same_gradients(config, tmp_path, schedule)
+    assert len(pipeline.graph.sinks) == 2
 
 
 @pytest.mark.default_cases("two stages-1f1b")
@@ -225,3 +275,32 @@ def test_every_stage_is_planned_and_compiled_ahead(units, tmp_path):
         assert plan.backward > plan.forward
         compiled = max(found[plan.name].values())
         assert 0.6 < plan.bytes / compiled < 1.7, (plan.name, plan.bytes / compiled, plan.memory, found[plan.name])
+
+
+SKETCH = "model.generators.sketch"
+TWO_GENERATORS = (
+    "data.sources.sketching=function",
+    "data.sources.sketching.function=mmjax.data.toy.drawing:drawings",
+    *(f"data.sources.sketching.arguments.{key}={value}" for key, value in (("samples", 96), ("held_out", 24))),
+    "data.sources.sketching.arguments.generator=sketch",
+    f"{SKETCH}=diffusion_transformer",
+    *(f"{SKETCH}.{key}={value}" for key, value in (("layers", 2), ("width", 16), ("heads", 2), ("mlp_width", 32))),
+    *(f"{SKETCH}.{key}={value}" for key, value in (("condition_width", 16), ("queries", 4), ("grid", 4))),
+    f"{SKETCH}.latents=pixels",
+    f"{SKETCH}.latents.channels=1",
+    "batch.rows.sketch=1",
+)
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_two_generators_has_the_losses_of_one_mesh_and_each_goes_on_from_the_other(runs, capsys, monkeypatch):
+    words = (TINY_DRAWING, *TWO_GENERATORS)
+    units = ("units.llm.modules=llm,vision,picture", "units.sketch.pipeline=2")
+    folder = assert_stages_and_one_mesh_go_on_from_each_other(runs, capsys, monkeypatch, *words, units=units)
+    for step, record in steps_of_run(folder).items():
+        wanted = steps_of_run(runs / "on_1")[step]
+        for key in ("image_loss/picture", "image_loss/sketch"):
+            assert record[key] == pytest.approx(wanted[key], rel=1e-4)
+    planned = run(capsys, plan_main, *words, *units, "cluster=h100x1x3")
+    assert planned.code == 0, planned
+    assert "sketch[1:2]" in planned.out

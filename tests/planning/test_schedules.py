@@ -62,10 +62,13 @@ def test_transfers_cost_1f1b_their_time_twice_over_and_eager_little():
 
 
 def random_graph(rng: np.random.Generator) -> StageGraph:
-    """Up to six stages; each but the last leads to at least one later stage."""
+    """Up to six stages, each linked to an earlier or a later one; every fifth that could ends the graph."""
     stages = int(rng.integers(1, 7))
-    edges = {(a, int(rng.integers(a + 1, stages))) for a in range(stages - 1)}
-    edges |= {(a, b) for a in range(stages) for b in range(a + 1, stages) if rng.random() < 0.25}
+    edges = {(a, b) for a in range(stages) for b in range(a + 1, stages) if rng.random() < 0.25}
+    for a in range(stages - 1):
+        if a not in {b for _, b in edges} or rng.random() < 0.8:
+            edges.add((a, int(rng.integers(a + 1, stages))))
+    edges |= {(stages - 2, stages - 1)} - {(-1, 0)}
     return StageGraph(tuple(sorted(edges)), tuple(range(stages)))
 
 
@@ -100,6 +103,45 @@ def test_encoders_before_interleaved_chunks_never_deadlock(encoders, chunks):
             assert schedule.in_flight_bound(stage) <= whole.in_flight_bound(stage)
 
 
+BEHIND = {  # edges and workers of generators behind the LLM's stages 1 and 2, which an encoder comes before
+    "a unit each": (((2, 3), (2, 4)), (3, 4)),
+    "stages of their own": (((2, 3), (3, 4), (2, 5)), (3, 4, 5)),
+    "one beside the llm": (((2, 3), (2, 4)), (2, 3)),
+    "one beside the llm, one in stages": (((2, 3), (2, 4), (4, 5)), (2, 3, 4)),
+    "both beside the llm": (((2, 3), (2, 4)), (2, 2)),
+    "one unit": (((2, 3), (2, 4)), (3, 3)),
+    "three": (((2, 3), (2, 4), (2, 5)), (3, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager"])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_several_generators_never_deadlock_and_each_runs_backward_with_its_forward_pass(behind, name):
+    edges, workers = BEHIND[behind]
+    graph = StageGraph(((0, 1), (1, 2), *edges), (0, 1, 2, *workers))
+    for microbatches in range(1, 9):
+        schedule = make_schedule(name, graph, microbatches)
+        order = total_order(schedule)
+        assert len(order) == 2 * microbatches * len(graph.workers)
+        assert_runs_in_order(graph, order)
+        for stage, depth in enumerate(graph.depths):
+            bound = {"gpipe": microbatches if depth else 1, "1f1b": depth + 1, "eager": 2 * depth + 1}[name]
+            assert schedule.in_flight_bound(stage) <= bound
+
+
+@pytest.mark.parametrize("encoders", [(2, 3), (2, 2)], ids=["encoders apart", "encoders together"])
+@pytest.mark.parametrize("generators", [((5, 6), (5, 7)), ((5, 6), (6, 7), (5, 8))], ids=["a stage each", "in stages"])
+def test_several_generators_behind_interleaved_chunks_never_deadlock(encoders, generators):
+    chunks = ((2, 3), (3, 4), (4, 5))
+    first = 1 + max(encoders)
+    workers = (*encoders, 0, 1, 0, 1, *range(first, first + len(generators)))
+    graph = StageGraph(((0, 2), (1, 2), *chunks, *generators), workers)
+    for microbatches in range(1, 9):
+        order = total_order(make_schedule("interleaved", graph, microbatches))
+        assert len(order) == 2 * microbatches * len(graph.workers)
+        assert_runs_in_order(graph, order)
+
+
 def assert_runs_in_order(graph: StageGraph, order: tuple[Action, ...]) -> None:
     """Every action comes after those that it needs."""
     done: set[Action] = set()
@@ -123,7 +165,7 @@ def test_no_schedule_ends_before_its_longest_stage_or_path_could():
         for stage in graph.topological:
             before = [longest[p] for p in graph.producers[stage]]
             longest[stage] = total[stage] + (np.max(before, axis=0) if before else 0)
-        assert timeline.makespan >= max(total.sum(1).max(), longest[graph.sink].max()) - 1e-9
+        assert timeline.makespan >= max(total.sum(1).max(), max(longest[sink].max() for sink in graph.sinks)) - 1e-9
 
 
 def test_orders_in_which_workers_wait_for_each_other_are_refused():
@@ -140,7 +182,7 @@ def test_orders_in_which_workers_wait_for_each_other_are_refused():
     ("edges", "workers", "message"),
     [
         (((0, 1), (1, 0)), (0, 1), "in a circle"),
-        (((0, 2),), (0, 1, 2), "one last stage"),
+        (((0, 2),), (0, 1, 2), r"the stages \[1\] are linked to no other"),
         (((0, 3),), (0, 1), "leads to no stage"),
     ],
 )
