@@ -30,8 +30,8 @@ from jax.extend.core import Var
 from jax.interpreters import partial_eval
 
 from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
-from mmjax.config import AudioConfig, ModelConfig, PixelLatents, Remat, UnetConfig, VisionConfig
-from mmjax.config.generators import Generator, image_size, row_values
+from mmjax.config import AudioConfig, ModelConfig, Remat, UnetConfig, VisionConfig
+from mmjax.config.generators import Generator, image_size, row_values, takes_pixels
 from mmjax.config.model import layer_positions
 from mmjax.cost.rates import UNITS, Cost, Ends, ModuleParameters, TowerTrace
 from mmjax.kernels.tiles import MAX_BLOCK
@@ -333,10 +333,10 @@ def tower_batch(config: ModelConfig, tower: str, shape: tuple[int, int]) -> Text
     module = config.item_modules[tower]
     if isinstance(module, AudioConfig):
         values = array(module.mels, dtype=np.float32)
-    elif isinstance(module, VisionConfig) or isinstance(module.latents, PixelLatents):
+    elif isinstance(module, VisionConfig):
         values = array(module.patch_values, dtype=np.uint8)
     else:
-        values = array(module.patch_values, dtype=np.float32)
+        values = array(row_values(module), dtype=np.uint8 if takes_pixels(module) else np.float32)
     return ItemBatch(values, array(), array(3), array(), array())
 
 

@@ -12,7 +12,7 @@ from mmjax.autotune.forecast import needed_flops, visited_on_device
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import ActivationTracer, profiled_shapes
 from mmjax.config import Config, UnetConfig
-from mmjax.config.training import unit_devices
+from mmjax.config.training import repeats_forward, unit_devices
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
@@ -158,8 +158,8 @@ def _place_stages(
     for sharded, plan in zip(shard_stages(config), plans, strict=True):
         mesh = dict(sharded.mesh.shape)
         chunks = config.training.loss_chunks or 1
-        form = sharded.layout.context_attention
-        machine = ClusterRun(cluster, mesh, sharded.sharding, speed, activation, chunks, form)
+        form, reference = sharded.layout.context_attention, repeats_forward(config.loss)
+        machine = ClusterRun(cluster, mesh, sharded.sharding, speed, activation, chunks, form, reference)
         runs.append(
             [
                 StageRun(

@@ -19,9 +19,10 @@ from jax.sharding import AbstractMesh
 
 from mmjax.autotune.memory_plan import ActivationTracer, model_sharding, resolve_sequence_parallel
 from mmjax.config import Config, DecoderConfig, Generator, Remat, UnetConfig, Unit
-from mmjax.config.model import towers_of
+from mmjax.config.generators import image_size
+from mmjax.config.model import step_vaes, towers_of
 from mmjax.config.towers import Encoder
-from mmjax.config.training import unit_devices, unit_layout, unit_modules
+from mmjax.config.training import repeats_forward, unit_devices, unit_layout, unit_modules
 from mmjax.console import size
 from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
@@ -31,7 +32,7 @@ from mmjax.models.model import Model, exclude, modules_of, partition
 from mmjax.models.quantization import cast_frozen, parameter_shapes
 from mmjax.models.stage import Piece, Stage
 from mmjax.parallel.sharding import AXES, ShardingRules, row_ranks, sharding
-from mmjax.planning.flops import frozen_modules, layer_policies, recompute_flops, stage_flops
+from mmjax.planning.flops import frozen_modules, layer_policies, recompute_flops, runs_twice, stage_flops
 from mmjax.planning.hardware import Device
 from mmjax.planning.memory import (
     ACTIVATION,
@@ -49,6 +50,7 @@ from mmjax.planning.memory import (
     sent_slots,
     token_bytes,
     unet_bytes,
+    vae_bytes,
 )
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, StagePlan, choose_policies
 from mmjax.planning.schedules import Schedule, list_stages, make_schedule, schedule_name, stage_cuts, unit_graph
@@ -374,6 +376,10 @@ def _fixed_bytes(
     if piece.makes_loss and not piece.generates:
         # Which backward makes when the loss is done with.
         before_copies = loss_bytes(config.model, positions, sharding, activation, config.training.loss_chunks or 1)
+    if piece.first and (vae := step_vaes(config.model).get(tower)):
+        # One image of each row at a time.
+        encoding = vae_bytes(vae, image_size(config.model.generators[tower]), activation)
+        before_copies = max(before_copies, batch.shape[tower][0] * encoding)
     # Tables that say which tokens are sent lie where the exchange is, and not with encoders and generators.
     plain, tables = replace(batch, widths={}), 0
     if exchanged := (*piece.encoders, *piece.sends_states):
@@ -384,7 +390,9 @@ def _fixed_bytes(
     # Activations that arrive and leave, for every microbatch in flight one; of a UNet the states that it takes.
     if {*piece.inputs, *piece.outputs} & {*sharded.stage.inputs, *sharded.stage.outputs}:
         width = _towers(config)[tower].width if not unet else config.model.llm.width
-        messages = 2 * in_flight * (positions if not unet else work.tokens) * width * activation
+        # Those of a frozen reference are kept for no backward pass.
+        messages_held = in_flight + (repeats_forward(config.loss) and runs_twice(tower, config.model))
+        messages = 2 * messages_held * (positions if not unet else work.tokens) * width * activation
     memory = {
         "parameters": trainable + part.frozen,
         "gradients": trainable,
@@ -455,9 +463,8 @@ def _seconds(
     measured = speed.layer(tower, batch.shape[tower])
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else tuple(policies)
-    flops = stage_flops(
-        config.model, tower, layers, counted, batch.shape, config.training.loss_chunks or 1, batch.pairs
-    )
+    chunks, reference = config.training.loss_chunks or 1, repeats_forward(config.loss)
+    flops = stage_flops(config.model, tower, layers, counted, batch.shape, chunks, batch.pairs, reference)
     times = [x / parts / speed.rates.flops for x in flops[:2]]
     if measured:
         times[0] += len(layers) * measured["forward"] / parts

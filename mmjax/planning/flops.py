@@ -87,7 +87,7 @@ def model_flops(
         tower_cost, connector = _whole(trace, [("none", True)] * _layers(config))
         for module, cost in ((tower, tower_cost), (f"{tower}.connector", connector))[: 1 + (tower != "llm")]:
             forward = _total(cost.needed_forward, amounts)
-            if reference and _runs_twice(module, model):
+            if reference and runs_twice(module, model):
                 again = _whole(*_without_adapters(trace, _layers(config)))[module != tower]
                 forward += _total(again.needed_forward, amounts)
             flops[module] = Flops(forward, _total(cost.needed_backward, amounts))
@@ -148,7 +148,7 @@ def _without_adapters(trace: TowerTrace, layers: int) -> tuple[TowerTrace, Layer
     return plain, [("none", False)] * layers
 
 
-def _runs_twice(module: str, model: ModelConfig) -> bool:
+def runs_twice(module: str, model: ModelConfig) -> bool:
     """Tell whether a module runs again for the reference: the LLM does, and encoders with adapters."""
     tower = module.partition(".")[0]
     return tower == "llm" or tower in {adapted.partition(".")[0] for adapted in adapted_modules(model)}
@@ -160,11 +160,15 @@ def _with_encoding(
     """Add what encoding images in the step takes to the forward pass of their generators."""
     for name in step_vaes(model):
         if name in flops:
-            cost = table.encoding(model, name)
-            rates = cost.needed_forward + elementwise * cost.beside_forward
-            encoded = work[name].inputs * math.fsum(rates)
+            encoded = _encoding(model, name, work[name], elementwise)
             flops[name] = flops[name]._replace(forward=flops[name].forward + encoded)
     return flops
+
+
+def _encoding(model: ModelConfig, generator: str, work: Work, elementwise: bool) -> float:
+    cost = table.encoding(model, generator)
+    rates = cost.needed_forward + elementwise * cost.beside_forward
+    return work.inputs * math.fsum(rates)
 
 
 def step_needed(
@@ -264,15 +268,14 @@ def executed(
         if reference:
             plain = _whole(*_without_adapters(trace, len(layers)))
             for module, cost in zip((tower, f"{tower}.connector"), plain, strict=True):
-                if _runs_twice(module, model) and module in flops:
-                    again = _flops_of(cost, amounts, config)
-                    flops[module] = _plus(
-                        flops[module],
-                        forward=again.forward,
-                        attention=again.attention,
-                        float8_forward=again.float8_forward,
-                    )
+                if runs_twice(module, model) and module in flops:
+                    flops[module] = _with_pass(flops[module], _flops_of(cost, amounts, config))
     return _with_encoding(flops, model, work, elementwise=True)
+
+
+def _with_pass(flops: Flops, again: Flops) -> Flops:
+    """Add a forward pass that nothing is kept of."""
+    return _plus(flops, forward=again.forward, attention=again.attention, float8_forward=again.float8_forward)
 
 
 def _plus(flops: Flops, **added: float) -> Flops:
@@ -333,8 +336,9 @@ def stage_flops(
     shape: Mapping[str, tuple[int, int]],
     loss_chunks: int = 1,
     pairs: Mapping[str, float] | None = None,
+    reference: bool = False,
 ) -> Flops:
-    """Count the FLOPs that a pipeline stage runs for one microbatch; `shape` and `pairs` as in `executed`.
+    """Count the FLOPs that a pipeline stage runs for one microbatch; `shape`, `pairs`, `reference` as in `executed`.
 
     layers: of the stage. policies: of those that count, all or none: measured times stand for the others.
     """
@@ -342,20 +346,27 @@ def stage_flops(
     work = row_work(model, shape, pairs)
     frozen = frozen_modules(model)
     trace = tower_trace(model, tower, _running(work), frozen)
-    ends = table.ends(trace)
     count = _layers(config)
     first = layers.start == 0
     last = layers.stop >= count
     policies = () if isinstance(config, UnetConfig) else policies
     unscanned = len(policies) < 2 or policies[0] != policies[1]
-    cost = _stack(trace, layers[: len(policies)], [(policy, unscanned) for policy in policies])
-    cost += ends.entry.times(first) + ends.exit.times(last)
     share = float(first)  # of a generator, whose connector stands before the layers
     if tower in model.encoders:
         # The connector's MLP, and one more for each layer of a deepstack.
         deepstack = config.deepstack if isinstance(config, VisionConfig) else ()
         share = (last + sum(layer in layers for layer in deepstack)) / connector_mlps(config)
-    flops = _flops_of(cost + ends.connector.times(share), work[tower], config)
+
+    def run(trace: TowerTrace, policies: Layers) -> Flops:
+        ends = table.ends(trace)
+        cost = _stack(trace, layers[: len(policies)], policies) + ends.entry.times(first) + ends.exit.times(last)
+        return _flops_of(cost + ends.connector.times(share), work[tower], config)
+
+    flops = run(trace, [(policy, unscanned) for policy in policies])
+    if reference and runs_twice(tower, model):
+        flops = _with_pass(flops, run(*_without_adapters(trace, len(policies))))
+    if tower in step_vaes(model) and first:
+        flops = _plus(flops, forward=_encoding(model, tower, work[tower], elementwise=True))
     # Where generators are, the loss waits for their backward pass, and makes logits again.
     if tower == "llm" and last and (loss_chunks > 1 or model.generators):
         return _plus(flops, backward=executed_logits(model, work["llm"]))

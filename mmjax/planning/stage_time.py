@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from mmjax.config import ModelConfig, Muon, OptimizerConfig, Remat, UnetConfig
 from mmjax.config.generators import Tower
-from mmjax.planning.flops import attention_flops, frozen_modules, stage_flops
+from mmjax.planning.flops import attention_flops, frozen_modules, runs_twice, stage_flops
 from mmjax.planning.memory import MASTER, DeviceBatch
 from mmjax.planning.step_time import (
     BACKWARD_KERNELS,
@@ -82,7 +82,9 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
     # Layers that were timed are taken out of the operations, and their times added.
     counted = () if measured else stage.policies
-    flops = stage_flops(model, stage.tower, stage.layers, counted, batch.shape, machine.loss_chunks, batch.pairs)
+    flops = stage_flops(
+        model, stage.tower, stage.layers, counted, batch.shape, machine.loss_chunks, batch.pairs, machine.reference
+    )
     attention = 0.0
     if config.attention in ("flash", "auto"):
         # One forward pass of it; of a UNet, its share of all.
@@ -157,6 +159,8 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
         # A generator takes the hidden states of its tokens.
         token_work = row_work(model, batch.shape)[receiver.tower] if sender.tower == "llm" else work
         numbers = token_work.tokens * connector_mlps(sender.config(model)) * model.llm.width
+    if sender.machine.reference and runs_twice(sender.tower, model):
+        numbers *= 1.5  # activations go twice, and gradients come back once
     total = numbers * sender.machine.activation * sender.shards
     largest = max(total / receiver.shards, total * receiver.parts / len(sender.devices))
     cluster = sender.machine.cluster

@@ -8,6 +8,7 @@ import pytest
 from commands import run
 from test_encoded_images import encoding_config, encoding_words
 from test_executor import assert_same_gradients
+from test_generator_units import assert_planned_as_compiled
 from test_runs import assert_stages_and_one_mesh_go_on_from_each_other
 
 from mmjax import generate
@@ -46,6 +47,14 @@ def test_gradients_are_those_of_one_mesh(units, kind, tmp_path):
     cut = units in ("three stages", "unequal ranks")
     assert sent == ({"picture.clean"} if cut else set())
     assert not sent & pipeline.programs[0].trained
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("units", ["whole", "three stages"])
+def test_every_stage_is_planned_as_compiled(units, tmp_path):
+    config = encoding_config(tmp_path, "transformer")
+    config = replace(config, model=with_changes(config.model, {"picture": {"layers": 3}}), units=UNITS[units])
+    assert_planned_as_compiled(config, tmp_path)
 
 
 @pytest.mark.exhaustive

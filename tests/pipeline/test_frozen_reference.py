@@ -14,6 +14,7 @@ from test_executor import (
     deepstack_config_of,
     fill_adapters,
 )
+from test_generator_units import assert_planned_as_compiled
 from test_mixed_stages import CHAIN, make_pipeline
 from test_runs import assert_stages_and_one_mesh_go_on_from_each_other
 from tiny_run import load_steps, one_shape, with_answers, worst_leaf
@@ -121,6 +122,11 @@ def test_without_the_reference_gradients_are_others(loss, tmp_path):
         )
         gradients.append(jax.device_get([sums.gradients for sums in run.sums]))
     assert worst_leaf(*gradients)[0] > 0.1
+
+
+@pytest.mark.exhaustive
+def test_every_stage_is_planned_as_compiled(tmp_path):
+    assert_planned_as_compiled(replace(config_with(LLM, VISION), loss=DPO), tmp_path)
 
 
 @pytest.mark.exhaustive

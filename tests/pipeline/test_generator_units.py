@@ -22,6 +22,7 @@ from test_runs import assert_stages_and_one_mesh_go_on_from_each_other, go_back
 from tiny_run import make_executor
 
 from mmjax.config import Config, FunctionSource, MeshConfig, NoGrouping, Samples, Unit
+from mmjax.config.training import repeats_forward
 from mmjax.config.validation import validate
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
@@ -258,21 +259,36 @@ def assert_same_images(run: Path, expected: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "units", ["unequal ranks", "with the llm", "unet", "rows over tensor and context", "context before it"]
+    "units",
+    [
+        "unequal ranks",
+        "with the llm",
+        "unet",
+        "rows over tensor and context",
+        "context before it",
+        "a unit each",
+        "one beside the llm",
+    ],
 )
 def test_every_stage_is_planned_and_compiled_ahead(units, tmp_path):
-    config = config_of("one stage" if units == "unet" else units)
+    two = units in ("a unit each", "one beside the llm")
+    config = two_generators(units) if two else config_of("one stage" if units == "unet" else units)
     if units == "unet":
         config = replace(config, model=replace(config.model, generators={"picture": UNET}))
-    index = build_index(open_sources(config, "train", tmp_path), config.model.item_modules)
-    layout = make_planner(index, config, [1.0, 1.0], units_topology(config.units))[1]
+    assert_planned_as_compiled(config, tmp_path)
+
+
+def assert_planned_as_compiled(config: Config, folder: Path) -> None:
+    """The bytes of every stage are about those that the compiler counts, and its passes take time."""
+    index = build_index(open_sources(config, "train", folder), config.model.item_modules)
+    layout = make_planner(index, config, [1.0] * len(config.data.sources), units_topology(config.units))[1]
     plans = plan_stages(config, layout, Speed(Rates(1e9, 1e9, 1e9)), MemoryLimit(math.inf))
     timeline = simulate_stages(config, plans)
     assert timeline.in_flight.tolist() == [plan.in_flight for plan in plans]
     found = compile_stages(config, layout, plans, jax.devices())
     for plan in plans:
         assert plan.forward > 0
-        assert plan.backward > plan.forward
+        assert plan.backward > plan.forward or repeats_forward(config.loss)
         compiled = max(found[plan.name].values())
         assert 0.6 < plan.bytes / compiled < 1.7, (plan.name, plan.bytes / compiled, plan.memory, found[plan.name])
 

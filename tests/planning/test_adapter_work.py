@@ -14,7 +14,7 @@ from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
 from mmjax.config.model import linear_layers
 from mmjax.models.layers import Linear
 from mmjax.models.model import Model
-from mmjax.planning.flops import executed, frozen_modules, step_needed
+from mmjax.planning.flops import executed, frozen_modules, stage_flops, step_needed
 from mmjax.planning.memory import moment_bytes
 from mmjax.runtime.state import make_optimizer, split
 
@@ -65,6 +65,23 @@ def test_needed_is_every_matrix_product_of_the_traced_gradient(patterns: tuple[s
     assert step_needed(model, batch.text, batch.items, frozen) == 2 * traced_products(
         jax.make_jaxpr(function)(*params, batch).jaxpr
     )
+
+
+def test_stages_execute_together_what_one_mesh_does_with_the_references_pass():
+    model = with_adapters(("llm.*", "vision.layers.*.query"))
+    model = replace(model, llm=replace(model.llm, layers=4), encoders={"vision": model.encoders["vision"]})
+    shape = {tower: SHAPE[tower] for tower in ("llm", "vision")}
+    again, once = (executed(model, shape, frozen_modules(model), reference=on) for on in (True, False))
+    for tower, stages in (("llm", (range(2), range(2, 4))), ("vision", (range(model.encoders["vision"].layers),))):
+        for whole, reference in ((again, True), (once, False)):
+            parts = [
+                stage_flops(model, tower, layers, ("none",) * len(layers), shape, reference=reference)
+                for layers in stages
+            ]
+            modules = [flops for name, flops in whole.items() if name.partition(".")[0] == tower]
+            assert sum(part.forward for part in parts) == pytest.approx(sum(flops.forward for flops in modules))
+            assert sum(part.backward for part in parts) == pytest.approx(sum(flops.backward for flops in modules))
+        assert again[tower].forward > 1.5 * once[tower].forward
 
 
 @pytest.mark.parametrize("optimizer", [AdamW(), Muon()])

@@ -21,13 +21,14 @@ from mmjax.config.loading import apply_overrides, find_config, load
 from mmjax.config.model import with_changes
 from mmjax.cost import table
 from mmjax.cost.table import parameters
+from mmjax.cost.trace import tower_batch
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.errors import UserError
 from mmjax.hf.vae import open_vae
 from mmjax.models.generation import draw
 from mmjax.models.model import Model, module_of
 from mmjax.models.vae import VaeModel
-from mmjax.planning.flops import executed, model_flops
+from mmjax.planning.flops import executed, model_flops, stage_flops
 from mmjax.planning.work import row_work
 from mmjax.runtime.executor import State
 from mmjax.runtime.vae import load_parameters
@@ -145,6 +146,8 @@ def test_what_encodes_is_planned(tmp_path):
     model = Model.build(config.model, jnp.float32)
     assert parameters(config.model)["picture.vae"] == sum(x.size for x in jax.tree.leaves(model.abstract["vaes"]))
     assert row_values(config.model.generators["picture"]) == 4 * 4 * 3
+    pixels = tower_batch(config.model, "picture", (2, 18)).values
+    assert (pixels.shape, pixels.dtype) == ((2, 18, 4 * 4 * 3), np.uint8)
     latents = replace(config.model.generators["picture"].latents, encode="once")
     once = with_changes(config.model, {"picture": {"latents": latents}})
     shape = {"llm": (1, 64), "picture": (2, 18)}  # three images of 6 patches in a row
@@ -153,6 +156,10 @@ def test_what_encodes_is_planned(tmp_path):
     for count, rates in (
         (lambda m: model_flops(m, work, set()), cost.needed_forward),
         (lambda m: executed(m, shape, set()), cost.forward + cost.beside_forward),
+        (
+            lambda m: {"picture": stage_flops(m, "picture", range(1), ("none",), shape)},
+            cost.forward + cost.beside_forward,
+        ),
     ):
         more = count(config.model)["picture"].forward - count(once)["picture"].forward
         assert more == pytest.approx(6 * 6 * rates.sum())
