@@ -359,6 +359,27 @@ FAULTS = (
         ("config/test_units.py::test_every_stage_has_the_layout_of_its_unit",),
     ),
     Fault(
+        "a reference's pass that goes on from what the model itself has made",
+        "runtime/objectives.py",
+        "reference.run(frozen, inputs | twins, batch)",
+        "reference.run(frozen, inputs, batch)",
+        ("pipeline/test_frozen_reference.py::test_a_text_model_in_stages_with_context_has_the_gradients_of_one_mesh",),
+    ),
+    Fault(
+        "a generator's loss of latents that its last stage mixes anew",
+        "models/stage.py",
+        "clean = values[self._clean[0]]",
+        "clean = values[self._clean[0]] + draws.posterior",
+        ("pipeline/test_encoded_image_units.py::test_gradients_are_those_of_one_mesh",),
+    ),
+    Fault(
+        "moments that a stage has none of, read as a number",
+        "runtime/checkpoint.py",
+        "item = _without_empty(structs) if partial else structs",
+        "item = structs",
+        ("runtime/test_checkpoint.py::test_stages_go_on_from_one_mesh_though_one_of_them_trains_nothing",),
+    ),
+    Fault(
         "encoders of one mesh that run in their config's order",
         "models/stage.py",
         'towers = (*sorted(config.encoders), "llm", *config.generators)',

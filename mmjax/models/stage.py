@@ -264,8 +264,8 @@ class Piece:
                 context = generator.resumed_context(items, *images)
             x = generator.layers(x, context, self.start, self.stop)
             if not self.last:
-                made = dict(zip(self.passed(self.stop), (x, *generator.passed_on(context)), strict=True))
-                return made | (dict.fromkeys(self._clean, clean) if self.first else {})
+                outgoing = dict(zip(self.passed(self.stop), (x, *generator.passed_on(context)), strict=True))
+                return outgoing | (dict.fromkeys(self._clean, clean) if self.first else {})
             return {_error(self.tower): flow_errors(clean, items, draws, generator.finished(x, items, context))}
 
 

@@ -14,6 +14,7 @@ from mmjax.autotune.memory_plan import LINEAR, ActivationTracer
 from mmjax.config import Config, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
 from mmjax.config.model import layers_of, towers_of
 from mmjax.config.towers import head_counts
+from mmjax.config.training import repeats_forward
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
@@ -61,7 +62,7 @@ def choose_units(
     measure_speed: as in `forecast_run`. Raises UserError for several generators.
     """
     if len(generators := config.model.generators) > 1:
-        raise UserError(f"units=auto: {len(generators)} generators stand behind the LLM; keep one")
+        raise UserError(f"units=auto: {len(generators)} generators stand behind the LLM; keep one, or write the units")
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
 
     def fastest(
@@ -185,7 +186,13 @@ def _tower_costs(
     work = row_work(model, shape, batch.pairs)[tower]
     sharding = ModelSharding(tensor, tensor, tensor)
     machine = ClusterRun(
-        cluster, {"data": 1, "fsdp": 1, "tensor": tensor}, sharding, speed, activation, config.training.loss_chunks or 1
+        cluster,
+        {"data": 1, "fsdp": 1, "tensor": tensor},
+        sharding,
+        speed,
+        activation,
+        config.training.loss_chunks or 1,
+        reference=repeats_forward(config.loss),
     )
     length = _whole_blocks(works[tower].long) if tower_config.attention == "dense" else LINEAR
     by_policy = tracer.saved_bytes(tower, 1, [length])[0]

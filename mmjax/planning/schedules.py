@@ -92,9 +92,9 @@ class StageGraph:
             raise ValueError(
                 f"the stages {sorted(set(stages) - set(self.topological))} depend on each other in a circle"
             )
-        alone = sorted(set(stages) - {stage for edge in self.edges for stage in edge})
-        if alone and len(stages) > 1:
-            raise ValueError(f"the stages {alone} are linked to no other stage")
+        unlinked = sorted(set(stages) - {stage for edge in self.edges for stage in edge})
+        if unlinked and len(stages) > 1:
+            raise ValueError(f"the stages {unlinked} are linked to no other stage")
 
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:

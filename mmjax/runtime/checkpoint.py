@@ -483,8 +483,8 @@ def _restore(handler: ocp.PyTreeCheckpointHandler, path: Path, structs: Any, par
         args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     else:
         args = ocp.checkpoint_utils.construct_restore_args(item)
-    whole = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=partial)
-    restored = _named(handler.restore(path, args=whole))
+    request = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=partial)
+    restored = _named(handler.restore(path, args=request))
     for name, struct in _named(structs).items():
         if restored[name].shape != struct.shape:
             raise ValueError(f"{name} has shape {restored[name].shape}, not {struct.shape}")

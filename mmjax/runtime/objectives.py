@@ -96,16 +96,18 @@ class TextObjective:
         """
         if self.reference is None:
             return *stage.run(params, inputs, batch, noise, accumulators), None
-        shared, own = stage.split({*self.model.config.encoders} - self.repeated)
+        once, twice = stage.split({*self.model.config.encoders} - self.repeated)
+        reference = twice.of(self.reference)
         frozen = restrict(params, self.reference.abstract)
         twins = {name.removesuffix(REFERENCE): x for name, x in inputs.items() if name.endswith(REFERENCE)}
         inputs = {name: x for name, x in inputs.items() if not name.endswith(REFERENCE)}
-        inputs |= shared.of(self.reference).run(frozen, inputs, batch)[0]
-        values, seed = own.run(params, inputs, batch, noise, accumulators)
-        repeated = own.of(self.reference)
-        again, reference_seed = repeated.run(frozen, inputs | twins, batch)
-        sent = {name: again[name.removesuffix(REFERENCE)] for name in stage.outputs if name.endswith(REFERENCE)}
-        return values | sent, seed, repeated.operands(again, reference_seed)
+        inputs |= once.of(self.reference).run(frozen, inputs, batch)[0]
+        values, seed = twice.run(params, inputs, batch, noise, accumulators)
+        frozen_values, frozen_seed = reference.run(frozen, inputs | twins, batch)
+        for name in stage.outputs:
+            if name.endswith(REFERENCE):
+                values[name] = frozen_values[name.removesuffix(REFERENCE)]
+        return values, seed, reference.operands(frozen_values, frozen_seed)
 
     def token_losses(
         self, outputs: Outputs, text: TextBatch, reference: Outputs | None = None

@@ -244,7 +244,7 @@ def test_gradients_are_those_of_one_program(units, schedule, tied, remat, chunks
     assert_same_gradients(config, tmp_path, schedule)
 
 
-@pytest.mark.default_cases("context-loss0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("units", "loss"),
     [

@@ -19,7 +19,7 @@ from test_mixed_stages import CHAIN, make_pipeline
 from test_runs import assert_stages_and_one_mesh_go_on_from_each_other
 from tiny_run import load_steps, one_shape, with_answers, worst_leaf
 
-from mmjax.config import Config, Dpo, EmbeddedSource, Grpo, LoraConfig, Samples
+from mmjax.config import Config, Dpo, EmbeddedSource, Grpo, LoraConfig, Samples, Unit
 from mmjax.models.stage import REFERENCE
 
 DPO, GRPO = Dpo(0.5), Grpo(beta=0.5)
@@ -41,21 +41,18 @@ def config_with(*layers: str, units: str = "by module", **changes: object) -> Co
     return adapted(config_of(units, FROZEN, **changes), *layers)
 
 
-def test_two_stages_of_a_text_model_have_the_gradients_of_one_mesh(tmp_path):
+def test_a_text_model_in_stages_with_context_has_the_gradients_of_one_mesh(tmp_path):
     config = config_with("llm.*.attention.query")
-    model = replace(config.model, llm=replace(config.model.llm, layers=2), encoders={})
     source = EmbeddedSource(modalities=("text",), samples=100)
     config = replace(
         config,
-        model=model,
+        model=replace(config.model, llm=replace(config.model.llm, layers=2), encoders={}),
         data=replace(config.data, sources={"embedded": source}),
         batch=replace(config.batch, rows={"llm": 1}, size=Samples(8), microbatches=2),
-        units={},
+        units={"llm": Unit(pipeline=2, context=2)},
     )
-    batches = with_answers(load_steps(config, tmp_path, 1)[0][:1], DPO)
-    config = replace(config, loss=DPO)
-    pipeline = make_pipeline(config, [({}, [("llm", 0, 1)]), ({}, [("llm", 1, 2)])])
-    assert_gradients_of_one_mesh(config, pipeline, batches, batches)
+    pipeline = assert_same_gradients(config, tmp_path, loss=Dpo(0.5, "sigmoid_norm"))
+    assert pipeline.stages[1].stage.inputs == ("llm.1", "llm.1" + REFERENCE)
 
 
 @pytest.mark.exhaustive

@@ -106,7 +106,7 @@ def two_generators(units: str) -> Config:
     )
 
 
-@pytest.mark.default_cases("a unit each-1f1b")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("units", "schedule"),
     [
@@ -127,7 +127,7 @@ def test_gradients_of_two_generators_are_those_of_one_program(units, schedule, t
     assert len(pipeline.graph.sinks) == 2
 
 
-@pytest.mark.default_cases("two stages-1f1b")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("units", "schedule"),
     [
