@@ -7,6 +7,9 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from commands import run
+from restarts import steps_of
+from started import finish, launch
 from test_executor import (
     assert_gradients_of_one_mesh,
     assert_same_gradients,
@@ -16,15 +19,25 @@ from test_executor import (
 )
 from test_generator_units import assert_planned_as_compiled
 from test_mixed_stages import CHAIN, make_pipeline
-from test_runs import assert_stages_and_one_mesh_go_on_from_each_other
+from test_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_from_each_other
 from tiny_run import load_steps, one_shape, with_answers, worst_leaf
 
+from mmjax import train
 from mmjax.config import Config, Dpo, EmbeddedSource, Grpo, LoraConfig, Samples, Unit
 from mmjax.models.stage import REFERENCE
 
 DPO, GRPO = Dpo(0.5), Grpo(beta=0.5)
 LLM, VISION, CONNECTOR = "llm.*.attention.*", "vision.*.attention.*", "audio.connector.*"
 FROZEN = ("llm", "vision", "audio", "vision.connector", "audio.connector")
+RUN = (
+    "tiny_dpo",
+    "loss.reference=adapters_off",
+    "model.lora.all.layers=llm.*",
+    "model.encoders.vision.frozen=true",
+    "model.encoders.vision.connector.frozen=true",
+    "batch.size.count=16",
+)
+UNITS = ("units.vision.data=1", "units.llm.pipeline=2")
 TWO = [
     ({}, [("audio", 0, 2), ("vision", 0, 2), ("llm", 0, 2)]),
     ({}, [("llm", 2, 4)]),
@@ -128,13 +141,17 @@ def test_every_stage_is_planned_as_compiled(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_run_in_stages_has_the_losses_of_one_mesh_and_each_goes_on_from_the_other(runs, capsys, monkeypatch):
-    words = (
-        "tiny_dpo",
-        "loss.reference=adapters_off",
-        "model.lora.all.layers=llm.*",
-        "model.encoders.vision.frozen=true",
-        "model.encoders.vision.connector.frozen=true",
-        "batch.size.count=16",
-    )
-    units = ("units.vision.data=1", "units.llm.pipeline=2")
-    assert_stages_and_one_mesh_go_on_from_each_other(runs, capsys, monkeypatch, *words, units=units)
+    assert_stages_and_one_mesh_go_on_from_each_other(runs, capsys, monkeypatch, *RUN, units=UNITS)
+
+
+@pytest.mark.exhaustive
+def test_a_process_for_every_stage_passes_the_reference_on(runs, capsys, monkeypatch):
+    monkeypatch.setenv("MMJAX_CHECK_TRANSFERS", "1")
+    words = (*RUN, "model.lora.more.layers=vision.layers.*.query", "training.steps=2", "batch.microbatches=2")
+    words = (*words, "training.evaluate_every=0", "schedule.warmup=0", "data.workers=0")
+    monkeypatch.setattr("mmjax.training.loop.choose_devices", lambda device: jax.devices()[:1])
+    ended = run(capsys, train.main, *words, f"run={runs}/one")
+    assert ended.code == 0, ended
+    ended = finish(launch(3, *words, *UNITS, f"run={runs}/staged", devices=1))
+    assert ended.code == 0, ended
+    assert_same_losses(steps_of(runs / "staged"), steps_of(runs / "one"))
