@@ -110,10 +110,9 @@ def test_units_cut_no_unet_and_end_in_generators_that_each_have_devices():
     config = replace(config, model=two, batch=batch)
     for units, message in (
         ({"picture": Unit()}, "units: other has no devices"),
-        ({"drawn": Unit(modules=("picture", "other"), pipeline=2)}, "several generators cannot be cut together"),
         ({"other": Unit(modules=("vision", "other"))}, r"units\.other\.modules has 'vision'"),
     ):
         with pytest.raises(UserError, match=message):
             validate(replace(config, units=EYES | units))
-    for units in ({"picture": Unit(), "other": Unit(pipeline=2)}, {"drawn": Unit(modules=("picture", "other"))}):
+    for units in ({"picture": Unit(), "other": Unit(pipeline=2)}, {"drawn": Unit(modules=("picture", "other"), pipeline=2)}):
         validate(replace(config, units=EYES | units))
