@@ -371,9 +371,14 @@ class Stage:
         return tuple(dict.fromkeys(name for piece in self.text for name in piece.embeds_queries))
 
     @property
+    def exchanges_states(self) -> tuple[str, ...]:
+        """Name the generators, here and in other stages, whose hidden states are exchanged here."""
+        return tuple(name for piece in self.text for name in piece.sends_states)
+
+    @property
     def sends_states(self) -> tuple[str, ...]:
         """Name the generators of other stages that take hidden states of this one."""
-        return tuple(name for piece in self.text for name in piece.sends_states if name in self.outputs)
+        return tuple(name for name in self.exchanges_states if name in self.outputs)
 
     def select(self, params: Params) -> Params:
         """Select the stage's parameters. Where tied embeddings are in two stages, add their gradients."""

@@ -69,7 +69,7 @@ def put_batch(stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[st
         stage = placed.stage
         text = None
         if stage.text:
-            read = (stage.encoders, stage.embeds_queries, stage.sends_states)
+            read = (stage.encoders, stage.embeds_queries, stage.exchanges_states)
             text = put(select_tables(batch.text, stage), "llm", placed, *read)
         towers = [tower for tower in stage.towers if tower != "llm"]
         batches.append(Microbatch(text, {tower: put(batch.items[tower], tower, placed) for tower in towers}))
@@ -82,7 +82,7 @@ def select_tables(text: TextBatch, stage: Stage) -> TextBatch:
     The stages that take encoders' tokens place them. Of a generator, the first needs the places of queries, the last
     where their hidden states go.
     """
-    modules = dict.fromkeys(TABLES, (*stage.encoders, *stage.sends_states))
+    modules = dict.fromkeys(TABLES, (*stage.encoders, *stage.exchanges_states))
     modules["slots"] = (*stage.encoders, *stage.embeds_queries)
     tables = {name: getattr(text, name) for name in modules}
     return text._replace(**{n: {m: table[m] for m in modules[n] if m in table} for n, table in tables.items()})

@@ -114,5 +114,8 @@ def test_units_cut_no_unet_and_end_in_generators_that_each_have_devices():
     ):
         with pytest.raises(UserError, match=message):
             validate(replace(config, units=EYES | units))
-    for units in ({"picture": Unit(), "other": Unit(pipeline=2)}, {"drawn": Unit(modules=("picture", "other"), pipeline=2)}):
+    for units in (
+        {"picture": Unit(), "other": Unit(pipeline=2)},
+        {"drawn": Unit(modules=("picture", "other"), pipeline=2)},
+    ):
         validate(replace(config, units=EYES | units))
