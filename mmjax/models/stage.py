@@ -412,5 +412,7 @@ class Stage:
         """Return what the losses of the LLM and of generators here are made of."""
         errors = {name: values[_error(name)] for name in self.losses if _error(name) in values}
         if "llm" not in self.losses:
-            return Outputs(None, None, None, {name: seed(error) for name, error in errors.items()})
+            # Once: with each error the sums would be added again.
+            first = next(iter(errors), None)
+            return Outputs(None, None, None, {n: seed(x) if n == first else x for n, x in errors.items()})
         return Outputs(seed(values[HIDDEN]), values[TABLE], values[ROUTING], errors)
