@@ -13,11 +13,12 @@ from commands import TINY, TINY_MEDIA
 
 from mmjax.config import Adafactor, AdamW, MeshConfig, ModelConfig, Muon
 from mmjax.config.loading import load
+from mmjax.config.model import layers_of
 from mmjax.disk import verify_checksum, with_checksum
 from mmjax.errors import UserError
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
-from mmjax.models.stage import cut_in_stages
+from mmjax.models.stage import Piece, Stage
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint import (
     CheckpointStore,
@@ -150,10 +151,12 @@ def test_stages_go_on_from_one_mesh_though_one_of_them_trains_nothing(tmp_path):
     one = executor(model)
     state = moved(one)
     stages = [
-        PlacedStage(tower, *cut_in_stages(one.model, tower, ()), make_mesh(WHOLE, [device]))
+        PlacedStage(
+            tower, Stage(one.model, (Piece(model, tower, 0, layers_of(model, tower)),)), make_mesh(WHOLE, [device])
+        )
         for tower, device in zip(("vision", "llm"), jax.devices(), strict=False)
     ]
-    staged = Executor(one.model, one.optimizer, stages, ShardingRules(), sources=1)
+    staged = Executor(one.model, one.optimizer, stages, sources=1)
     found = [values(part) for part in restored(save(tmp_path, one, state), staged).stages]
     assert not any(".trainable" in name for name in found[0])
     expected = values(state)
