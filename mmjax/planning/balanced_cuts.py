@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from mmjax.config import Config, Unit
-from mmjax.config.training import unit_modules
+from mmjax.config.training import repeats_forward, unit_modules
 from mmjax.config.unit_stages import chain_of
 from mmjax.planning.flops import layer_flops
 from mmjax.planning.memory import ACTIVATION
@@ -57,7 +57,7 @@ def _balance(
     for tower in towers:
         number = names.index(tower)
         shapes = [{n: (1, length) for n, length in zip(names, shape, strict=True)} for shape in lengths]
-        by_shape = [layer_flops(model, tower, shape) for shape in shapes]
+        by_shape = [layer_flops(model, tower, shape, repeats_forward(config.loss)) for shape in shapes]
         for layer, flops in enumerate(zip(*by_shape, strict=True)):
             layers.append((tower, layer))
             seconds.append(tuple(rows[number] * sum(f.at_one_rate[way] for f in flops) for way in (0, 1)))

@@ -373,10 +373,12 @@ def stage_flops(
     return flops
 
 
-def layer_flops(model: ModelConfig, tower: str, shape: Mapping[str, tuple[int, int]]) -> list[Flops]:
+def layer_flops(
+    model: ModelConfig, tower: str, shape: Mapping[str, tuple[int, int]], reference: bool = False
+) -> list[Flops]:
     """Count the FLOPs of every layer of a tower, with what stands before the first and behind the last.
 
-    shape: as in `executed`. A UNet is one layer.
+    shape, reference: as in `executed`. A UNet is one layer.
     """
     config = _config(model, tower)
     policies = () if isinstance(config, UnetConfig) else layer_policies(config)
@@ -395,7 +397,7 @@ def layer_flops(model: ModelConfig, tower: str, shape: Mapping[str, tuple[int, i
         )
         if key not in flops:
             layers = range(layer, layer + 1)
-            flops[key] = stage_flops(model, tower, layers, policies[layer : layer + 1], shape)
+            flops[key] = stage_flops(model, tower, layers, policies[layer : layer + 1], shape, reference=reference)
         keys.append(key)
     return [flops[key] for key in keys]
 
