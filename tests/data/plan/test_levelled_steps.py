@@ -151,11 +151,10 @@ def test_a_pipeline_takes_little_longer_than_if_all_microbatches_were_equal(stag
 def test_microbatches_are_ordered_by_what_they_hold():
     graph = StageGraph(((0, 1), (1, 2), (2, 3)), (0, 1, 2, 3))
     forward = np.full((4, 1), 1000)
-    by_content = Reordering(
-        "1f1b", graph, forward, 2 * forward, np.zeros(4, np.int64), np.array([[1.0] * 4, [2.0] * 4])
-    )
+    pair = np.array([1.0, 2.0])[:, None, None] * np.ones((4, 1))  # of the LLM, in every stage
+    by_content = Reordering("1f1b", graph, forward, 2 * forward, pair)
     pairs = np.array([[900, 10, 700, 20, 500, 30]])
     order = by_content.order([0] * 6, pairs)
     assert sorted(order) == list(range(6))
     assert order != list(range(6))
-    assert replace(by_content, pair=np.zeros((2, 4))).order([0] * 6, pairs) == list(range(6))
+    assert replace(by_content, pair=np.zeros((2, 4, 1))).order([0] * 6, pairs) == list(range(6))
