@@ -34,7 +34,7 @@ def partitioned(name: str, layers: Sequence[int]) -> Config:
     return replace(config, model=model, data=data, batch=replace(config.batch, rows=rows, microbatches=2, shapes=1))
 
 
-@pytest.mark.default_cases("paper-EVA-CLIP-8B, InternLM2-20B")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OMNIBAL_MODELS)
 @pytest.mark.parametrize("whose", ["paper", "ours"])
 def test_partitions_of_omnibal_have_the_gradients_of_one_mesh(name, whose, tmp_path):
