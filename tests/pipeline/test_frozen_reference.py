@@ -23,7 +23,7 @@ from test_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_from_
 from tiny_run import load_steps, one_shape, with_answers, worst_leaf
 
 from mmjax import train
-from mmjax.config import Config, Dpo, EmbeddedSource, Grpo, LoraConfig, Samples, Unit
+from mmjax.config import Config, Dpo, EmbeddedSource, Grpo, Layout, LoraConfig, Samples, Unit
 from mmjax.models.stage import REFERENCE
 
 DPO, GRPO = Dpo(0.5), Grpo(beta=0.5)
@@ -39,8 +39,8 @@ RUN = (
 )
 UNITS = ("units.vision.data=1", "units.llm.pipeline=2")
 TWO = [
-    ({}, [("audio", 0, 2), ("vision", 0, 2), ("llm", 0, 2)]),
-    ({}, [("llm", 2, 4)]),
+    (Layout(), [("audio", 0, 2), ("vision", 0, 2), ("llm", 0, 2)]),
+    (Layout(), [("llm", 2, 4)]),
 ]
 
 

@@ -230,7 +230,7 @@ def test_a_process_for_every_stage_has_the_gradients_of_one_mesh_which_goes_on(l
     monkeypatch.setenv("MMJAX_CHECK_TRANSFERS", "1")
     words = (TINY_DRAWING, *SHORT, "training.evaluate_every=0", "batch.microbatches=2")
     words = (*words, "model.llm.layers=2", "model.generators.picture.layers=2")
-    one, staged = runs / "one", runs / "staged"
+    one, staged = runs / f"one for {llm}", runs / f"staged by {llm}"
     ended = finish(launch(1, *words, f"run={one}", devices=1))
     assert ended.code == 0, ended
     units = ("units.vision.data=1", f"units.llm.{llm}=2", "units.picture.pipeline=2")
