@@ -210,7 +210,8 @@ def test_units_of_every_large_config_are_chosen_on_a_cluster_that_holds_it(capsy
     ended = run(capsys, plan.main, *words.split(), "units=auto", "--json")
     assert ended.code == 0, ended.err
     numbers = json.loads(ended.out)
-    assert towers_of(numbers) == {"llm", *load(find_config(words.split()[0])).model.encoders}
+    name, *arguments = (word for word in words.split() if not word.startswith("cluster="))
+    assert towers_of(numbers) == {"llm", *load(find_config(name), arguments).model.encoders}
     assert all(sum(stage["memory"].values()) <= numbers["room"] for stage in numbers["stages"])
 
 
