@@ -378,7 +378,8 @@ def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]
             check(
                 start <= min(encoder.deepstack),
                 f"{where}: model.encoders.{tower}.callbacks.after_connector takes the tokens of all deepstack layers "
-                f"together, and these lie in several stages; set {where}.pipeline=1, or leave the callback empty",
+                f"together, and these lie in several stages; set {where}.pipeline=1, name other {where}.cuts, or leave "
+                "the callback empty",
             )
 
 

@@ -52,21 +52,21 @@ def _balance(
     towers = chain_of(model, unit_modules(name, unit))
     names = ("llm", *model.item_modules)
     layers: list[tuple[str, int]] = []
-    seconds: list[tuple[float, float]] = []
+    flops: list[tuple[float, float]] = []  # of both passes of every layer
     sent: list[float] = []
     for tower in towers:
         number = names.index(tower)
         shapes = [{n: (1, length) for n, length in zip(names, shape, strict=True)} for shape in lengths]
         by_shape = [layer_flops(model, tower, shape, repeats_forward(config.loss)) for shape in shapes]
-        for layer, flops in enumerate(zip(*by_shape, strict=True)):
+        for layer, layer_by_shape in enumerate(zip(*by_shape, strict=True)):
             layers.append((tower, layer))
-            seconds.append(tuple(rows[number] * sum(f.at_one_rate[way] for f in flops) for way in (0, 1)))
+            flops.append(tuple(rows[number] * sum(f.at_one_rate[way] for f in layer_by_shape) for way in (0, 1)))
         works = [row_work(model, shape)[tower] for shape in shapes]
         width = getattr(model.item_modules.get(tower, model.llm), "width", model.llm.width)
         activations = rows[number] * width * sum(work.positions for work in works)
         tokens = rows[number] * model.llm.width * sum(work.tokens for work in works)
         sent += [activations] * (len(by_shape[0]) - 1) + [tokens]
-    times = np.array(seconds)
+    times = np.array(flops)
     forward, backward = np.rint(times * (LONGEST / times.sum(1).max())).T
     stages = unit.pipeline * unit.virtual
     cut_bytes = np.rint(ACTIVATION[config.training.precision] * np.array([0, *sent]))

@@ -204,7 +204,9 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
         budget = replace(budget, **last.budget.of_start())
     planner, layout = make_planner(index, config, weights, topology_of(config, mesh), budget, segment=segment)
     grouper = planner.grouper
-    config = with_balanced_cuts(config, *layout.rows_and_lengths, last.config.units if last else {})
+    if config.units:
+        config = with_balanced_cuts(config, *layout.rows_and_lengths, last.config.units if last else {})
+        validate(config)  # an encoder that was whole may be cut now
     coordination.run_on_leader(lambda: _list_oversize(index, grouper.oversize, config.data, folder))
     loader = StepLoader(
         config=config,
