@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mmjax.autotune.compile_memory import CompiledProgram, aot_devices
+from mmjax.autotune.absent import aot_devices
+from mmjax.autotune.compile_run import CompiledProgram, compile_run
 from mmjax.autotune.forecast import (
     BalanceForecast,
     MeshForecast,
@@ -50,9 +51,7 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, CommandParser, UserError, check_output, exit_process, run_command
 from mmjax.parallel.sharding import mesh_sizes
 from mmjax.pipeline.choose_units import choose_units
-from mmjax.pipeline.compile_stages import compile_pipeline
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
-from mmjax.pipeline.stage_plan import memory_plan_of
 from mmjax.planning.hardware import USABLE, Cluster, check_float8, parse_cluster
 from mmjax.planning.measured_file import layers_record, read_measured
 from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
@@ -192,10 +191,9 @@ def _planned_mesh(forecast: RunForecast) -> Planned:
 
 def _planned_units(forecast: PipelineForecast) -> Planned:
     config = forecast.config
-    loss_chunks = config.training.loss_chunks or 1
-    policies = memory_plan_of(config, forecast.stages, forecast.limit, loss_chunks).policies
-    expected = {"seconds": forecast.seconds, "mfu": forecast.mfu, "memory": max(s.bytes for s in forecast.stages)}
-    return Planned(apply_memory_plan(config, policies, loss_chunks), expected)
+    plan = forecast.plan
+    expected = {"seconds": forecast.seconds, "mfu": forecast.mfu, "memory": plan.predicted}
+    return Planned(apply_memory_plan(config, plan.policies, plan.loss_chunks), expected)
 
 
 def _planned_best_mesh(forecast: MeshForecast, devices: int) -> Planned:
@@ -273,7 +271,11 @@ def _plan_units(
     mesh = forecast_best_mesh(config, cluster, index, weights, speed)
     if pipeline is None and mesh is None:
         raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
-    programs = None if devices is None or pipeline is None else compile_pipeline(pipeline, devices)
+    programs = None
+    if devices is not None and pipeline is not None:
+        plan = pipeline.plan
+        planned = apply_memory_plan(pipeline.config, plan.policies, plan.loss_chunks)
+        programs = compile_run(planned, pipeline.layout, plan, devices)
     if args.json:
         print_lines(json.dumps(pipeline_numbers(pipeline, mesh, programs)))
     else:
@@ -507,9 +509,10 @@ def _rematerializes(forecast: RunForecast) -> bool:
     if target is None:
         return False
     memory = forecast.chosen.memory_plan
-    waiting = memory.fixed["batch"] * (1 - 1 / (LOADED * forecast.config.batch.microbatches))
-    arguments = memory.fixed["parameters"] + memory.fixed["gradients"] + memory.fixed["batch"] - waiting
-    temporary = memory.predicted - arguments - memory.fixed["optimizer"] - waiting
+    fixed = memory.fullest.fixed
+    waiting = fixed["batch"] * (1 - 1 / (LOADED * forecast.config.batch.microbatches))
+    arguments = fixed["parameters"] + fixed["gradients"] + fixed["batch"] - waiting
+    temporary = memory.predicted - arguments - fixed["optimizer"] - waiting
     share = {**GPU, **forecast.config.compiler}["xla_gpu_memory_limit_slop_factor"]
     return temporary > float(share) / 100 * (USABLE * target.memory - arguments)
 
@@ -546,7 +549,7 @@ def as_numbers(forecast: RunForecast, price: float | None, compiled: Compiled | 
         "parameters": parameters(forecast.config.model),
         "samples": forecast.samples,
         "tokens": forecast.tokens,
-        "memory": memory.fixed | {"activations": memory.activations},
+        "memory": memory.fullest.fixed | {"activations": memory.fullest.activations},
         "room": memory.limit.device,
         "compiled": None if compiled is None else max(program.bytes for program in compiled.values()),
         "programs": {

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mmjax.autotune.memory_plan import plan_memory_on_mesh
+from mmjax.autotune.memory_plan import fit_run
 from mmjax.batch import PADDING, ItemBatch, Microbatch, TextBatch
 from mmjax.config import Config, NoBalance
 from mmjax.config.loading import copy_config, default_config, find_config, load, resolve_callbacks
@@ -271,7 +272,8 @@ class Verifier:
         self.data = open_data(config, folder, 0, NO_CHANGES, self.mesh)
         self.loader = self.data.loader
         longest = self.data.index.longest(self.loader.budget.longest)
-        plan = plan_memory_on_mesh(config, self.mesh, lambda c: self.data.layout_of(c, self.mesh), longest=longest)
+        layout_of = partial(self.data.layout_of, mesh=self.mesh)
+        plan, _ = fit_run(config, self.mesh, self.loader.layout, layout_of, longest=longest)
         functions = resolve_callbacks(config.model, path)
         self.config = replace(config, model=plan.applied(config.model))
         self.model = Model.build(self.config.model, jnp.dtype(config.training.precision), functions=functions)

@@ -27,7 +27,7 @@ from mmjax.disk import json_lines, read_json_lines
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import ModelSharding
-from mmjax.planning.remat import MemoryLimit, MemoryPlan
+from mmjax.planning.remat import MemoryLimit, RunPlan, StagePlan
 from mmjax.runtime.checkpoint import CheckpointMetadata, CheckpointStore, DataState, read_metadata, restore_parameters
 from mmjax.runtime.checkpoint_commit import Retention
 from mmjax.runtime.executor import Executor, State
@@ -47,9 +47,20 @@ class Runs:
         config, folder = load(TINY), RunFolder(self.folder / "run")
         folder.path.mkdir()
         folder.write_config(config)
-        decided = MemoryPlan(
-            {"llm": ("none", "full")}, 1, {}, {}, {}, 0.0, 0.0, {}, 0, ModelSharding(1, 1, 1), MemoryLimit(1e9)
+        stage = StagePlan(
+            name="all",
+            devices=(0,),
+            mesh={},
+            layers={"llm": range(2)},
+            policies={"llm": ("none", "full")},
+            parameters=0,
+            in_flight=1,
+            fixed={},
+            activations={"llm": 0.0},
+            recompute={},
+            sharding=ModelSharding(),
         )
+        decided = RunPlan((stage,), 1, MemoryLimit(1e9), 0.0, 0.0, 0)
         write_memory_plan(folder.memory_plan, self._asked(config), decided)
         steps = [json.dumps({"step": k, "loss": 1.5, "time": 1.0 * k}) for k in range(1, 9)]
         folder.metrics.write_text("".join(line + "\n" for line in steps))

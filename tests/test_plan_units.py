@@ -13,10 +13,10 @@ from commands import TINY_MEDIA, run
 
 from mmjax import plan, train
 from mmjax.autotune import layer_profile
+from mmjax.autotune.compile_run import RunPrograms
 from mmjax.config import Remat
 from mmjax.config.loading import find_config, load
 from mmjax.config.training import unit_devices
-from mmjax.pipeline import compile_stages
 from mmjax.planning.plan_file import read_plan
 
 SMALL = (
@@ -171,9 +171,9 @@ def test_units_auto_searches_and_forecasts_by_layer_times_measured_here(capsys, 
 @pytest.mark.exhaustive
 def test_every_stage_is_compiled_beside_its_plan_and_equal_ones_once(capsys, monkeypatch):
     compiled = []
-    compile_stage = compile_stages.compile_stage
+    compile_stage = RunPrograms.compile
     monkeypatch.setattr(plan, "aot_devices", lambda cluster: jax.devices())
-    monkeypatch.setattr(compile_stages, "compile_stage", lambda *args: compiled.append(args[1]) or compile_stage(*args))
+    monkeypatch.setattr(RunPrograms, "compile", lambda *args: compiled.append(args[1]) or compile_stage(*args))
     words = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=4", "model.llm.layers=4")
     ended = run(capsys, plan.main, *SMALL, *words, "--compile", "--json")
     assert ended.code == 0, ended.err

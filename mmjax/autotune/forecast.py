@@ -9,17 +9,12 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from mmjax.autotune.compile_memory import CompiledProgram, StepPrograms
+from mmjax.autotune.compile_run import Programs, compile_run
 from mmjax.autotune.layer_profile import MeasureSpeed
-from mmjax.autotune.memory_plan import (
-    ActivationTracer,
-    apply_memory_plan,
-    choose_sequence_parallel,
-    device_microbatch,
-    plan_memory_of_run,
-    profiled_shapes,
-    suggest_settings,
-)
+from mmjax.autotune.memory_plan import apply_memory_plan, profiled_shapes, suggest_settings
+from mmjax.autotune.run_plan import plan_run
+from mmjax.autotune.sharded_stages import choose_sequence_parallel, device_microbatch, on_one_mesh
+from mmjax.autotune.stage_memory import unsaved_bytes
 from mmjax.balance.parts import dist_ratio
 from mmjax.balance.waits import Waits, mean_waits
 from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples, UnetConfig
@@ -35,7 +30,7 @@ from mmjax.parallel.sharding import RANKS, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops, pair_costs
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB
-from mmjax.planning.remat import MemoryLimit, MemoryPlan
+from mmjax.planning.remat import MemoryLimit, RunPlan
 from mmjax.planning.step_time import ClusterRun, Speed, StepTime, step_time
 from mmjax.planning.work import length_work, resolve_attention, visited_pairs
 from mmjax.runtime.devices import make_topology
@@ -57,7 +52,7 @@ class BalanceForecast:
     """
 
     layout: RankLayout
-    memory_plan: MemoryPlan
+    memory_plan: RunPlan
     time: StepTime  # mean over steps
     dist_ratio: dict[str, float]
     fill: dict[str, float]
@@ -122,7 +117,7 @@ class MeshForecast:
     """Forecast of a run on the best of several meshes for all modules."""
 
     config: Config  # with this mesh, and rows and microbatches for it
-    memory_plan: MemoryPlan
+    memory_plan: RunPlan
     time: StepTime  # mean over steps
     mfu: float
 
@@ -136,7 +131,6 @@ def forecast_best_mesh(
     `mesh.fsdp` fits, and of twice as many, the fastest counts; `tensor` stays 1.
     """
     devices = cluster.devices
-    tracer = ActivationTracer(replace(config, model=resolve_attention(config.model, speed.rates)))
     topology = make_topology(MeshConfig(), devices, cluster.per_node, {"tensor": 1, "context": 1})
     best: MeshForecast | None = None
     for doublings in range(MAX_DOUBLINGS):
@@ -154,7 +148,7 @@ def forecast_best_mesh(
         for fsdp in (n for n in FSDP if ranks % n == 0 and n <= ranks):
             on_mesh = replace(candidate, mesh=replace(config.mesh, data=ranks // fsdp, fsdp=fsdp))
             mesh = mesh_sizes(on_mesh.mesh, devices)
-            forecast = _forecast(on_mesh, cluster, mesh, layout, plans, index, tracer, speed)
+            forecast = _forecast(on_mesh, cluster, mesh, layout, plans, index, speed)
             if forecast.memory_plan.fits:
                 seconds = forecast.time.total
                 mfu = needed / (seconds * cluster.device.peak(config.training.precision) * devices)
@@ -230,8 +224,6 @@ def forecast_run(
     ranks_on_node = max(1, cluster.per_node // (mesh["tensor"] * mesh["context"]))
     topology = make_topology(config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh)
     rates = cluster.device.rates(config.training.precision)
-    model = resolve_attention(config.model, rates, topology.context)
-    tracer = ActivationTracer(replace(config, model=model))
     budget = make_budget(index, config, weights)
     # The config's own balance comes last, so that it replaces the default settings of its kind.
     balances: tuple[Balance, ...] = (NoBalance(), LlmBalance(), PostBalance(), config.batch.balance)
@@ -248,7 +240,7 @@ def forecast_run(
     by_balance: dict[str, BalanceForecast] = {}
     for kind, (planner, layout) in planners.items():
         plans = [planner.plan(step) for step in range(steps)]
-        by_balance[kind] = _forecast(configs[kind], cluster, mesh, layout, plans, index, tracer, speed)
+        by_balance[kind] = _forecast(configs[kind], cluster, mesh, layout, plans, index, speed)
     # Plans of all balances have the same samples, so those of the last one stand for all.
     samples = np.concatenate([plan.samples() for plan in plans])
     remedy = ""
@@ -258,7 +250,7 @@ def forecast_run(
         def layouts(changed: Config) -> RankLayout:
             return make_planner(index, changed, weights, topology, None, dry_run)[1]
 
-        remedy = suggest_settings(config, mesh, layouts, speed, memory_plan.limit, tracer)
+        remedy = suggest_settings(config, mesh, layouts, speed, memory_plan.limit)
     return RunForecast(
         config=config,
         cluster=cluster,
@@ -283,13 +275,12 @@ def _describe_waits(config: Config, grouper: StepGrouper, topology: Topology, sp
     return *ranks_without_rows(grouper, topology.ranks, names), *filter(None, [advice])
 
 
-def compile_forecast(forecast: RunForecast, devices: Sequence[jax.Device]) -> dict[str, CompiledProgram]:
+def compile_forecast(forecast: RunForecast, devices: Sequence[jax.Device]) -> Programs:
     """Compile the run as it is planned, in its fullest shape: its programs, "gradients" and "update"."""
-    chosen = forecast.chosen
-    batch = device_microbatch(forecast.config, chosen.layout, chosen.layout.shapes[chosen.memory_plan.largest_shape])
-    config = apply_memory_plan(forecast.config, chosen.memory_plan.policies, chosen.memory_plan.loss_chunks)
-    step = StepPrograms.of(config, batch, devices)
-    return {"gradients": step.compile_gradients(), "update": step.compile_update()}
+    plan = forecast.chosen.memory_plan
+    config = apply_memory_plan(forecast.config, plan.policies, plan.loss_chunks)
+    (programs,) = compile_run(config, forecast.chosen.layout, plan, devices).values()
+    return {"gradients": programs["forward_backward"], "update": programs["update"]}
 
 
 def _forecast(
@@ -299,17 +290,16 @@ def _forecast(
     layout: RankLayout,
     plans: Sequence[StepPlan],
     index: LengthIndex,
-    tracer: ActivationTracer,
     speed: Speed,
 ) -> BalanceForecast:
     """Forecast the run under one balancing method from the plans of its first steps."""
     room = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
-    memory_plan = plan_memory_of_run(config, mesh, layout, speed, room, tracer)
+    memory_plan = plan_run(on_one_mesh(config, mesh), layout, speed, room)
     activation = ACTIVATION[config.training.precision]
     machine = ClusterRun(
         cluster,
         mesh,
-        memory_plan.sharding,
+        memory_plan.stages[0].sharding,
         speed,
         activation,
         loss_chunks=memory_plan.loss_chunks,
@@ -324,7 +314,8 @@ def _forecast(
         replace(device_microbatch(config, layout, m.shape), pairs=visited_on_device(model, layout, m, ranks))
         for m in microbatches
     ]
-    time = step_time(memory_plan.applied(model), batches, memory_plan.unsaved, machine, config.optimizer)
+    unsaved = unsaved_bytes(replace(config, model=model), layout)
+    time = step_time(memory_plan.applied(model), batches, unsaved, machine, config.optimizer)
     names = ("llm", *config.model.item_modules)
     prices = pair_costs(model, speed.rates, frozen_modules(model), repeats_forward(config.loss))
     work = np.stack([sum(m.work() for m in plan.microbatches) for plan in plans], axis=1)

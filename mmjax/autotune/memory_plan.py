@@ -1,42 +1,35 @@
-"""Plan the memory of a run before compiling: trace the activations that layers save, then choose remat policies."""
+"""Fit a run to the devices at hand before compiling: their memory, a resumed run's policies, what else would fit."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
-from mmjax.autotune.compile_memory import StepPrograms
+from mmjax.autotune.compile_run import RunPrograms
 from mmjax.autotune.layer_profile import Shapes, layer_times
-from mmjax.config import Config, Layout, MeshConfig, Remat, Samples, SequenceParallel
+from mmjax.autotune.run_plan import plan_run
+from mmjax.autotune.sharded_stages import device_microbatch, on_one_mesh
+from mmjax.config import Config, MeshConfig, Remat, Samples
 from mmjax.config.loading import apply_overrides
 from mmjax.config.model import towers_of
 from mmjax.console import size
-from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.disk import read_sealed, write_sealed
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
-from mmjax.models.layer_stacks import key_names
-from mmjax.models.model import Model, parameter_group
-from mmjax.parallel.sharding import ShardingRules, loss_choices
-from mmjax.planning.hardware import Cluster, Device, Rates
-from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch, ModelSharding, SavedBytes, saved_bytes_per_layer
-from mmjax.planning.remat import MemoryLimit, MemoryPlan, Option, Policies, choose_policies, plan_memory, with_policies
-from mmjax.planning.step_time import ClusterRun, LayerTimes, Speed, overlap_pays
-from mmjax.planning.work import resolve_attention
+from mmjax.planning.hardware import Rates
+from mmjax.planning.memory import GB
+from mmjax.planning.remat import MemoryLimit, Option, Policies, RunPlan, choose_policies, with_policies
+from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description, ram_per_device
-from mmjax.runtime.state import parameter_shardings
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,7 @@ def read_memory_plan(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     return record if record.get("asked") == key else None
 
 
-def write_memory_plan(path: Path, key: dict[str, Any], fitted: MemoryPlan) -> None:
+def write_memory_plan(path: Path, key: dict[str, Any], fitted: RunPlan) -> None:
     """Write the plan under this key, atomically."""
     decision = {"policies": fitted.policies, "loss_chunks": fitted.loss_chunks, "measured": fitted.measured}
     write_sealed(path, {"asked": key, **decision})
@@ -91,7 +84,7 @@ TRIES = 8
 BACK_OFF = 0.02  # smallest reduction of the budget, as a share of the memory, after a try that did not fit
 
 
-def choose_by_measurement(fitted: MemoryPlan, free: Mapping[str, int], measure: Measure) -> MemoryPlan:
+def choose_by_measurement(fitted: RunPlan, free: Mapping[str, int], measure: Measure) -> RunPlan:
     """Choose the fastest policies that a measurement, and not only the memory model, shows to fit.
 
     free: layers of the towers whose policies may be chosen; the others keep theirs. First everything is recomputed;
@@ -101,7 +94,7 @@ def choose_by_measurement(fitted: MemoryPlan, free: Mapping[str, int], measure: 
     """
     lean = {**fitted.policies, **{tower: (LEANEST,) * layers for tower, layers in free.items()}}
     base = measure(lean)
-    leanest = replace(fitted, policies=lean, measured=np.inf if base is None else base)
+    leanest = fitted.with_policies(lean, np.inf if base is None else base)
     if not (free and leanest.fits):
         return leanest
     options = {tower: _options(fitted, lean, tower, base, measure) for tower in free}
@@ -115,19 +108,20 @@ def choose_by_measurement(fitted: MemoryPlan, free: Mapping[str, int], measure: 
         policies = lean | chosen
         used = measure(policies)
         if used is not None and used <= available:
-            return replace(fitted, policies=policies, measured=used)
+            return fitted.with_policies(policies, used)
         budget -= max(BACK_OFF * available, 0.0 if used is None else used - available)
     return leanest
 
 
 def _options(
-    fitted: MemoryPlan, lean: dict[str, tuple[Remat, ...]], tower: str, base: float, measure: Measure
+    fitted: RunPlan, lean: dict[str, tuple[Remat, ...]], tower: str, base: float, measure: Measure
 ) -> dict[Remat, Option]:
     """Measure the bytes that a layer saves beyond LEANEST under each policy; policies out of memory are left out."""
     layers = len(lean[tower])
     half = max(1, layers // 2)
-    options = {LEANEST: Option(0.0, 0.0, fitted.recompute_seconds[tower][LEANEST])}
-    for policy, seconds in fitted.recompute_seconds[tower].items():
+    seconds_of = fitted.fullest.recompute[tower]
+    options = {LEANEST: Option(0.0, 0.0, seconds_of[LEANEST])}
+    for policy, seconds in seconds_of.items():
         if policy in (LEANEST, "offload"):
             continue
         used = measure(lean | {tower: (LEANEST,) * (layers - half) + (policy,) * half})
@@ -136,7 +130,6 @@ def _options(
     return options
 
 
-LINEAR = 4096  # positions of a traced row: long enough that no block of attention is half empty
 ALLOCATED = 0.97  # usable share of what an allocator may give out; the rest is lost to fragmentation
 NEAR_RAM = 0.8  # share of a CPU's RAM above which a run is warned, since other programs need some too
 MAX_HALVINGS = 4  # of a microbatch, in search of a run that fits
@@ -145,95 +138,74 @@ MAX_HALVINGS = 4  # of a microbatch, in search of a run that fits
 Layouts = Callable[[Config], RankLayout]  # row layout of the config with other microbatches
 
 
-@dataclass
-class ActivationTracer:
-    """Trace which activations a model's layers save and where its parameters lie; every shape is traced once."""
-
-    config: Config
-
-    @cached_property
-    def _model(self) -> Model:
-        return Model.build(self.config.model, jnp.dtype(self.config.training.precision))
-
-    def saved_bytes(self, tower: str, rows: int, lengths: Sequence[int]) -> list[Mapping[Remat, SavedBytes]]:
-        """Return the bytes of activations that one layer saves for backward, by policy, for rows of each length."""
-        model, precision = self.config.model, self.config.training.precision
-        return [saved_bytes_per_layer(model, tower, (rows, length), precision) for length in lengths]
-
-    def parameter_shares(self, mesh: Mapping[str, int]) -> dict[str, float]:
-        """Return the share of each module's parameters that each device of a mesh with these axis sizes stores."""
-        abstract_mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
-        shardings = parameter_shardings(self._model, abstract_mesh, ShardingRules.of(self.config.mesh))
-        total: Counter[str] = Counter()
-        stored: Counter[str] = Counter()
-        leaves = jax.tree.leaves_with_path(self._model.abstract)
-        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
-            module = parameter_group(key_names(path))
-            total[module] += math.prod(leaf.shape)
-            stored[module] += math.prod(sharding.shard_shape(leaf.shape))
-        return {module: stored[module] / n for module, n in total.items()}
-
-
-def plan_memory_on_mesh(
+def fit_run(
     config: Config,
     mesh: Mesh,
+    layout: RankLayout,
     layouts: Layouts,
     profile: bool = False,
     earlier: MemoryDecision | None = None,
     longest: str = "",
-) -> MemoryPlan:
-    """Choose the remat policies and loss chunks with which a run fits the devices of a mesh.
+) -> tuple[RunPlan, Speed]:
+    """Choose the remat policies and loss chunks with which a run fits the devices of a mesh, or of its units on it.
 
     earlier: the run's own decision from its first start, reused while it still fits. profile: time layers that no
-    profile has yet and, where memory is limited, have the compiler measure what they save (OmniBal's four steps).
-    longest: description of a sample that is much longer than the others (`LengthIndex.longest`), for the error.
+    profile has yet and, on one mesh where memory is limited, have the compiler measure what they save (OmniBal's four
+    steps). longest: description of a sample that is much longer than the others (`LengthIndex.longest`), for the error.
+    Returns the speed of the devices too, by which it was chosen.
 
     Raises UserError where no choice of remat policies makes it fit, with the nearest run that does. A CPU, whose
     allocator has no limit, is limited by its RAM where a run would take most of that.
     """
     device = mesh.devices.flat[0]
     sizes = dict(mesh.shape)
-    layout = layouts(config)
     # Process 0's limits hold for all processes, which must compile the same programs.
     available, ram = coordination.run_on_leader(lambda: [available_memory(config.mesh, device), ram_per_device(device)])
     limit = MemoryLimit(np.inf if available is None else available, config.mesh.host_memory * GB)
     speed = device_speed(config, profiled_shapes(config, [layout]), device, profile)
-    tracer = ActivationTracer(config)
+
+    def plan(config: Config, limit: MemoryLimit) -> RunPlan:
+        return plan_run(in_units(config, sizes), layout, speed, limit)
+
     if earlier:
-        decided = apply_memory_plan(config, earlier.policies, earlier.loss_chunks)
-        fitted = plan_memory_of_run(decided, sizes, layout, speed, limit, tracer)
+        fitted = plan(apply_memory_plan(config, earlier.policies, earlier.loss_chunks), limit)
         fitted = _limit_to_ram(replace(fitted, measured=earlier.measured), ram)
         if fitted.fits:
-            return fitted
-    fitted = _limit_to_ram(plan_memory_of_run(config, sizes, layout, speed, limit, tracer), ram)
+            return fitted, speed
+    fitted = _limit_to_ram(plan(config, limit), ram)
     if not fitted.fits and fitted.limit.ram:  # the first choice recomputed nothing, as if memory had no limit
         limit = fitted.limit
-        fitted = plan_memory_of_run(config, sizes, layout, speed, limit, tracer)
-    if profile and available is not None:
+        fitted = plan(config, limit)
+    if profile and available is not None and not config.units:
         # The memory model is run once more with the measured policies, for the bytes by kind that are printed.
         measured = _fit_by_compiler(config, layout, fitted, list(mesh.devices.flat))
         decided = apply_memory_plan(config, measured.policies, measured.loss_chunks)
-        fitted = replace(plan_memory_of_run(decided, sizes, layout, speed, limit, tracer), measured=measured.measured)
+        fitted = replace(plan(decided, limit), measured=measured.measured)
     if not fitted.fits:
-        remedy = suggest_settings(config, sizes, layouts, speed, limit, tracer)
+        remedy = suggest_settings(config, sizes, layouts, speed, limit)
         raise UserError("; ".join(filter(None, (describe_shortage(fitted), longest, remedy))), everywhere=True)
-    return fitted
+    return fitted, speed
 
 
-def _limit_to_ram(fitted: MemoryPlan, ram: float | None) -> MemoryPlan:
+def in_units(config: Config, mesh: Mapping[str, int]) -> Config:
+    """Return the config with its units, or with all modules in one of a mesh whose axes have these sizes."""
+    return config if config.units else on_one_mesh(config, mesh)
+
+
+def _limit_to_ram(fitted: RunPlan, ram: float | None) -> RunPlan:
     """Limit the device's memory to a CPU's RAM where devices have no limit and the run would take most of that."""
     if ram is None or np.isfinite(fitted.limit.device) or fitted.device <= NEAR_RAM * ram:
         return fitted
     return replace(fitted, limit=replace(fitted.limit, device=ram, ram=True))
 
 
-def _fit_by_compiler(config: Config, layout: RankLayout, fitted: MemoryPlan, devices: list[jax.Device]) -> MemoryPlan:
+def _fit_by_compiler(config: Config, layout: RankLayout, fitted: RunPlan, devices: list[jax.Device]) -> RunPlan:
     """Choose policies by compiling a step of the fullest shape with each; all processes compile together."""
-    batch = device_microbatch(config, layout, layout.shapes[fitted.largest_shape])
+    batch = device_microbatch(config, layout, layout.shapes[fitted.fullest.largest_shape])
     towers = towers_of(config.model)
 
-    def programs(policies: Policies) -> StepPrograms:
-        return StepPrograms.of(apply_memory_plan(config, policies, fitted.loss_chunks), batch, devices)
+    def programs(policies: Policies) -> RunPrograms:
+        return RunPrograms.on_one_mesh(apply_memory_plan(config, policies, fitted.loss_chunks), batch, devices)
 
     @cache
     def update_bytes() -> int:
@@ -283,87 +255,6 @@ def device_speed(config: Config, shapes: Shapes, device: jax.Device, profile: bo
     return Speed(Rates._make(rates), times)
 
 
-def plan_memory_of_run(
-    config: Config,
-    mesh: Mapping[str, int],
-    layout: RankLayout,
-    speed: Speed,
-    limit: MemoryLimit,
-    tracer: ActivationTracer,
-) -> MemoryPlan:
-    """Choose the remat policies of a run whose mesh axes have these sizes. The tracer must be of the same model."""
-    shapes = [device_microbatch(config, layout, shape) for shape in layout.shapes]
-    by_tower = {
-        name: tracer.saved_bytes(name, shapes[0].shape[name][0], [shape.shape[name][1] for shape in shapes])
-        for name in towers_of(config.model)
-    }
-    # From lists over shapes, by tower, to dicts over towers, by shape.
-    by_shape = [dict(zip(by_tower, layers, strict=True)) for layers in zip(*by_tower.values(), strict=True)]
-    sharding = replace(model_sharding(config.mesh, mesh), shares=tracer.parameter_shares(mesh))
-    activation = ACTIVATION[config.training.precision]
-    choices = loss_choices(mesh, config.training.loss_chunks, config.model)
-    model = resolve_attention(config.model, speed.rates, layout.topology.context)
-    return plan_memory(model, shapes, by_shape, sharding, activation, config.optimizer, speed, limit, choices)
-
-
-def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> DeviceBatch:
-    """Return the part of a microbatch of this shape that each device gets."""
-    per_rank, context = layout.topology.encoders_per_rank, layout.topology.context
-    rows = {"llm": layout.rows[0]}
-    rows |= {name: n // per_rank for name, n in zip(config.model.item_modules, layout.rows[1:], strict=True)}
-    lengths = shape.lengths[0] // context, *shape.lengths[1:]
-    return DeviceBatch(
-        shape={name: (n, length) for (name, n), length in zip(rows.items(), lengths, strict=True)},
-        widths=dict(zip(config.model.item_modules, shape.widths, strict=True)),
-        peers=layout.topology.peers,
-        microbatches=config.batch.microbatches,
-        context=context,
-    )
-
-
-def model_sharding(config: Layout, mesh: Mapping[str, int]) -> ModelSharding:
-    """Return how a model's arrays are spread over a mesh whose axes have these sizes."""
-    tensor = mesh["tensor"]
-    way = "off" if config.sequence_parallel == "auto" else config.sequence_parallel
-    experts = mesh.get("expert", 1)
-    shards = mesh["fsdp"] * experts * mesh["context"] * tensor
-    encoders = 1 if config.encoders == "data" else tensor
-    return ModelSharding(shards, tensor, encoders, way, experts=experts, copies=mesh["data"])
-
-
-def choose_sequence_parallel(
-    config: Config, mesh: Mapping[str, int], layout: RankLayout, device: Device | None
-) -> Config:
-    """Decide `mesh.sequence_parallel=auto` by the device's data sheet: `overlap` where it pays, else `off`.
-
-    On CPUs, on devices without a data sheet, and where rows do not divide, it is `off`.
-    """
-    batch = device_microbatch(config, layout, layout.shapes[-1])
-    way = resolve_sequence_parallel(config, config.mesh, mesh, batch, device, tuple(towers_of(config.model)))
-    return replace(config, mesh=replace(config.mesh, sequence_parallel=way))
-
-
-def resolve_sequence_parallel(
-    config: Config,
-    layout: Layout,
-    mesh: Mapping[str, int],
-    batch: DeviceBatch,
-    device: Device | None,
-    towers: Sequence[str],
-) -> SequenceParallel:
-    """Return a layout's `sequence_parallel`, decided as `choose_sequence_parallel` does for these towers on it."""
-    if layout.sequence_parallel != "auto":
-        return layout.sequence_parallel
-    known = device is not None and device.platform != "cpu"
-    if not known or mesh["tensor"] == 1 or config.batch.alignment % mesh["tensor"]:
-        return "off"
-    activation = ACTIVATION[config.training.precision]
-    speed = Speed(device.rates(config.training.precision))
-    # Tensor-parallel neighbours are taken to be on one node.
-    machine = ClusterRun(Cluster(device), mesh, model_sharding(layout, mesh), speed, activation)
-    return "overlap" if overlap_pays(config.model, batch, machine, towers) else "off"
-
-
 def available_memory(config: MeshConfig, device: jax.Device) -> float | None:
     """Return the bytes that a run may use of a device: `mesh.memory`, else what its allocator gives; None: no limit."""
     if config.memory:
@@ -372,43 +263,50 @@ def available_memory(config: MeshConfig, device: jax.Device) -> float | None:
     return None if limit is None else ALLOCATED * limit
 
 
-def describe_shortage(fitted: MemoryPlan) -> str:
+def describe_shortage(fitted: RunPlan) -> str:
     """Describe in numbers that a run does not fit."""
-    kinds = sorted((fitted.fixed | {f"activations of {t}": n for t, n in fitted.activations.items()}).items())
+    stage = fitted.fullest
+    kinds = sorted((stage.fixed | {f"activations of {t}": n for t, n in stage.activations.items()}).items())
     largest = sorted(kinds, key=lambda pair: -pair[1])[:4]
     parts = ", ".join(f"{kind} {size(n)}" for kind, n in largest)
     needs = size(fitted.device) if np.isfinite(fitted.device) else f"more than {size(fitted.limit.device)}"
     available = size(fitted.limit.device)
     if fitted.limit.ram:
         available += " of RAM for it (mesh.memory sets another limit)"
+    where = "" if len(fitted.stages) == 1 else f"stage {stage.name}: "
     return (
-        f"the run needs {needs} of each device and there are {available}, with as much computed again as can be "
+        f"{where}the run needs {needs} of each device and there are {available}, with as much computed again as can be "
         f"({parts})"
     )
 
 
+def check_fits(fitted: RunPlan) -> None:
+    """Raise UserError where a run on units does not fit."""
+    if not fitted.fits:
+        raise UserError(f"{describe_shortage(fitted)}; {UNIT_REMEDIES}, or raise batch.microbatches", everywhere=True)
+
+
+UNIT_REMEDIES = "give its unit more devices by fsdp, tensor or pipeline, or move layers by its cuts"
+
+
 def suggest_settings(
-    config: Config,
-    mesh: Mapping[str, int],
-    layouts: Layouts,
-    speed: Speed,
-    limit: MemoryLimit,
-    tracer: ActivationTracer,
+    config: Config, mesh: Mapping[str, int], layouts: Layouts, speed: Speed, limit: MemoryLimit
 ) -> str:
     """Describe the smallest change of settings that makes a run fit; never the settings it has.
 
-    Tried in order: parameters sharded over more devices, or over fewer; more microbatches; blockwise attention; moments
-    in host memory.
+    Tried in order: on one mesh, parameters sharded over more devices, or over fewer; more microbatches; blockwise
+    attention; moments in host memory.
     """
     ranks = mesh["data"] * mesh["fsdp"]  # for each device of `expert`
-    shards = [n for n in range(1, ranks + 1) if ranks % n == 0]
     # Fewer shards too: a number that divides the widths replicates less than a larger one that does not.
+    shards = [n for n in range(1, ranks + 1) if ranks % n == 0] if not config.units else [mesh["fsdp"]]
     shards.sort(key=lambda n: (n < mesh["fsdp"], abs(n - mesh["fsdp"])))
     current = config.batch.microbatches
     max_microbatches = np.inf
     if isinstance(config.batch.size, Samples):
         # Every rank needs a sample in each microbatch.
-        max_microbatches = max(current, config.batch.size.count // (ranks * mesh["expert"]))
+        rows = layouts(config).topology.ranks
+        max_microbatches = max(current, config.batch.size.count // rows)
     candidates = [n for n in (current * 2**k for k in range(MAX_HALVINGS + 1)) if n <= max_microbatches]
     # Microbatches in the outer loop: every sharding is tried before their number changes.
     for microbatches in candidates:
@@ -417,9 +315,8 @@ def suggest_settings(
         for fsdp in shards:
             if (microbatches, fsdp) == (current, mesh["fsdp"]):
                 continue
-            fitted = plan_memory_of_run(
-                changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp}, layout, speed, limit, tracer
-            )
+            on = in_units(changed, {**mesh, "fsdp": fsdp, "data": ranks // fsdp})
+            fitted = plan_run(on, layout, speed, limit)
             if fitted.fits:
                 settings = [f"mesh.fsdp={fsdp} mesh.data={ranks // fsdp}"] if fsdp != mesh["fsdp"] else []
                 if microbatches != current:
@@ -432,9 +329,11 @@ def suggest_settings(
     offload = [] if config.optimizer.offload or limit.ram else ["optimizer.offload=true"]
     for settings in filter(None, (blockwise, offload)):
         changed = apply_overrides(config, settings)
-        fitted = plan_memory_of_run(changed, mesh, layouts(changed), speed, limit, ActivationTracer(changed))
+        fitted = plan_run(in_units(changed, mesh), layouts(changed), speed, limit)
         if fitted.fits:
             return f"{' '.join(settings)} fits, with {size(fitted.device)}"
+    if config.units:
+        return f"batch.microbatches={candidates[-1]} does not make it fit; {UNIT_REMEDIES}"
     return (
         f"mesh.fsdp={ranks} and batch.microbatches={candidates[-1]} do not make it fit; "
         "use more devices, mesh.tensor, or a smaller model"

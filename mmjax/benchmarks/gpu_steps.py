@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.autotune.memory_plan import plan_memory_on_mesh
+from mmjax.autotune.memory_plan import fit_run
 from mmjax.batch import PADDING
 from mmjax.config import (
     BatchConfig,
@@ -45,7 +45,7 @@ from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.memory import GB
-from mmjax.planning.remat import MemoryPlan
+from mmjax.planning.remat import RunPlan
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
@@ -178,11 +178,11 @@ def make_config(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ())
     return apply_overrides(config, changes)
 
 
-def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config, MemoryPlan]:
+def _fit(config: Config, data: RunData, mesh: jax.sharding.Mesh) -> tuple[Config, RunPlan]:
     """Plan full tuning, with three quarters of the LLM's layers until it fits. Raises UserError where one does not."""
     while True:
         try:
-            return config, plan_memory_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh))
+            return config, fit_run(config, mesh, data.layout_of(config, mesh), partial(data.layout_of, mesh=mesh))[0]
         except UserError:
             llm = config.model.llm
             if llm.layers == 1:
@@ -194,7 +194,7 @@ class Prepared(NamedTuple):
     """A model that fits the first device, its programs, and steps of its samples."""
 
     config: Config
-    plan: MemoryPlan
+    plan: RunPlan
     executor: Executor
     steps: list[LoadedStep]
 

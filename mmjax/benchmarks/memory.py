@@ -7,8 +7,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from mmjax.autotune.compile_memory import aot_devices, compiled_bytes
-from mmjax.autotune.memory_plan import ACTIVATION, model_sharding
+from mmjax.autotune.absent import aot_devices
+from mmjax.autotune.compile_run import compiled_bytes
+from mmjax.autotune.run_plan import plan_run
+from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
 from mmjax.config import (
     AdamW,
     AudioConfig,
@@ -20,9 +22,10 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.loading import load
+from mmjax.parallel.sharding import AXES
 from mmjax.planning.hardware import Rates, parse_cluster
-from mmjax.planning.memory import GB, DeviceBatch, saved_bytes_per_layer
-from mmjax.planning.remat import MemoryLimit, plan_memory
+from mmjax.planning.memory import GB, DeviceBatch
+from mmjax.planning.remat import MemoryLimit
 from mmjax.planning.step_time import Speed
 
 DEVICES = 8
@@ -59,13 +62,10 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     model = config.model
     shape = {name: (1, length) for name, length in lengths.items()}
     batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 64), DEVICES)
-    saved_bytes = {name: saved_bytes_per_layer(model, name, shape[name], config.training.precision) for name in shape}
-    sharding = model_sharding(config.mesh, {"fsdp": DEVICES, "context": 1, "tensor": 1})
-    activation = ACTIVATION[config.training.precision]
-    chunks = config.training.loss_chunks
-    predicted = plan_memory(
-        model, [batch], [saved_bytes], sharding, activation, config.optimizer, SPEED, MemoryLimit(0), (chunks,)
-    ).device
+    mesh = dict.fromkeys(AXES, 1) | {"fsdp": DEVICES}
+    layout = layout_of_rows(config, mesh, [shape], batch.widths, DEVICES)
+    config = replace(config, batch=replace(config.batch, microbatches=1))
+    predicted = plan_run(on_one_mesh(config, mesh), layout, SPEED, MemoryLimit(0)).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
 

@@ -18,16 +18,17 @@ from mmjax.autotune.layer_profile import (
     time_layer,
     typical_seconds,
 )
-from mmjax.autotune.memory_plan import ACTIVATION
+from mmjax.autotune.run_plan import plan_run
+from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
 from mmjax.batch import Microbatch
 from mmjax.config import Config, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, Remat, VisionConfig
 from mmjax.config.loading import load
 from mmjax.cost.trace import tower_batch
 from mmjax.errors import UserError
 from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.planning.memory import GB, DeviceBatch, ModelSharding, saved_bytes_per_layer
-from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
+from mmjax.parallel.sharding import AXES, ShardingRules, make_mesh
+from mmjax.planning.memory import GB, DeviceBatch
+from mmjax.planning.remat import MemoryLimit, RunPlan
 from mmjax.planning.step_time import LayerTimes, Speed
 from mmjax.runtime.devices import device_description
 from mmjax.runtime.executor import Executor
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         measured = seconds - steps[first]
         predicted = layers[name] - layers[first]
         off = predicted / measured - 1 if measured else 0.0
-        row = {"remat": name, "activations": sum(fits[name].activations.values()) / GB, "step": seconds}
+        row = {"remat": name, "activations": fits[name].fullest.memory["activations"] / GB, "step": seconds}
         gained = (steps["full"] - seconds) / (steps["full"] - steps["none"])
         rows.append(row | {"measured": measured, "predicted": predicted, "off": off, "gained": gained})
     return rows
@@ -106,7 +107,10 @@ def _config(args: argparse.Namespace) -> Config:
     )
     half = width // 2
     vision = VisionConfig(args.layers, half, half // 64, 4 * half, 14, connector=ConnectorConfig(mlp_width=half))
-    return replace(load("tiny_omni"), model=ModelConfig(llm, {"vision": vision}), mesh=MeshConfig())
+    base = load("tiny_omni")
+    batch, training = replace(base.batch, microbatches=1), replace(base.training, loss_chunks=1)
+    model = ModelConfig(llm, {"vision": vision})
+    return replace(base, model=model, mesh=MeshConfig(), batch=batch, training=training)
 
 
 def _mixed(config: Config, mix: tuple[Remat, Remat]) -> Config:
@@ -123,13 +127,10 @@ def _speed(config: Config, batch: DeviceBatch, device: jax.Device) -> Speed:
     return Speed(device_description(device).rates(config.training.precision), times)
 
 
-def _fit(config: Config, batch: DeviceBatch, speed: Speed, room: float) -> MemoryPlan:
-    model = config.model
-    saved_bytes = {name: saved_bytes_per_layer(model, name, shape, "float32") for name, shape in batch.shape.items()}
-    activation = ACTIVATION[config.training.precision]
-    return plan_memory(
-        model, [batch], [saved_bytes], ModelSharding(), activation, config.optimizer, speed, MemoryLimit(room)
-    )
+def _fit(config: Config, batch: DeviceBatch, speed: Speed, room: float) -> RunPlan:
+    mesh = dict.fromkeys(AXES, 1)
+    layout = layout_of_rows(config, mesh, [batch.shape], batch.widths)
+    return plan_run(on_one_mesh(config, mesh), layout, speed, MemoryLimit(room))
 
 
 def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, Any]]) -> Callable[[], jax.Array]:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from mmjax.autotune.run_plan import plan_run
+from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
 from mmjax.balance.parts import LLM, dist_ratio
 from mmjax.balance.phases import cost_per_rank
 from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_of_step, draw, read
-from mmjax.config import AdamW, AudioConfig, ModelConfig, Remat
+from mmjax.config import AdamW, AudioConfig, Config, ModelConfig, Remat
 from mmjax.config.loading import load
 from mmjax.errors import UserError
+from mmjax.parallel.sharding import AXES
 from mmjax.planning.flops import executed, frozen_modules, recompute_flops
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import GB, DeviceBatch, ModelSharding, saved_bytes_per_layer
-from mmjax.planning.remat import MemoryLimit, plan_memory
+from mmjax.planning.memory import GB
+from mmjax.planning.remat import MemoryLimit
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import layer_positions, row_work
 
 PRESETS = ("omni-10b", "omni-18b", "omni-84b")
 PRECISION = "bfloat16"
-ACTIVATION = 2  # bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +58,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give more than 0")
     if not args.host_memory >= 0:
         raise UserError(f"--host-memory {args.host_memory}: give at least 0")
-    model = load(args.preset.replace("-", "_")).model
+    config = load(args.preset.replace("-", "_"))
     lengths = read(args)
     steps = [costs_of_step(lengths, sample, args.scale) for sample in draw(lengths, args)]
     places = balances(args.ranks, args.ranks_per_node or args.ranks)
@@ -63,20 +66,23 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     for balance in ("none", "llm", "post"):
         filled = np.array([cost_per_rank(costs, places[balance](costs), args.ranks) for costs in steps])
         ratios = np.mean([dist_ratio(step.T) for step in filled], axis=0)
-        rows.append({"balance": balance, "dist_ratio": float(ratios[LLM])} | _row(model, filled.max((0, 1)), args))
+        rows.append({"balance": balance, "dist_ratio": float(ratios[LLM])} | _row(config, filled.max((0, 1)), args))
     return rows
 
 
-def _row(model: ModelConfig, longest: np.ndarray, args: argparse.Namespace) -> dict[str, Any]:
+def _row(config: Config, longest: np.ndarray, args: argparse.Namespace) -> dict[str, Any]:
     """Plan the best mix for rows of these positions `[modules]`."""
+    model = config.model
     shape = _shape(model, longest)
     work = row_work(model, shape)
     towers = {"llm": model.llm, **model.encoders}
-    saved_bytes = {name: saved_bytes_per_layer(model, name, shape[name], PRECISION) for name in towers}
     speed = Speed(Rates(args.tflops * 1e12, args.memory_gbs * GB, args.host_gbs * GB))
     room = MemoryLimit(args.memory * GB, args.host_memory * GB)
-    batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 0))
-    plan = plan_memory(model, [batch], [saved_bytes], ModelSharding(args.shards), ACTIVATION, AdamW(), speed, room)
+    batch = replace(config.batch, microbatches=1)
+    training = replace(config.training, precision=PRECISION, loss_chunks=1)
+    config = replace(config, batch=batch, training=training, optimizer=AdamW())
+    mesh = dict.fromkeys(AXES, 1) | {"fsdp": args.shards}
+    plan = plan_run(on_one_mesh(config, mesh), layout_of_rows(config, mesh, [shape]), speed, room)
     everything = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
 
     def again_flops(name: str, policy: Remat) -> int:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.autotune.layer_profile import STACK, layer_programs, typical_seconds
-from mmjax.autotune.memory_plan import device_microbatch, plan_memory_on_mesh
+from mmjax.autotune.memory_plan import fit_run
+from mmjax.autotune.sharded_stages import device_microbatch
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -35,7 +36,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.hardware import Cluster, Device
 from mmjax.planning.memory import ACTIVATION, DeviceBatch
-from mmjax.planning.remat import MemoryPlan
+from mmjax.planning.remat import RunPlan
 from mmjax.planning.step_time import ClusterRun, LayerTimes, Speed, StepTime, step_time
 from mmjax.runtime.devices import device_description
 from mmjax.runtime.executor import Executor
@@ -80,7 +81,7 @@ class Step(NamedTuple):
 
     config: Config
     mesh: jax.sharding.Mesh
-    plan: MemoryPlan
+    plan: RunPlan
     batch: DeviceBatch  # of each microbatch
     run: Callable[[], Any]
 
@@ -146,7 +147,7 @@ def make_step(config: Config, devices: list[jax.Device]) -> Step:
         data = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh)
         loaded = data.loader(0)
     layout = data.loader.layout
-    plan = plan_memory_on_mesh(config, mesh, partial(data.layout_of, mesh=mesh))
+    plan, _ = fit_run(config, mesh, layout, partial(data.layout_of, mesh=mesh))
     model = Model.build(plan.applied(config.model), jnp.dtype(config.training.precision))
     executor = Executor.on_mesh(
         model,

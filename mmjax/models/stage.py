@@ -62,6 +62,10 @@ class Piece:
     stop: int
 
     @property
+    def layers(self) -> range:
+        return range(self.start, self.stop)
+
+    @property
     def first(self) -> bool:
         return self.start == 0
 

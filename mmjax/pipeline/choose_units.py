@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmjax.autotune.layer_profile import MeasureSpeed
-from mmjax.autotune.memory_plan import LINEAR, ActivationTracer
 from mmjax.config import Config, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
 from mmjax.config.model import layers_of, towers_of
 from mmjax.config.towers import head_counts
@@ -36,6 +35,7 @@ from mmjax.planning.memory import (
     loss_bytes,
     moment_bytes,
     parameter_bytes,
+    saved_bytes_per_layer,
     token_bytes,
 )
 from mmjax.planning.stage_time import StageRun, pass_seconds
@@ -46,6 +46,7 @@ from mmjax.planning.work import Work, resolve_attention, row_work, visited_pairs
 
 # Shares of the memory that are tried, since costs of layers leave details out, and `Problem.exchanged_items`.
 ROOMS = ((1.0, 1), (0.95, 1), (0.9, 2), (0.8, 2), (0.7, 4))
+LINEAR = 4096  # positions of a traced row: long enough that no block of attention is half empty
 WHOLE = 256  # a multiple of all that lengths of rows are rounded to
 MICROBATCHES = tuple(2**k for k in range(1, 9))
 LONG = 0.95  # quantile of lengths that a row whose layers are traced and timed holds
@@ -77,7 +78,7 @@ def choose_units(
             except UserError:  # a stage does not fit
                 continue
             # Stages whose remat the config states are forecast as they are.
-            if all(stage.bytes <= forecast.limit.device for stage in forecast.stages):
+            if all(stage.bytes <= forecast.plan.limit.device for stage in forecast.stages):
                 return forecast
         return None
 
@@ -106,11 +107,10 @@ def allocation_problem(
         for tower, times in speed.measured.items()
     }
     speed = replace(speed, measured=measured)
-    tracer = ActivationTracer(config)
     towers = towers_of(config.model)
     costs: dict[str, list[TowerCosts]] = {
         tower: [
-            _tower_costs(config, cluster, tower, t, works, speed, tracer)
+            _tower_costs(config, cluster, tower, t, works, speed)
             for t in TENSOR
             if t <= cluster.per_node and all(count % t == 0 for count in head_counts(towers[tower]))
         ]
@@ -176,7 +176,6 @@ def _tower_costs(
     tensor: int,
     works: Mapping[str, StepWork],
     speed: Speed,
-    tracer: ActivationTracer,
 ) -> TowerCosts:
     model = config.model
     activation = ACTIVATION[config.training.precision]
@@ -195,7 +194,7 @@ def _tower_costs(
         reference=repeats_forward(config.loss),
     )
     length = _whole_blocks(works[tower].long) if tower_config.attention == "dense" else LINEAR
-    by_policy = tracer.saved_bytes(tower, 1, [length])[0]
+    by_policy = saved_bytes_per_layer(model, tower, (1, length), config.training.precision)
     traced = row_work(model, {tower: (1, length)})[tower].positions
     per_position = {policy: saved.device / traced for policy, saved in by_policy.items() if policy != "offload"}
     has_backward = bool(needed_gradients(tower, model, frozen_modules(model)))

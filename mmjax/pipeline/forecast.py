@@ -10,26 +10,26 @@ import numpy as np
 
 from mmjax.autotune.forecast import needed_flops, visited_on_device
 from mmjax.autotune.layer_profile import MeasureSpeed
-from mmjax.autotune.memory_plan import ActivationTracer, profiled_shapes
-from mmjax.config import Config, UnetConfig
+from mmjax.autotune.memory_plan import check_fits, profiled_shapes
+from mmjax.autotune.run_plan import plan_run
+from mmjax.autotune.sharded_stages import device_batch, resolve_units, shard_stages
+from mmjax.autotune.stage_memory import unsaved_bytes
+from mmjax.config import Config
 from mmjax.config.training import repeats_forward, unit_devices
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.step_plan import RankLayout, make_planner, make_step_planner
 from mmjax.errors import UserError
-from mmjax.pipeline.stage_plan import device_batch, plan_stages, resolve_units, shard_stages
 from mmjax.planning.balanced_cuts import with_balanced_cuts
-from mmjax.planning.flops import frozen_modules
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch
-from mmjax.planning.remat import MemoryLimit, StagePlan
+from mmjax.planning.remat import MemoryLimit, RunPlan, StagePlan
 from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph, unit_links
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
 from mmjax.planning.step_time import ClusterRun, Speed
-from mmjax.planning.unet import unet_saved_bytes
-from mmjax.planning.work import resolve_attention, row_work
+from mmjax.planning.work import resolve_attention
 from mmjax.runtime.units import units_topology
 
 MICROBATCHES, MAX_STEPS = 256, 4  # so many at most are planned and simulated
@@ -42,8 +42,7 @@ class PipelineForecast:
     config: Config
     cluster: Cluster
     layout: RankLayout
-    stages: list[StagePlan]  # with the times of a mean microbatch
-    limit: MemoryLimit
+    plan: RunPlan  # with the times of a mean microbatch
     passes: float  # seconds from the first pass to the last, transfers between stages included
     transfers: float  # of these, what the passes would take less if transfers took no time
     reduction: float  # seconds of adding gradients over `data`
@@ -55,6 +54,11 @@ class PipelineForecast:
     needed: float  # FLOPs per step, over all devices
     speed: Speed
     timeline: Timeline  # of the first planned step
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """Return the plans of its stages."""
+        return self.plan.stages
 
     @property
     def seconds(self) -> float:
@@ -93,14 +97,17 @@ def forecast_pipeline(
     if measure_speed is not None:
         speed = measure_speed(profiled_shapes(config, [layout]))
     limit = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
-    plans = plan_stages(config, layout, speed, limit)
-    runs = _place_stages(config, layout, plans, cluster, speed)
+    plan = plan_run(config, layout, speed, limit)
+    check_fits(plan)
+    runs = _place_stages(config, layout, plan, cluster, speed)
     step_plans = [planner.plan(step) for step in range(steps)]
     timed = [_time_step(config, layout, runs, plan.microbatches) for plan in step_plans]
     samples = np.concatenate([plan.samples() for plan in step_plans])
     forward, backward = (
         np.mean([getattr(times, name).mean(1) for times in timed], axis=0).tolist() for name in ("forward", "backward")
     )
+    times = zip(plan.stages, forward, backward, strict=True)
+    stages = tuple(replace(stage, forward=f, backward=b) for stage, f, b in times)
     schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
     timelines = [simulate(schedule, times) for times in timed]
     free = [simulate(schedule, replace(times, transfer=0.0)) for times in timed]
@@ -109,8 +116,7 @@ def forecast_pipeline(
         config=config,
         cluster=cluster,
         layout=layout,
-        stages=[replace(plan, forward=f, backward=b) for plan, f, b in zip(plans, forward, backward, strict=True)],
-        limit=limit,
+        plan=replace(plan, stages=stages),
         passes=passes,
         transfers=passes - float(np.mean([timeline.makespan for timeline in free])),
         reduction=max(sum(map(reduce_seconds, stage)) for stage in runs),
@@ -136,36 +142,23 @@ def _fill(
 
 
 def _place_stages(
-    config: Config, layout: RankLayout, plans: Sequence[StagePlan], cluster: Cluster, speed: Speed
+    config: Config, layout: RankLayout, plan: RunPlan, cluster: Cluster, speed: Speed
 ) -> list[list[StageRun]]:
     """Place the pieces of planned stages on the devices of a cluster, in the order of the units."""
     model = resolve_attention(config.model, speed.rates, layout.topology.context)
-    tracer = ActivationTracer(replace(config, model=model))
+    unsaved = unsaved_bytes(replace(config, model=model), layout)
     activation = ACTIVATION[config.training.precision]
-    unsaved = {}
-    for k, (tower, module) in enumerate({"llm": model.llm, **model.item_modules}.items()):
-        length = max(shape.lengths[k] for shape in layout.shapes)
-        work = row_work(model, {tower: (1, length)})[tower]
-        if isinstance(module, UnetConfig):
-            frozen = frozen_modules(model)
-            saved = unet_saved_bytes(
-                replace(module, remat="none"), work.tokens // module.condition_tokens, activation, tower not in frozen
-            )[0]
-        else:
-            saved = tracer.saved_bytes(tower, 1, [length])[0]["none"].device
-        unsaved[tower] = saved / max(work.positions, 1)
     runs = []
-    for sharded, plan in zip(shard_stages(config), plans, strict=True):
+    for sharded, stage in zip(shard_stages(config), plan.stages, strict=True):
         mesh = dict(sharded.mesh.shape)
-        chunks = config.training.loss_chunks or 1
         form, reference = sharded.layout.context_attention, repeats_forward(config.loss)
-        machine = ClusterRun(cluster, mesh, sharded.sharding, speed, activation, chunks, form, reference)
+        machine = ClusterRun(cluster, mesh, sharded.sharding, speed, activation, plan.loss_chunks, form, reference)
         runs.append(
             [
                 StageRun(
                     tower=part.piece.tower,
-                    layers=plan.layers[part.piece.tower],
-                    policies=plan.policies[part.piece.tower],
+                    layers=stage.layers[part.piece.tower],
+                    policies=stage.policies[part.piece.tower],
                     devices=sharded.devices,
                     machine=machine,
                     trainable=part.trainable,

@@ -25,13 +25,12 @@ from mmjax.config import (
     VaeConfig,
     VisionConfig,
 )
-from mmjax.config.generators import Tower, image_size, row_values, takes_pixels
+from mmjax.config.generators import Tower, row_values, takes_pixels
 from mmjax.config.model import (
     NF4_BLOCK,
     layer_count,
     linear_layers,
     quantized_layers,
-    step_vaes,
     towers_of,
 )
 from mmjax.cost.table import module_parameters, parameters
@@ -146,86 +145,6 @@ class DeviceBatch:
     pairs: Mapping[str, float] = field(default_factory=dict)
 
 
-def fixed_bytes(
-    model: ModelConfig,
-    batch: DeviceBatch,
-    layers: Mapping[str, float],
-    frozen: Set[str],
-    sharding: ModelSharding,
-    activation: int,
-    optimizer: OptimizerConfig,
-    loss_chunks: int = 1,
-) -> dict[str, float]:
-    """Count the bytes on one device by kind, apart from saved activations.
-
-    layers: bytes that one layer of each tower with a backward pass saves without remat, after tensor parallelism.
-    activation: bytes of an activation, and of a frozen parameter that is not quantised. loss_chunks: as in the training
-    config.
-    `gradients`: float32; with one microbatch, those of layers' matrices are in the precision of the computation.
-    `copies`: of one layer, weights cast for computation and their gradients; of the trainable parameters outside the
-    layers, gradients that wait to be added to those of other microbatches; where parameters are sharded, the matrices
-    of all layers whose outputs are cut, once more: XLA reorders them for gathering before it scans. All are sharded.
-    `tokens`: encoder outputs before and after the exchange, with what connectors save.
-    `images`: what UNets keep for backward.
-    `transient`: the largest peak that no other kind covers. Either the loss, with float32 logits and their gradient, or
-    one layer's backward pass with its gathered weights, or that of 2D convolutions before an audio encoder's layers, or
-    images encoded by a VAE, one of each row at a time, or Muon's update, where it takes more than `copies`. With one
-    microbatch, less what the embedding's gradient has room for: it is made last, and XLA uses its buffer until then.
-    `optimizer`: moments, unless they are in host memory (`update_bytes`).
-    """
-    work = row_work(model, batch.shape)
-    stored = parameter_bytes(model, frozen, activation)
-    trainable = sum(n * sharding.part_of(module) for module, n in parameters(model).items() if module not in frozen)
-    matrices = layer_matrices(model) | {
-        module: n for module, n in parameters(model).items() if module.endswith(".lora")
-    }
-    scanned = {module: n * sharding.part_of(module) for module, n in matrices.items() if module not in frozen}
-    in_layers = sum(scanned.values())
-    depths = {name: tower.layers for name, tower in towers_of(model).items()}
-    layer = max((scanned[tower] / n for tower, n in depths.items() if tower in scanned), default=0)
-    # Computing in float32 needs no cast copy.
-    cast = 0 if activation == MASTER else activation
-    accumulates = batch.microbatches > 1
-    layer_peaks = [
-        layer_backward_bytes(model, tower, saved, work[tower], sharding, activation) for tower, saved in layers.items()
-    ]
-    images, image_peaks = unet_bytes(model, work, frozen, activation)
-    stem_peaks = [
-        stem_backward_bytes(encoder, work[name].positions, activation)
-        for name, encoder in model.encoders.items()
-        if name in layers and isinstance(encoder, AudioConfig)
-    ]
-    tokens = sum(token_bytes(model, name, batch, activation) for name in batch.shape if name != "llm")
-    copies = accumulates * activation * (trainable - in_layers) + (activation + cast) * layer
-    for name, config in towers_of(model).items():
-        dtype_bytes = activation if name in frozen else MASTER
-        copies += dtype_bytes * reordered_elements(config, config.layers, sharding, name)
-    # The update begins when copies and activations are gone.
-    update_peak = _muon_update(model, frozen, sharding, activation) - copies if isinstance(optimizer, Muon) else 0.0
-    loss = loss_bytes(model, work["llm"].positions, sharding, activation, loss_chunks)
-    embedding = 0.0
-    if not accumulates and not model.llm.tied and "llm" not in frozen:
-        embedding = MASTER * model.llm.vocab * model.llm.width * sharding.part_of("llm")
-    # Before the backward pass, and with nothing kept for it.
-    encoding = [
-        batch.shape[name][0] * vae_bytes(vae, image_size(model.generators[name]), activation)
-        for name, vae in step_vaes(model).items()
-        if name in batch.shape
-    ]
-    peaks = [max(loss, *layer_peaks, *stem_peaks, *image_peaks, *encoding) - embedding, update_peak, 0.0]
-    return {
-        "parameters": sum(n * sharding.part_of(module) for module, n in stored.items()),
-        "gradients": MASTER * (trainable - in_layers) + (MASTER if accumulates else activation) * in_layers,
-        "optimizer": 0.0 if optimizer.offload else moment_bytes_on_device(model, optimizer, sharding),
-        "copies": copies,
-        "batch": LOADED * batch.microbatches * sum(batch_bytes(model, batch, tower) for tower in batch.shape),
-        "tokens": tokens,
-        "images": images,
-        "exchange": exchange_bytes(model, batch, activation),
-        "transient": max(peaks),
-    }
-
-
 def unet_bytes(
     model: ModelConfig, work: Mapping[str, Work], frozen: Set[str], activation: int
 ) -> tuple[float, list[float]]:
@@ -256,18 +175,6 @@ def vae_bytes(vae: VaeConfig, size: tuple[int, int], activation: int) -> float:
         max(before[i], width) * positions * 4 ** (len(vae.widths) - 1 - i) for i, width in enumerate(vae.widths)
     )
     return widest * (VAE_STREAMS * activation + VAE_NORMED * 4) + vae.attention * VAE_SCORES * positions**2
-
-
-def update_bytes(
-    model: ModelConfig, fixed: Mapping[str, float], sharding: ModelSharding, optimizer: OptimizerConfig
-) -> float:
-    """Count the bytes of an update whose moments are loaded from host memory, when activations are gone.
-
-    fixed: of `fixed_bytes`.
-    """
-    return moment_bytes_on_device(model, optimizer, sharding) + sum(
-        fixed[kind] for kind in ("parameters", "gradients", "batch")
-    )
 
 
 def layer_matrices(model: ModelConfig) -> dict[str, int]:
@@ -328,17 +235,17 @@ def reordered_elements(config: Tower, layers: int, sharding: ModelSharding, towe
     return layers * layer.width * (layer.queries + layer.cross + layer.mlp) * sharding.part_of(tower)
 
 
-def _muon_update(model: ModelConfig, frozen: Set[str], sharding: ModelSharding, activation: int) -> float:
+def muon_update_bytes(model: ModelConfig, layers: Mapping[str, int], sharding: ModelSharding, activation: int) -> float:
     """Count the bytes of Muon's update on one of several devices: its layers, as they come and as they return.
 
-    XLA keeps the exchanges of all towers in flight (fitted to it). Beside them is one product of the largest matrix.
+    layers: trained ones of every tower. XLA keeps the exchanges of all towers in flight (fitted to it). Beside them is
+    one product of the largest matrix.
     """
     if sharding.shards == 1:
         return 0.0
-    towers = {name: c for name, c in towers_of(model).items() if name not in frozen}
-    sizes = {name: layer_sizes(c) for name, c in towers.items()}
-    matrices = layer_matrices(model)
-    exchanged = sum(-(-c.layers // sharding.shards) * matrices[name] / c.layers for name, c in towers.items())
+    sizes = {name: layer_sizes(towers_of(model)[name]) for name in layers}
+    matrices = {name: layer_matrices(model)[name] / towers_of(model)[name].layers for name in layers}
+    exchanged = sum(-(-count // sharding.shards) * matrices[name] for name, count in layers.items())
     product = max((s.width * max(s.mlp, s.queries) for s in sizes.values()), default=0)
     return 2 * activation * exchanged + MASTER * product
 

@@ -1,27 +1,18 @@
-"""Plan the memory of a run: choose the remat policy of each layer so that the run fits its devices."""
+"""Choose the remat policy of each layer so that a run fits its devices, and describe what a run then needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from mmjax.config import DecoderConfig, ModelConfig, OptimizerConfig, Remat
-from mmjax.config.model import towers_of, with_changes
-from mmjax.planning.flops import executed_logits, frozen_modules, layer_policies, recompute_flops
+from mmjax.config import DecoderConfig, ModelConfig, Remat
+from mmjax.config.model import with_changes
+from mmjax.planning.flops import recompute_flops
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import (
-    ACTIVATION,
-    DeviceBatch,
-    ModelSharding,
-    SavedBytes,
-    divide_by_tensor_parallelism,
-    fixed_bytes,
-    kv_cache_bytes,
-    update_bytes,
-)
+from mmjax.planning.memory import ACTIVATION, ModelSharding, SavedBytes, kv_cache_bytes
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import Work, row_work
 
@@ -35,24 +26,26 @@ class Option(NamedTuple):
 
 
 Options = Mapping[Remat, Option]
+Kind = TypeVar("Kind", bound=Hashable)  # of layers
 
 
 def choose_policies(
-    layers: Mapping[str, int],
-    options: Mapping[str, Options],
+    layers: Mapping[Kind, int],
+    options: Mapping[Kind, Options],
     device: float | Sequence[float],
     host: float | Sequence[float] = np.inf,
-) -> dict[str, tuple[Remat, ...]] | None:
+) -> dict[Kind, tuple[Remat, ...]] | None:
     """Find a policy for each layer that minimises the seconds within the memory; None where nothing fits.
 
     Exact: a multiple-choice knapsack over the kinds of layers, as an integer program (OmniBal 4.3 goes layer by layer).
-    layers: their number in each tower, where all layers cost the same. In a tower, policies that save least come first:
-    backward starts at the tower's end, with memory at its peak, where there should be no recomputation on top.
+    layers: their number of each kind, such as of a tower, where all cost the same. In a tower, policies that save least
+    come first: backward starts at the tower's end, with memory at its peak, where there should be no recomputation on
+    top.
     """
     choices, counts = _solve(layers, options, device, host, integral=True)
     if counts is None:
         return None
-    plan: dict[str, tuple[Remat, ...]] = {}
+    plan: dict[Kind, tuple[Remat, ...]] = {}
     for name in layers:
         chosen = [(policy, n) for (tower, policy), n in zip(choices, counts, strict=True) if tower == name]
         # Layers of a tower cost the same, so only how many have a policy was solved; this is their order.
@@ -62,8 +55,8 @@ def choose_policies(
 
 
 def least_seconds(
-    layers: Mapping[str, int],
-    options: Mapping[str, Options],
+    layers: Mapping[Kind, int],
+    options: Mapping[Kind, Options],
     device: float | Sequence[float],
     host: float | Sequence[float] = np.inf,
 ) -> float | None:
@@ -75,12 +68,12 @@ def least_seconds(
 
 
 def _solve(
-    layers: Mapping[str, int],
-    options: Mapping[str, Options],
+    layers: Mapping[Kind, int],
+    options: Mapping[Kind, Options],
     device: float | Sequence[float],
     host: float | Sequence[float],
     integral: bool,
-) -> tuple[list[tuple[str, Remat]], np.ndarray | None]:
+) -> tuple[list[tuple[Kind, Remat]], np.ndarray | None]:
     """Solve for the number of layers of each (tower, policy), integers or not; None where nothing fits."""
     choices = [(tower, policy) for tower in layers for policy in options[tower]]
     if not choices:
@@ -115,7 +108,6 @@ def _solve(
     return choices, solution.x
 
 
-SavedByTower = Mapping[str, Mapping[Remat, SavedBytes]]  # bytes saved by one layer of each tower, by policy
 Policies = Mapping[str, Sequence[Remat]]  # of every layer of each tower
 
 
@@ -129,31 +121,82 @@ class MemoryLimit:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """A memory plan: remat policies and the bytes per device that a run needs with them."""
+class StagePlan:
+    """The memory and time of a stage, on each of its devices. Bytes are those of the shape in which they have most."""
 
-    policies: dict[str, tuple[Remat, ...]]  # of every layer of each tower, configured ones too
-    loss_chunks: int
-    fixed: dict[str, float]  # bytes by kind, of the largest shape
-    activations: dict[str, float]  # bytes by tower, of the largest shape
-    unsaved: dict[str, float]  # bytes by tower per position of one layer without remat or tensor parallelism
-    seconds: float  # recomputation time, averaged over the shapes
-    lower_bound: float  # on `seconds`: the optimum if layers were divisible
-    recompute_seconds: dict[str, dict[Remat, float]]  # of one layer of each tower, by policy
-    largest_shape: int  # index of the largest shape
+    name: str
+    devices: tuple[int, ...]  # numbers in the run's order
+    mesh: dict[str, int]
+    layers: dict[str, range]  # by tower, as the next
+    policies: dict[str, tuple[Remat, ...]]  # configured ones too
+    parameters: int  # of the stage, on all its devices together
+    in_flight: int  # microbatches
+    fixed: dict[str, float]  # bytes by kind
+    activations: dict[str, float]  # bytes by tower, of all microbatches in flight
+    largest_shape: int  # index of that shape
+    recompute: dict[str, dict[Remat, float]]  # seconds of one layer of each tower, by policy
     sharding: ModelSharding
-    limit: MemoryLimit
-    measured: float | None = None  # bytes in total, where compiled or measured
+    forward: float = 0.0  # seconds of one microbatch, where it was timed
+    backward: float = 0.0
 
     @property
-    def device(self) -> float:
-        """Return the total bytes per device."""
-        return self.predicted if self.measured is None else self.measured
+    def memory(self) -> dict[str, float]:
+        """Return the bytes of a device by kind."""
+        return self.fixed | {"activations": sum(self.activations.values())}
+
+    @property
+    def bytes(self) -> float:
+        """Return the bytes of a device."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plans of a run's stages, of one on one mesh, and of its loss."""
+
+    stages: tuple[StagePlan, ...]
+    loss_chunks: int
+    limit: MemoryLimit
+    seconds: float  # recomputation time of all stages, averaged over the shapes
+    lower_bound: float  # on `seconds`: the optimum if layers were divisible
+    measured: float | None = None  # bytes of a device in total, where compiled or measured
+
+    @property
+    def policies(self) -> dict[str, tuple[Remat, ...]]:
+        """Return the policies of every layer of each tower."""
+        # A UNet has no layers.
+        parts = sorted(
+            (stage.layers[tower].start, tower, stage.policies[tower])
+            for stage in self.stages
+            for tower in stage.activations
+        )
+        policies: dict[str, tuple[Remat, ...]] = {}
+        for _, tower, chosen in parts:
+            policies[tower] = policies.get(tower, ()) + chosen
+        return policies
+
+    @property
+    def on_devices(self) -> list[list[StagePlan]]:
+        """Return the stages by the devices that they share."""
+        by_devices: dict[tuple[int, ...], list[StagePlan]] = {}
+        for stage in self.stages:
+            by_devices.setdefault(stage.devices, []).append(stage)
+        return list(by_devices.values())
+
+    @property
+    def fullest(self) -> StagePlan:
+        """Return the stage that has most, on the devices that have most."""
+        return max(max(self.on_devices, key=bytes_together), key=lambda stage: stage.bytes)
 
     @property
     def predicted(self) -> float:
-        """Return the total bytes per device by the memory model."""
-        return sum(self.fixed.values()) + sum(self.activations.values())
+        """Return the bytes of the fullest device by the memory model."""
+        return max(map(bytes_together, self.on_devices))
+
+    @property
+    def device(self) -> float:
+        """Return the bytes of the fullest device."""
+        return self.predicted if self.measured is None else self.measured
 
     @property
     def fits(self) -> bool:
@@ -166,34 +209,29 @@ class MemoryPlan:
         The KV cache then has the place of the activations that layers keep for backward, and a pass forward needs no
         more temporary memory per position than a step. positions: of the LLM in a step's microbatch on a rank.
         """
-        transient = self.fixed["transient"]
-        per_position = kv_cache_bytes(llm, self.sharding, activation) + transient / positions
-        return min(positions, int((sum(self.activations.values()) + transient) / per_position))
+        stage = self.fullest
+        transient = stage.fixed["transient"]
+        per_position = kv_cache_bytes(llm, stage.sharding, activation) + transient / positions
+        return min(positions, int((sum(stage.activations.values()) + transient) / per_position))
+
+    def with_policies(self, policies: Policies, measured: float) -> RunPlan:
+        """Return the plan of one stage with these policies, and the bytes that were measured with them."""
+        (stage,) = self.stages
+        stage = replace(stage, policies=stage.policies | {tower: tuple(chosen) for tower, chosen in policies.items()})
+        return replace(self, stages=(stage,), measured=measured)
 
     def applied(self, model: ModelConfig) -> ModelConfig:
         """Return the model with these policies."""
         return with_policies(model, self.policies)
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """The memory and time of a stage, on each of its devices, for the largest compiled shape."""
+IN_A_PASS = ("copies", "transient")  # kinds that a device has of one of its stages at a time
 
-    name: str
-    devices: tuple[int, ...]  # numbers in the run's order
-    mesh: dict[str, int]
-    layers: dict[str, range]  # by tower, as the next
-    policies: dict[str, tuple[Remat, ...]]
-    parameters: int  # of the stage, on all its devices together
-    in_flight: int
-    memory: dict[str, float]  # bytes by kind
-    forward: float  # seconds of one microbatch
-    backward: float
 
-    @property
-    def bytes(self) -> float:
-        """Total bytes of a device."""
-        return sum(self.memory.values())
+def bytes_together(stages: Sequence[StagePlan]) -> float:
+    """Add up the bytes of stages that share devices: what they hold lies side by side, and their passes run in turn."""
+    passing = [sum(stage.fixed[kind] for kind in IN_A_PASS) for stage in stages]
+    return sum(stage.bytes for stage in stages) - sum(passing) + max(passing)
 
 
 def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
@@ -204,144 +242,39 @@ def with_policies(model: ModelConfig, policies: Policies) -> ModelConfig:
     return with_changes(model, {tower: {"remat": policy} for tower, policy in remat.items()})
 
 
-def plan_memory(
-    model: ModelConfig,
-    shapes: Sequence[DeviceBatch],
-    saved: Sequence[SavedByTower],
-    sharding: ModelSharding,
-    activation: int,
-    optimizer: OptimizerConfig,
-    speed: Speed,
-    limit: MemoryLimit,
-    loss_choices: Sequence[int] = (1,),
-) -> MemoryPlan:
-    """Find the policies with the least recomputation that fit in memory; exact, for all compiled shapes at once.
-
-    saved: for each shape, before tensor parallelism. activation: bytes of an activation. Towers whose `remat` is not
-    "auto" keep theirs. loss_choices: numbers of loss chunks; more need less memory, and any but 1 recomputes logits.
-    """
-    works = [row_work(model, shape.shape) for shape in shapes]
-    frozen = frozen_modules(model)
-    options = _tower_options(model, shapes, works, saved, sharding, activation, speed)
-    without_remat = [{tower: options[tower]["none"].device[s] for tower in options} for s in range(len(shapes))]
-    logits = [executed_logits(model, work["llm"]) / sharding.llm / speed.rates.flops for work in works]
-
-    def with_chunks(chunks: int) -> MemoryPlan:
-        fixed = [
-            fixed_bytes(model, shape, layers, frozen, sharding, activation, optimizer, chunks)
-            for shape, layers in zip(shapes, without_remat, strict=True)
-        ]
-        policies, bound = _choose_auto_policies(model, options, [sum(kinds.values()) for kinds in fixed], limit)
-        totals = [sum(kinds.values()) + _bytes(policies, options, s, "device") for s, kinds in enumerate(fixed)]
-        if optimizer.offload:
-            for s, kinds in enumerate(fixed):
-                beyond = max(0.0, update_bytes(model, kinds, sharding, optimizer) - totals[s])
-                kinds["transient"] += beyond
-                totals[s] += beyond
-        largest = int(np.argmax(totals))
-        logits_again = float(np.mean(logits)) if chunks > 1 else 0.0
-        return MemoryPlan(
-            policies=policies,
-            loss_chunks=chunks,
-            fixed=fixed[largest],
-            activations={name: _bytes({name: p}, options, largest, "device") for name, p in policies.items()},
-            unsaved={name: saved[largest][name]["none"].device / works[largest][name].positions for name in options},
-            seconds=logits_again + _seconds(policies, options),
-            lower_bound=logits_again + bound,
-            recompute_seconds={
-                name: {policy: o.seconds for policy, o in by_policy.items()} for name, by_policy in options.items()
-            },
-            largest_shape=largest,
-            sharding=sharding,
-            limit=limit,
-        )
-
-    # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
-    return min(
-        map(with_chunks, loss_choices), key=lambda f: (not f.fits, f.seconds if f.fits else f.device, f.loss_chunks)
-    )
-
-
-def _choose_auto_policies(
-    model: ModelConfig, options: Mapping[str, Mapping[Remat, Option]], fixed: Sequence[float], limit: MemoryLimit
-) -> tuple[dict[str, tuple[Remat, ...]], float]:
-    """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs.
-
-    fixed: bytes of each shape that no policy changes. Returns all towers' policies, those that save least where nothing
-    fits, and a lower bound on their recomputation seconds, infinite where nothing fits.
-    """
-    towers = towers_of(model)
-    configured = {name: layer_policies(config) for name, config in towers.items() if config.remat != "auto"}
-    auto = {name: config.layers for name, config in towers.items() if name not in configured}
-    auto_options = {name: options[name] for name in auto}
-    # Bytes that remain for the layers whose policy is to be chosen, by shape.
-    device_limit = [limit.device - used - _bytes(configured, options, s, "device") for s, used in enumerate(fixed)]
-    host_limit = [limit.host - _bytes(configured, options, s, "host") for s in range(len(fixed))]
-    chosen = choose_policies(auto, auto_options, device_limit, host_limit)
-    bound = least_seconds(auto, auto_options, device_limit, host_limit)
-    if chosen is None:
-        chosen = {name: (_smallest(options[name]),) * layers for name, layers in auto.items()}
-    policies = {name: (configured | chosen)[name] for name in towers}
-    return policies, _seconds(configured, options) + (np.inf if bound is None else bound)
-
-
-def _tower_options(
-    model: ModelConfig,
-    shapes: Sequence[DeviceBatch],
-    works: Sequence[Mapping[str, Work]],
-    saved: Sequence[SavedByTower],
-    sharding: ModelSharding,
-    activation: int,
-    speed: Speed,
-) -> dict[str, dict[Remat, Option]]:
-    """Compute what each policy costs one layer of each tower on one device."""
-    return {
-        tower: _options(
-            model,
-            tower,
-            [work[tower] for work in works],
-            [by_tower[tower] for by_tower in saved],
-            speed.rates,
-            [speed.layer(tower, shape.shape[tower]) for shape in shapes],
-            sharding.parts(tower),
-            activation,
-            sharding.sequence_parallel != "off",
-        )
-        for tower in towers_of(model)
-    }
-
-
-def _options(
+def layer_options(
     model: ModelConfig,
     tower: str,
-    works: Sequence[Work],
+    shapes: Sequence[Mapping[str, tuple[int, int]]],
     saved: Sequence[Mapping[Remat, SavedBytes]],
-    rates: Rates,
-    measured: Sequence[Mapping[str, float] | None],
+    speed: Speed,
     parts: int,
     activation: int,
-    by_sequence: bool,
 ) -> dict[Remat, Option]:
-    """Compute what each policy costs one layer on one device: bytes for every shape, and mean recomputation seconds."""
-    config = towers_of(model)[tower]
-    on_device = [
-        {
-            policy: divide_by_tensor_parallelism(full, config, policy, work.positions, activation, parts, by_sequence)
-            for policy, full in by_policy.items()
-        }
-        for work, by_policy in zip(works, saved, strict=True)
-    ]
+    """Compute what each policy costs a layer of a tower on one device: bytes by shape, and mean recomputation seconds.
+
+    shapes: rows of every tower on a device. saved: of a layer on a device, in each of them.
+    """
     seconds = [
-        _recompute_seconds(model, tower, work, by_policy, rates, times or {}, parts, activation)
-        for work, by_policy, times in zip(works, on_device, measured, strict=True)
+        _recompute_seconds(
+            model,
+            tower,
+            row_work(model, shape)[tower],
+            by_policy,
+            speed.rates,
+            speed.layer(tower, shape[tower]) or {},
+            parts,
+            activation,
+        )
+        for shape, by_policy in zip(shapes, saved, strict=True)
     ]
     return {
         policy: Option(
-            device=tuple(by_policy[policy].device for by_policy in on_device),
-            host=tuple(by_policy[policy].host for by_policy in on_device),
+            device=tuple(by_policy[policy].device for by_policy in saved),
+            host=tuple(by_policy[policy].host for by_policy in saved),
             seconds=float(np.mean([by_policy[policy] for by_policy in seconds])),
         )
-        for policy in on_device[0]
+        for policy in saved[0]
     }
 
 
@@ -375,14 +308,6 @@ def _recompute_seconds(
     return {policy: seconds(policy) for policy in saved}
 
 
-def _bytes(policies: Policies, options: Mapping[str, Options], shape: int, memory: Literal["device", "host"]) -> float:
-    return float(sum(getattr(options[name][p], memory)[shape] for name, layers in policies.items() for p in layers))
-
-
-def _seconds(policies: Policies, options: Mapping[str, Options]) -> float:
-    return float(sum(options[name][policy].seconds for name, layers in policies.items() for policy in layers))
-
-
-def _smallest(options: Options) -> Remat:
+def smallest_policy(options: Options) -> Remat:
     """Return the policy that saves least on the device without offloading."""
     return min((p for p in options if not np.any(options[p].host)), key=lambda p: np.sum(options[p].device))

@@ -46,6 +46,7 @@ KINDS = {
     "optimizer": "#8f98a8",
     "copies": "#b9bfca",
     "batch": "#efe8d8",
+    "messages": "#e6ddca",
     "tokens": "#ddd3bc",
     "images": "#d2c6ac",
     "exchange": "#c8bb9d",
@@ -100,8 +101,8 @@ def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
     write_text(figure, LEFT, top + 14, "Memory of a device", weight="bold")
     for row, balanced in enumerate(forecast.by_balance.values()):
         memory = balanced.memory_plan
-        segments = [(kind, memory.fixed[kind], colour) for kind, colour in KINDS.items()]
-        segments += [(module_name(name), memory.activations[name], colour) for name, colour in colours.items()]
+        segments = [(kind, memory.fullest.fixed[kind], colour) for kind, colour in KINDS.items()]
+        segments += [(module_name(name), memory.fullest.activations[name], colour) for name, colour in colours.items()]
         label = size(memory.device) + ("" if memory.fits else ": too large")
         label_colour = INK if memory.fits else ALARM
         _draw_bar(axes, row, segments, size, label, label_colour, limit if limit_visible else 0.0)
@@ -113,7 +114,8 @@ def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
         write_text(figure, WIDTH - RIGHT, top + 14, f"room {size(limit)}, beyond this picture", ha="right", color=PALE)
     bottom = top + HEADING + BAR * len(forecast.by_balance) + 8
     maximum = {
-        kind: max(balanced.memory_plan.fixed[kind] for balanced in forecast.by_balance.values()) for kind in KINDS
+        kind: max(balanced.memory_plan.fullest.fixed[kind] for balanced in forecast.by_balance.values())
+        for kind in KINDS
     }
     visible = {kind: colour for kind, colour in KINDS.items() if maximum[kind] > INVISIBLE * largest}
     draw_legend(figure, bottom, "always there", visible)

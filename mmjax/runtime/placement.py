@@ -15,7 +15,7 @@ from mmjax.config.training import unit_layout
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.models.model import Model
 from mmjax.models.stage import Stage
-from mmjax.parallel.sharding import CONTEXT, ShardingRules
+from mmjax.parallel.sharding import CONTEXT, ShardingRules, make_mesh
 from mmjax.planning.schedules import list_stages
 from mmjax.runtime.device_batch import TowerRows, put_tower_rows, tables_of, without_tables
 from mmjax.runtime.passes import PlacedStage, StagedBatch
@@ -23,7 +23,9 @@ from mmjax.runtime.units import UnitRanks, unit_meshes
 
 
 def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) -> list[PlacedStage]:
-    """Place the stages of a model, built with `stage_cuts`, on the units' meshes."""
+    """Place the stages of a model, built with `stage_cuts`, on the units' meshes; without units all of it on one."""
+    if not config.units:
+        return [PlacedStage("all", Stage.whole(model), make_mesh(config.mesh, devices), ShardingRules.of(config.mesh))]
     meshes = unit_meshes(config, devices)
     return [
         PlacedStage(

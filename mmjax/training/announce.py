@@ -28,7 +28,7 @@ from mmjax.models.attention import chosen_backend, describe_kernel
 from mmjax.models.layers import encoder_layer_config
 from mmjax.models.model import Model, parameter_group
 from mmjax.models.quantization import parameter_shapes
-from mmjax.planning.remat import MemoryPlan, StagePlan
+from mmjax.planning.remat import RunPlan, StagePlan
 from mmjax.planning.schedules import ScheduleName, unit_graph
 from mmjax.planning.work import head_width
 from mmjax.runtime.compiler_options import CompilerOptions, describe_compiler_options
@@ -219,9 +219,9 @@ def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:
     return lines
 
 
-def describe_memory_plan(memory_plan: MemoryPlan) -> list[str]:
-    """Describe the predicted memory of a device and its remat policies."""
-    kinds = {**memory_plan.fixed, "activations": sum(memory_plan.activations.values())}
+def describe_memory_plan(memory_plan: RunPlan) -> list[str]:
+    """Describe the predicted memory of a device of one mesh and its remat policies."""
+    kinds = memory_plan.fullest.memory
     # Kinds below 1 % are left out.
     parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * memory_plan.predicted)
     limit = "" if math.isinf(memory_plan.limit.device) else f" of {size(memory_plan.limit.device)}"
@@ -281,9 +281,9 @@ def describe_stages(
     return described
 
 
-def replication_warning(memory_plan: MemoryPlan) -> str:
+def replication_warning(memory_plan: RunPlan) -> str:
     """Warn of modules whose widths the mesh does not divide, so that each device stores all of them; else return ""."""
-    sharding = memory_plan.sharding
+    sharding = memory_plan.fullest.sharding
     replicated = [module for module in sharding.shares if sharding.part_of(module) > REPLICATED / sharding.shards]
     if not replicated:
         return ""

@@ -21,7 +21,7 @@ from mmjax.errors import UserError
 from mmjax.inference.evaluation import Answered, Evaluator, Scores, evaluation_sources, exact_match_by_group
 from mmjax.inference.prompts import BatchLimits
 from mmjax.planning.memory import ACTIVATION
-from mmjax.planning.remat import MemoryPlan
+from mmjax.planning.remat import RunPlan
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.run_dir import RunFolder
 
@@ -31,7 +31,7 @@ def make_evaluator(
     folder: RunFolder,
     executor: Executor,
     layout: RankLayout,
-    memory_plan: MemoryPlan,
+    memory_plan: RunPlan,
     report_progress: Callable[[int], None],
 ) -> Evaluator:
     """Open the validation and test splits of a run, in batches that fit beside its training state."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -15,17 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.autotune.memory_plan import (
-    MemoryDecision,
-    available_memory,
-    choose_sequence_parallel,
-    device_speed,
-    plan_key,
-    plan_memory_on_mesh,
-    profiled_shapes,
-    read_memory_plan,
-    write_memory_plan,
-)
+from mmjax.autotune.memory_plan import MemoryDecision, fit_run, plan_key, read_memory_plan, write_memory_plan
+from mmjax.autotune.run_plan import simulate_stages, time_stages
+from mmjax.autotune.sharded_stages import choose_sequence_parallel, resolve_units
 from mmjax.batch import Microbatch
 from mmjax.config import Config, MeshConfig, ModelConfig
 from mmjax.config.loading import resolve_callbacks, to_json
@@ -38,12 +29,8 @@ from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
 from mmjax.errors import UserError, raise_ctrl_c_once
 from mmjax.models.model import Model
-from mmjax.models.stage import Stage
-from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, resolve_units, simulate_stages
+from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import check_float8, find_device
-from mmjax.planning.memory import GB
-from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan, with_policies
 from mmjax.planning.schedules import schedule_name, stage_cuts
 from mmjax.runtime.checkpoint_commit import saved_steps
 from mmjax.runtime.compiler_options import compiler_options
@@ -56,7 +43,7 @@ from mmjax.runtime.devices import (
     peak_memory_used,
 )
 from mmjax.runtime.executor import Executor, State
-from mmjax.runtime.passes import PlacedStage, StagedBatch
+from mmjax.runtime.passes import StagedBatch
 from mmjax.runtime.placement import place_stages, tower_rows
 from mmjax.runtime.run_dir import (
     NO_CHANGES,
@@ -184,10 +171,11 @@ class Trainer:
             config = choose_sequence_parallel(config, self.mesh.shape, self.loader.layout, device)
         self.config = config
 
-        self.profiled = False  # whether stages are planned by measured times of their layers
         with activity("predicting memory"):
-            self.stages, self.memory_plan = (
-                self.plan_units(profile) if config.units else ((), self.plan_memory(profile))
+            layout_of = partial(self.data.layout_of, mesh=self.mesh)
+            longest = self.data.index.longest(self.loader.budget.longest)
+            self.memory_plan, self.speed = fit_run(
+                config, self.mesh, self.loader.layout, layout_of, profile, self.stored_decision(profile), longest
             )
         self.executor = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
         if config.units:
@@ -233,12 +221,8 @@ class Trainer:
         functions = resolve_callbacks(config.model, self.folder.path)
         model = Model.build(model_config, dtype, stage_cuts(config), functions=functions)
         devices = list(self.mesh.devices.flat)
-        if config.units:
-            stages = place_stages(config, model, devices)
-            rows = tower_rows(config, self.loader.layout, unit_ranks(config, devices))
-        else:
-            stages = [PlacedStage("all", Stage.whole(model), self.mesh, ShardingRules.of(config.mesh))]
-            rows = None
+        stages = place_stages(config, model, devices)
+        rows = tower_rows(config, self.loader.layout, unit_ranks(config, devices)) if config.units else None
         return Executor(
             model,
             make_optimizer(config.optimizer, model.axes, model.dtype),
@@ -252,27 +236,6 @@ class Trainer:
             compiler_options=self.compiler_options,
             rows=rows,
         )
-
-    def plan_units(self, profile: bool) -> tuple[list[StagePlan], MemoryPlan]:
-        """Choose remat policies that fit every stage's devices, or take over a resumed run's."""
-        config, layout = self.config, self.loader.layout
-        device = self.mesh.devices.flat[0]
-        loss_chunks = config.training.loss_chunks or 1
-        if stored := self.stored_decision(profile):
-            config = replace(config, model=with_policies(config.model, stored.policies))
-            loss_chunks = stored.loss_chunks
-        speed = device_speed(config, profiled_shapes(config, [layout]), device, profile=False)
-        self.profiled = bool(speed.measured)
-        available = coordination.run_on_leader(lambda: available_memory(config.mesh, device))
-        limit = MemoryLimit(math.inf if available is None else available, config.mesh.host_memory * GB)
-        stages = plan_stages(config, layout, speed, limit)
-        return stages, memory_plan_of(config, stages, limit, loss_chunks)
-
-    def plan_memory(self, profile: bool) -> MemoryPlan:
-        """Choose remat policies and loss chunks that fit the devices, or take over a resumed run's."""
-        layout_of = partial(self.data.layout_of, mesh=self.mesh)
-        longest = self.data.index.longest(self.loader.budget.longest)
-        return plan_memory_on_mesh(self.config, self.mesh, layout_of, profile, self.stored_decision(profile), longest)
 
     def stored_decision(self, profile: bool) -> MemoryDecision | None:
         """Return what a resumed run was started with: other policies would be other programs, with other bits."""
@@ -327,10 +290,10 @@ class Trainer:
         # One mesh has one account of its memory, the same on every device; stages differ.
         if not self.config.units:
             return announce.describe_memory_plan(self.memory_plan)
-        timeline = simulate_stages(self.config, self.stages)
-        return announce.describe_stages(
-            self.config, self.stages, self.executor.schedule, timeline.bubble, self.profiled
-        )
+        stages = time_stages(self.config, self.loader.layout, self.memory_plan, self.speed).stages
+        bubble = simulate_stages(self.config, stages).bubble
+        measured = bool(self.speed.measured)
+        return announce.describe_stages(self.config, stages, self.executor.schedule, bubble, measured)
 
     def start(self) -> Microbatch:
         """Describe the run and start its data workers, which load while XLA compiles; return the first microbatch."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mmjax.autotune.compile_run import Programs
 from mmjax.autotune.forecast import MeshForecast, describe_basis, describe_links
 from mmjax.config import Config
 from mmjax.config.training import unit_devices
@@ -17,7 +18,7 @@ from mmjax.planning.measured_file import layers_record
 from mmjax.planning.schedules import schedule_name
 from mmjax.training.announce import describe_stages
 
-CompiledStages = Mapping[str, Mapping[str, int]]  # bytes by stage and program, as `compile_pipeline` returns them
+CompiledStages = Mapping[str, Programs]  # by stage, as `compile_run` returns them
 
 
 def report_pipeline(
@@ -39,7 +40,7 @@ def report_pipeline(
     idle = f" ({cluster.devices - used} idle: start it on {used})" if used < cluster.devices else ""
     parts = {"passes": forecast.passes - forecast.transfers, "transfers": forecast.transfers}
     parts |= {"reduction": forecast.reduction, "update": forecast.update}
-    fullest = max(forecast.stages, key=lambda stage: stage.bytes)
+    plan = forecast.plan
     measured = bool(forecast.speed.measured)
     basis = describe_basis(config, cluster, forecast.speed)
     return [
@@ -47,7 +48,7 @@ def report_pipeline(
         f"data   {source}; {forecast.samples:,.0f} samples and {count(forecast.tokens)} LLM tokens a step; rows are "
         + ", ".join(f"{fill:.0%} full in {tower}" for tower, fill in forecast.fill.items()),
         *describe_stages(forecast.config, forecast.stages, schedule_name(forecast.config), forecast.bubble, measured),
-        f"memory {size(fullest.bytes)} of {size(forecast.limit.device)} a device, in {fullest.name}",
+        f"memory {size(plan.predicted)} of {size(plan.limit.device)} a device, in {plan.fullest.name}",
         *(table(_compiled_rows(forecast, compiled)) if compiled else ()),
         f"step   {duration(forecast.seconds)}, MFU {forecast.mfu:.1%} ({basis}): "
         + ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds),
@@ -61,10 +62,15 @@ def _compiled_rows(forecast: PipelineForecast, compiled: CompiledStages) -> list
     """Set what the compiler says of each stage's fullest program beside what is planned."""
     rows = [("stage", "planned", "by the compiler", "differs by", "fullest program")]
     for stage in forecast.stages:
-        program, bytes_ = max(compiled[stage.name].items(), key=lambda item: item[1])
+        program, bytes_ = max(compiled_bytes(compiled)[stage.name].items(), key=lambda item: item[1])
         differs = f"{stage.bytes / bytes_ - 1:+.1%}"
         rows.append((stage.name, size(stage.bytes), size(bytes_), differs, program.replace("_", " and ")))
     return rows
+
+
+def compiled_bytes(compiled: CompiledStages) -> dict[str, dict[str, int]]:
+    """Return the bytes of compiled programs by stage and name."""
+    return {stage: {name: program.bytes for name, program in of.items()} for stage, of in compiled.items()}
 
 
 def compare(forecasts: Sequence[PipelineForecast], mesh: MeshForecast | None) -> str:
@@ -122,16 +128,29 @@ def pipeline_numbers(
     if forecast is None:
         return numbers
     seconds = {name: getattr(forecast, name) for name in ("passes", "transfers", "reduction", "update")}
-    layers = [{tower: [x.start, x.stop] for tower, x in stage.layers.items()} for stage in forecast.stages]
-    stages = [asdict(stage) | {"layers": by_tower} for stage, by_tower in zip(forecast.stages, layers, strict=True)]
+    stages = [
+        {
+            "name": stage.name,
+            "devices": stage.devices,
+            "mesh": stage.mesh,
+            "layers": {tower: [x.start, x.stop] for tower, x in stage.layers.items()},
+            "policies": stage.policies,
+            "parameters": stage.parameters,
+            "in_flight": stage.in_flight,
+            "memory": stage.memory,
+            "forward": stage.forward,
+            "backward": stage.backward,
+        }
+        for stage in forecast.stages
+    ]
     return numbers | {
         "config": forecast.config.name,
         "cluster": str(forecast.cluster),
         "units": {name: asdict(unit) for name, unit in forecast.config.units.items()},
         "microbatches": forecast.config.batch.microbatches,
         "stages": stages,
-        "room": forecast.limit.device,
-        "compiled": compiled,
+        "room": forecast.plan.limit.device,
+        "compiled": None if compiled is None else compiled_bytes(compiled),
         "seconds": seconds | {"total": forecast.seconds},
         "bubble": forecast.bubble,
         "fill": forecast.fill,

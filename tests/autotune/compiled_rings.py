@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from compiled_step import LLM, computations, is_product
 
-from mmjax.autotune.compile_memory import StepPrograms, aot_devices
+from mmjax.autotune.absent import aot_devices
+from mmjax.autotune.compile_run import RunPrograms
 from mmjax.config import MeshConfig, ModelConfig
 from mmjax.config.loading import load
 from mmjax.planning.hardware import parse_cluster
@@ -58,5 +59,5 @@ if __name__ == "__main__":
         training=replace(base.training, precision="bfloat16"),
     )
     devices = aot_devices(parse_cluster(f"h100x{fsdp * tensor}"))
-    program = StepPrograms.of(config, DeviceBatch({"llm": (1, 8192)}, {}, 8), devices).compile_gradients()
+    program = RunPrograms.on_one_mesh(config, DeviceBatch({"llm": (1, 8192)}, {}, 8), devices).compile_gradients()
     print(json.dumps(look(program.text) | {"rematerialized": program.rematerialized}))

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmjax.autotune.compile_memory import StepPrograms, aot_devices
+from mmjax.autotune.absent import aot_devices
+from mmjax.autotune.compile_run import RunPrograms
 from mmjax.config import ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, VisionConfig
 from mmjax.config.loading import load
 from mmjax.planning.hardware import parse_cluster
@@ -94,6 +95,6 @@ if __name__ == "__main__":
         training=replace(base.training, precision="bfloat16"),
     )
     batch = DeviceBatch({"llm": (1, 4096), "vision": (1, 8192)}, {"vision": 64}, 8)
-    program = StepPrograms.of(config, batch, aot_devices(parse_cluster("h100x8"))).compile_gradients()
+    program = RunPrograms.on_one_mesh(config, batch, aot_devices(parse_cluster("h100x8"))).compile_gradients()
     seen = look(program.text) | {"rematerialized": program.rematerialized, "synchronous": program.synchronous}
     print(json.dumps(seen))

@@ -16,7 +16,7 @@ import pytest
 from commands import run
 
 from mmjax import plan
-from mmjax.autotune import compile_memory
+from mmjax.autotune import absent
 from mmjax.kernels.masked_tiles import OLDEST_JAX
 from mmjax.models.float8 import NO_FP8_ALGORITHMS
 from mmjax.planning.hardware import USABLE, find_device, parse_cluster
@@ -142,13 +142,13 @@ def test_products_in_float8_are_cublas_and_turn_no_weights_of_all_layers():
 
 @pytest.mark.parametrize("name", ["a100", "h100", "h100-pcie", "h200"])
 def test_the_target_of_a_gpu_says_what_xla_must_know(monkeypatch, name):
-    monkeypatch.setattr(compile_memory.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(absent.importlib.util, "find_spec", lambda name: True)
     asked = {}
     describe = lambda **options: asked.update(options) or SimpleNamespace(devices=[])  # noqa: E731
-    monkeypatch.setattr(compile_memory.topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(absent.topologies, "get_topology_desc", describe)
     monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "")
     cluster = parse_cluster(f"{name}x2x4")
-    compile_memory.aot_devices(cluster)
+    absent.aot_devices(cluster)
     target = asked["target_config"]
     cuda = cluster.device.cuda
     assert asked["topology"] == "1x2x4"

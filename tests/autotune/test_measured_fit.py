@@ -7,14 +7,13 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from one_shape import plan_of, with_settings
 from tiny_run import tiny_config
 
-from mmjax.autotune.compile_memory import compiled_bytes
+from mmjax.autotune.compile_run import compiled_bytes
 from mmjax.autotune.memory_plan import TRIES, choose_by_measurement
-from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import DeviceBatch, ModelSharding, saved_bytes_per_layer
-from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
-from mmjax.planning.step_time import Speed
+from mmjax.planning.memory import DeviceBatch, saved_bytes_per_layer
+from mmjax.planning.remat import MemoryLimit, RunPlan
 
 pytestmark = pytest.mark.exhaustive
 
@@ -29,11 +28,8 @@ def config():
     return replace(made, model=replace(made.model, llm=replace(made.model.llm, layers=LAYERS)))
 
 
-def fitted(room: float) -> MemoryPlan:
-    made = config()
-    kept = {name: saved_bytes_per_layer(made.model, name, shape, "float32") for name, shape in SHAPE.items()}
-    speed = Speed(Rates(1e11, 1e10, 1e9))
-    return plan_memory(made.model, [BATCH], [kept], ModelSharding(), 4, made.optimizer, speed, MemoryLimit(room))
+def fitted(room: float) -> RunPlan:
+    return plan_of(with_settings(config()), [SHAPE], widths=BATCH.widths, gigabytes=room / 1e9)
 
 
 def predicted(policies) -> float:
@@ -52,7 +48,7 @@ def test_the_compilers_own_figure_is_what_fits():
 
     def measure(policies) -> float:
         made = config()
-        model = replace(fitted(np.inf), policies=dict(policies)).applied(made.model)
+        model = fitted(np.inf).with_policies(policies, 0.0).applied(made.model)
         said.append(compiled_bytes(replace(made, model=model), BATCH, jax.devices()[:1]))
         return said[-1]
 

@@ -9,20 +9,14 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from one_shape import plan_of, with_settings
 from tiny_run import tiny_config
 
 from mmjax.autotune import memory_plan
-from mmjax.autotune.compile_memory import compiled_bytes
-from mmjax.autotune.memory_plan import (
-    ActivationTracer,
-    available_memory,
-    choose_sequence_parallel,
-    describe_shortage,
-    model_sharding,
-    plan_memory_of_run,
-    plan_memory_on_mesh,
-    suggest_settings,
-)
+from mmjax.autotune.compile_run import compiled_bytes
+from mmjax.autotune.memory_plan import available_memory, describe_shortage, fit_run, suggest_settings
+from mmjax.autotune.run_plan import plan_run
+from mmjax.autotune.sharded_stages import choose_sequence_parallel, model_sharding, on_one_mesh
 from mmjax.config import AdamW, Config, DecoderConfig, MeshConfig, ModelConfig
 from mmjax.config.loading import apply_overrides
 from mmjax.data.plan.length_index import build_index
@@ -32,8 +26,8 @@ from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import Device, Rates, parse_cluster
-from mmjax.planning.memory import ACTIVATION, DeviceBatch, ModelSharding, saved_bytes_per_layer
-from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
+from mmjax.planning.memory import DeviceBatch, ModelSharding
+from mmjax.planning.remat import MemoryLimit, RunPlan
 from mmjax.planning.step_time import Speed
 from mmjax.runtime import devices
 from mmjax.training.announce import describe_memory_plan, replication_warning
@@ -56,32 +50,17 @@ def layouts(tmp_path_factory):
     return lambda config: layout(config.batch.microbatches)
 
 
-def fitted(layouts, gigabytes: float, config: Config | None = None, **mesh: int) -> MemoryPlan:
+def fitted(layouts, gigabytes: float, config: Config | None = None, **mesh: int) -> RunPlan:
     config = tiny_config() if config is None else config
-    return plan_memory_of_run(
-        config, MESH | mesh, layouts(config), SPEED, MemoryLimit(gigabytes * 1e9), ActivationTracer(config)
-    )
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("attention", ["dense", "blockwise"])
-@pytest.mark.parametrize("tower", ["llm", "vision", "audio"])
-def test_what_rows_of_any_length_keep_is_found_from_the_shortest_and_the_longest(tower, attention):
-    made = tiny_config()
-    towers = {"llm": replace(made.model.llm, attention=attention)}
-    towers |= {name: replace(e, attention=attention) for name, e in made.model.encoders.items()}
-    made = replace(made, model=replace(made.model, llm=towers.pop("llm"), encoders=towers))
-    lengths = [1024, 3072, 2048]
-    for length, found in zip(lengths, ActivationTracer(made).saved_bytes(tower, 2, lengths), strict=True):
-        for policy, kept in saved_bytes_per_layer(made.model, tower, (2, length), "float32").items():
-            np.testing.assert_allclose(found[policy], kept, rtol=0.01)
+    return plan_run(on_one_mesh(config, MESH | mesh), layouts(config), SPEED, MemoryLimit(gigabytes * 1e9))
 
 
 def test_layers_of_frozen_towers_before_which_nothing_trains_keep_nothing(layouts):
     made = tiny_config()
     encoders = {name: replace(e, frozen=True) for name, e in made.model.encoders.items()}
     found = fitted(layouts, np.inf, replace(made, model=replace(made.model, encoders=encoders)))
-    assert found.activations["vision"] == found.activations["audio"] == 0 < found.activations["llm"]
+    kept = found.fullest.activations
+    assert kept["vision"] == kept["audio"] == 0 < kept["llm"]
 
 
 @pytest.mark.exhaustive
@@ -90,7 +69,7 @@ def test_more_shards_and_more_microbatches_need_less(layouts):
     assert fitted(layouts, np.inf, fsdp=4, data=1).device < whole.device
     made = tiny_config()
     smaller = fitted(layouts, np.inf, replace(made, batch=replace(made.batch, microbatches=16)))
-    assert sum(smaller.activations.values()) < sum(whole.activations.values())
+    assert smaller.fullest.memory["activations"] < whole.fullest.memory["activations"]
 
 
 @pytest.mark.default_cases("float32-full")
@@ -102,10 +81,7 @@ def test_a_step_with_dense_attention_of_long_rows_takes_what_is_predicted(precis
     config = replace(tiny_config(), model=model, mesh=MeshConfig(1), optimizer=AdamW())
     config = replace(config, training=replace(config.training, precision=precision, loss_chunks=1))
     batch = DeviceBatch({"llm": (8, 3072)}, {})
-    saved = [{"llm": saved_bytes_per_layer(model, "llm", batch.shape["llm"], precision)}]
-    activation = ACTIVATION[precision]
-    alone, limit = ModelSharding(), MemoryLimit(0)
-    predicted = plan_memory(model, [batch], saved, alone, activation, config.optimizer, SPEED, limit, (1,)).device
+    predicted = plan_of(with_settings(config, precision), [batch.shape]).device
     assert predicted == pytest.approx(compiled_bytes(config, batch, jax.devices()[:1]), rel=0.2)
 
 
@@ -115,7 +91,7 @@ def test_a_loss_in_chunks_needs_less(layouts):
     whole, chunked = (
         fitted(layouts, np.inf, replace(made, training=replace(made.training, loss_chunks=n))) for n in (1, 4)
     )
-    assert chunked.fixed["transient"] < 0.3 * whole.fixed["transient"]
+    assert chunked.fullest.fixed["transient"] < 0.3 * whole.fullest.fixed["transient"]
 
 
 @pytest.mark.exhaustive
@@ -135,19 +111,17 @@ def test_the_nearest_run_that_fits_does_fit(layouts, share):
     least = fitted(layouts, 1e-9)
     assert not least.fits
     room = MemoryLimit(share * least.device)
-    said = suggest_settings(tiny_config(), MESH, layouts, SPEED, room, ActivationTracer(tiny_config()))
+    said = suggest_settings(tiny_config(), MESH, layouts, SPEED, room)
     settings = re.findall(r"((?:mesh|batch)\.\w+=\d+)", said)
     assert settings
     assert "fits, with" in said
     changed = apply_overrides(tiny_config(), settings)
     sizes = MESH | ({"fsdp": changed.mesh.fsdp, "data": changed.mesh.data} if changed.mesh != MeshConfig() else {})
-    assert plan_memory_of_run(changed, sizes, layouts(changed), SPEED, room, ActivationTracer(changed)).fits
+    assert plan_run(on_one_mesh(changed, sizes), layouts(changed), SPEED, room).fits
 
 
 def test_a_run_that_only_a_measurement_refuses_is_never_told_to_stay_as_it_is(layouts):
-    said = suggest_settings(
-        tiny_config(), MESH, layouts, SPEED, MemoryLimit(1e12), ActivationTracer(tiny_config())
-    )  # fits by the model
+    said = suggest_settings(tiny_config(), MESH, layouts, SPEED, MemoryLimit(1e12))  # fits by the model
     settings = re.findall(r"((?:mesh|batch)\.\w+=\d+)", said)
     assert settings
     assert apply_overrides(tiny_config(), settings) != tiny_config()
@@ -155,7 +129,7 @@ def test_a_run_that_only_a_measurement_refuses_is_never_told_to_stay_as_it_is(la
 
 @pytest.mark.exhaustive
 def test_what_can_never_fit_is_said(layouts):
-    said = suggest_settings(tiny_config(), MESH, layouts, SPEED, MemoryLimit(1000.0), ActivationTracer(tiny_config()))
+    said = suggest_settings(tiny_config(), MESH, layouts, SPEED, MemoryLimit(1000.0))
     assert "do not make it fit; use more devices, mesh.tensor, or a smaller model" in said
     assert re.search(
         r"the run needs \d+\.\d MB of each device and there are 0\.0 MB", describe_shortage(fitted(layouts, 1e-6))
@@ -164,8 +138,8 @@ def test_what_can_never_fit_is_said(layouts):
 
 def test_parameters_whose_width_the_mesh_does_not_divide_lie_whole_on_each_device(layouts):
     even, uneven = (fitted(layouts, np.inf, fsdp=n, data=24 // n) for n in (8, 12))
-    assert even.sharding.shares["llm"] < 0.2 < 0.9 < uneven.sharding.shares["llm"]
-    assert uneven.fixed["optimizer"] > even.fixed["optimizer"]
+    assert even.fullest.sharding.shares["llm"] < 0.2 < 0.9 < uneven.fullest.sharding.shares["llm"]
+    assert uneven.fullest.fixed["optimizer"] > even.fullest.fixed["optimizer"]
     assert "llm" not in replication_warning(even)
     assert re.search(r"the mesh \(fsdp 12, tensor 1\) does not divide the widths of .*llm", replication_warning(uneven))
 
@@ -210,9 +184,10 @@ def test_a_cpu_has_its_ram_for_room_where_a_run_would_take_most_of_it(layouts, m
     most, least = fitted(layouts, np.inf), fitted(layouts, 1e-9)
     monkeypatch.setattr(memory_plan, "device_speed", lambda *_: SPEED)
 
-    def in_ram(ram: float, config: Config | None = None) -> MemoryPlan:
+    def in_ram(ram: float, config: Config | None = None) -> RunPlan:
         monkeypatch.setattr(devices, "host_ram", lambda: ram * jax.local_device_count())
-        return plan_memory_on_mesh(tiny_config() if config is None else config, mesh, layouts)
+        config = tiny_config() if config is None else config
+        return fit_run(config, mesh, layouts(config), layouts)[0]
 
     ample, near, short = in_ram(2 * most.device), in_ram(1.1 * most.device), in_ram((most.device + least.device) / 2)
     assert ample == most
@@ -237,7 +212,7 @@ def test_where_nothing_else_makes_long_rows_fit_attention_by_blocks_does(layouts
     by_blocks = apply_overrides(tiny_config(), ["model.llm.attention=blockwise"])
     room = MemoryLimit(2 * fitted(long_rows, 1e-9, by_blocks).device)
     assert not fitted(long_rows, room.device / 1e9).fits
-    said = suggest_settings(tiny_config(), MESH, long_rows, SPEED, room, ActivationTracer(tiny_config()))
+    said = suggest_settings(tiny_config(), MESH, long_rows, SPEED, room)
     assert re.match(r"model\.llm\.attention=blockwise .* fits, with", said)
 
 

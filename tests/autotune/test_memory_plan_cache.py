@@ -10,10 +10,23 @@ from mmjax.autotune.memory_plan import MemoryDecision, plan_key, read_memory_pla
 from mmjax.config import MeshConfig
 from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.memory import ModelSharding
-from mmjax.planning.remat import MemoryLimit, MemoryPlan
+from mmjax.planning.remat import MemoryLimit, RunPlan, StagePlan
 
 POLICIES = {"llm": ("full", "none"), "vision": ("products",), "audio": ("none",)}
-FITTED = MemoryPlan(POLICIES, 2, {}, {}, {}, 0.0, 0.0, {}, 0, ModelSharding(1, 1, 1), MemoryLimit(1e9), 123.0)
+STAGE = StagePlan(
+    name="all",
+    devices=(0,),
+    mesh={},
+    layers={tower: range(len(policies)) for tower, policies in POLICIES.items()},
+    policies=POLICIES,
+    parameters=0,
+    in_flight=1,
+    fixed={},
+    activations=dict.fromkeys(POLICIES, 0.0),
+    recompute={},
+    sharding=ModelSharding(),
+)
+FITTED = RunPlan((STAGE,), 2, MemoryLimit(1e9), 0.0, 0.0, 0, 123.0)
 
 
 def asked(config=None, devices: int = 8) -> dict:

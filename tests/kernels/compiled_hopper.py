@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.autotune.compile_memory import aot_devices
+from mmjax.autotune.absent import aot_devices
 from mmjax.kernels.flash_attention import Scores, plan_blocks
 from mmjax.kernels.hopper_attention import hopper_attention
 from mmjax.kernels.masked_tiles import plan_tiles

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmjax.autotune.compile_memory import aot_devices
+from mmjax.autotune.absent import aot_devices
 from mmjax.kernels.flash_attention import Scores, flash_attention, plan_blocks
 from mmjax.kernels.masks import MaskSpec
 from mmjax.kernels.tiles import MAX_BLOCK, tiles_for

@@ -10,18 +10,19 @@ import math
 import sys
 from dataclasses import replace
 
-from mmjax.autotune.compile_memory import aot_devices
+from mmjax.autotune.absent import aot_devices
+from mmjax.autotune.compile_run import compile_run
 from mmjax.autotune.memory_plan import apply_memory_plan
+from mmjax.autotune.run_plan import plan_run
 from mmjax.config import ExpertsConfig, MeshConfig, Remat, Unit
 from mmjax.config.loading import load
 from mmjax.data.plan.length_index import index_of_lengths, omni_corpus
 from mmjax.data.plan.step_plan import make_planner
-from mmjax.pipeline.compile_stages import compile_stages
-from mmjax.pipeline.stage_plan import plan_stages
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.remat import MemoryLimit
 from mmjax.planning.step_time import Speed
 from mmjax.runtime.units import units_topology
+from mmjax.training.pipeline_report import compiled_bytes
 
 ENCODERS = ("vision", "audio")
 UNITS = {
@@ -50,9 +51,9 @@ def main(policy: Remat, layout_name: str = "plain") -> None:
     index = index_of_lengths(omni_corpus(20_000, config.seed), config.model.encoders)
     layout = make_planner(index, config, [1.0], units_topology(config.units), max_steps=4)[1]
     speed = Speed(cluster.device.rates(config.training.precision))
-    plans = plan_stages(config, layout, speed, MemoryLimit(math.inf))
-    compiled = compile_stages(config, layout, plans, devices)
-    print(json.dumps({plan.name: {"planned": plan.bytes, "compiled": compiled[plan.name]} for plan in plans}))
+    plan = plan_run(config, layout, speed, MemoryLimit(math.inf))
+    compiled = compiled_bytes(compile_run(config, layout, plan, devices))
+    print(json.dumps({stage.name: {"planned": stage.bytes, "compiled": compiled[stage.name]} for stage in plan.stages}))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 from test_executor import config_of, deepstack_config_of, with_experts
 
+from mmjax.autotune.memory_plan import check_fits
+from mmjax.autotune.run_plan import plan_run, simulate_stages, time_stages
 from mmjax.config import Config, Unit
 from mmjax.data.plan.length_index import build_index
-from mmjax.data.plan.step_plan import make_planner
+from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
-from mmjax.pipeline.stage_plan import plan_stages, simulate_stages
 from mmjax.planning.hardware import Rates
 from mmjax.planning.remat import MemoryLimit, StagePlan
 from mmjax.planning.step_time import Speed
@@ -22,13 +23,19 @@ from mmjax.runtime.units import units_topology
 SPEED = Speed(Rates(1e9, 1e9, 1e9))
 
 
+def stages_of(config: Config, layout: RankLayout, limit: float = math.inf) -> tuple[StagePlan, ...]:
+    plan = plan_run(config, layout, SPEED, MemoryLimit(limit))
+    check_fits(plan)
+    return time_stages(config, layout, plan, SPEED).stages
+
+
 def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_path):
     config = config_of("all in stages", remat="auto")
     index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
     layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
 
     def plan(limit: float) -> dict:
-        return {p.name: p for p in plan_stages(config, layout, SPEED, MemoryLimit(limit))}
+        return {p.name: p for p in stages_of(config, layout, limit)}
 
     ample = plan(math.inf)
     first, *middle, last = ample
@@ -58,7 +65,7 @@ def test_the_llms_first_stage_holds_what_its_ranks_exchange(tmp_path):
         topology=replace(layout.topology, peers=8),
         shapes=tuple(s._replace(widths=(10_000, 0)) for s in layout.shapes),
     )
-    plain, exchanging = (plan_stages(config, of, SPEED, MemoryLimit(math.inf)) for of in (layout, wide))
+    plain, exchanging = (stages_of(config, of) for of in (layout, wide))
     for before, after in zip(plain, exchanging, strict=True):
         if before.name.startswith("llm[0:"):
             sent_and_received = 2 * 8 * 10_000 * config.model.llm.width * 4
@@ -77,7 +84,7 @@ def test_devices_that_share_a_row_hold_their_part_of_it_and_room_for_all_tokens_
     plans = []
     for of in (alone, config):
         layout = make_planner(index, of, [1.0], units_topology(of.units))[1]
-        plans.append({p.name: p for p in plan_stages(of, layout, SPEED, MemoryLimit(math.inf))})
+        plans.append({p.name: p for p in stages_of(of, layout)})
     one, two = plans
     assert two["llm[0:2]"].mesh == {"context": 2}
     for name in ("llm[0:2]", "llm[2:4]"):
@@ -96,7 +103,7 @@ def test_stages_hold_what_their_layouts_divide(tmp_path):
     def plan(config: Config, **units: Unit) -> dict[str, StagePlan]:
         config = replace(config, units=units)
         layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
-        return {p.name.partition("[")[0]: p for p in plan_stages(config, layout, SPEED, MemoryLimit(math.inf))}
+        return {p.name.partition("[")[0]: p for p in stages_of(config, layout)}
 
     alone = plan(config, vision=Unit(data=2), audio=Unit(fsdp=2), llm=Unit())
     cut = plan(config, vision=Unit(tensor=2), audio=Unit(context=2), llm=Unit(tensor=2))
@@ -126,7 +133,7 @@ def test_devices_that_share_experts_hold_as_much_as_those_that_share_all_paramet
     for llm in (Unit(expert=2), Unit(fsdp=2)):
         of = replace(config, units=config.units | {"llm": llm})
         layout = make_planner(index, of, [1.0], units_topology(of.units))[1]
-        plans.append({p.name: p for p in plan_stages(of, layout, SPEED, MemoryLimit(math.inf))}["llm"])
+        plans.append({p.name: p for p in stages_of(of, layout)}["llm"])
     shared, sharded = plans
     assert shared.mesh == {"expert": 2}
     for kind in ("parameters", "optimizer", "activations", "messages"):
@@ -139,7 +146,7 @@ def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens
     def plan(config: Config) -> dict:
         index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
         layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
-        return {p.name: p for p in plan_stages(config, layout, SPEED, MemoryLimit(math.inf))}
+        return {p.name: p for p in stages_of(config, layout)}
 
     config = deepstack_config_of("deep")
     vision = config.model.encoders["vision"]

@@ -11,10 +11,10 @@ import jax
 import pytest
 from test_executor import config_of, make_pipeline
 
+from mmjax.autotune.compile_run import BatchShape, RunPrograms
 from mmjax.config import Unit
-from mmjax.pipeline.compile_stages import BatchShape, compile_stage
 
-SHAPE = BatchShape({"llm": (8, 16), "vision": (4, 64), "audio": (4, 64)}, {"vision": 16, "audio": 16})
+SHAPE = BatchShape({"llm": (8, 16), "vision": (4, 64), "audio": (4, 64)}, {"vision": 16, "audio": 16}, 4)
 
 
 def flops_of_stages(*frozen: str, mlp_width: int = 512) -> dict[str, dict[str, float]]:
@@ -23,11 +23,12 @@ def flops_of_stages(*frozen: str, mlp_width: int = 512) -> dict[str, dict[str, f
     wide = {"width": 128, "mlp_width": mlp_width}
     encoders = {name: replace(e, layers=1, **wide) for name, e in config.model.encoders.items()}
     llm = replace(config.model.llm, layers=2, head_width=32, **wide)
-    pipeline = make_pipeline(replace(config, model=replace(config.model, llm=llm, encoders=encoders)))
+    config = replace(config, model=replace(config.model, llm=llm, encoders=encoders))
+    pipeline = make_pipeline(config)
+    programs = RunPrograms(config, pipeline, SHAPE)
     return {
         placed.name: {
-            name: program.cost_analysis()["flops"]
-            for name, program in compile_stage(pipeline, number, SHAPE)[0].items()
+            name: program.cost_analysis()["flops"] for name, program in programs.compile_passes(number)[0].items()
         }
         for number, placed in enumerate(pipeline.stages)
     }
@@ -58,10 +59,11 @@ def reduced_sizes(program: Any) -> list[int]:
 
 def test_gradients_are_reduced_over_data_once_a_step_and_not_once_a_microbatch():
     units = {"encoders": Unit(modules=("vision", "audio")), "llm": Unit(data=2, pipeline=2)}
-    pipeline = make_pipeline(replace(config_of("by module", tied=False), units=units))
+    config = replace(config_of("by module", tied=False), units=units)
+    pipeline = make_pipeline(config)
     for number, (placed, program) in enumerate(zip(pipeline.stages, pipeline.programs, strict=True)):
         if placed.stage.text:
-            programs, _ = compile_stage(pipeline, number, SHAPE)
+            programs, _ = RunPrograms(config, pipeline, SHAPE).compile_passes(number)
             layer = pipeline.model.config.llm.width**2
             assert all(size < layer for name in programs for size in reduced_sizes(programs[name]))
             reduced = reduced_sizes(program.reduce.lower(program.sums.gradients).compile())

@@ -7,45 +7,44 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from one_shape import plan_of, with_settings
 
-from mmjax.config import AdamW, ModelConfig
+from mmjax.config import AdamW, Config, ModelConfig
 from mmjax.config.loading import load
 from mmjax.planning.hardware import Rates
-from mmjax.planning.memory import DeviceBatch, ModelSharding, SavedBytes
-from mmjax.planning.remat import MemoryLimit, MemoryPlan, plan_memory
+from mmjax.planning.remat import RunPlan
 from mmjax.planning.step_time import LayerTimes, Speed
-from mmjax.planning.work import row_work
 
-MODEL = load("omni_10b").model
+CONFIG = replace(with_settings(load("omni_10b"), "bfloat16"), optimizer=AdamW())
+MODEL = CONFIG.model
 SPEED = Speed(Rates(600e12, 2.7e12, 50e9))
-ONE_NODE = ModelSharding(64)
 SHAPES = [
     {"llm": (1, 4096), "vision": (1, 8192), "audio": (1, 4096)},
     {"llm": (1, 8192), "vision": (1, 2048), "audio": (1, 8192)},
 ]
 
 
-def layer(policy_bytes: dict[str, float], positions: int, host: float = 0) -> dict[str, SavedBytes]:
-    kept = {policy: SavedBytes(n * positions) for policy, n in policy_bytes.items()}
-    return kept | {"offload": SavedBytes(kept["full"].device, host * positions)}
-
-
-def kept_of(model: ModelConfig, shape: dict) -> dict[str, dict[str, SavedBytes]]:
-    """By position of a layer, of no real model: what is chosen must hold for any."""
-    widths = {"llm": model.llm.width, **{name: e.width for name, e in model.encoders.items()}}
-    per = {"none": 120, "products": 40, "attention_mlp": 6, "attention": 4, "full": 2}
-    return {
-        name: layer({p: n * widths[name] for p, n in per.items()}, work.positions, 30 * widths[name])
-        for name, work in row_work(model, shape).items()
-    }
-
-
 def fitted(
-    gigabytes: float, shapes=SHAPES, model: ModelConfig = MODEL, host: float = 0, sharding=ONE_NODE
-) -> MemoryPlan:
-    batches = [DeviceBatch(shape, {"vision": 64, "audio": 64}, 8) for shape in shapes]
-    kept = [kept_of(model, shape) for shape in shapes]
-    return plan_memory(model, batches, kept, sharding, 2, AdamW(), SPEED, MemoryLimit(gigabytes * 1e9, host * 1e9))
+    gigabytes: float,
+    shapes=SHAPES,
+    model: ModelConfig = MODEL,
+    host: float = 0,
+    speed: Speed = SPEED,
+    config: Config = CONFIG,
+    **mesh: int,
+) -> RunPlan:
+    """The plan on 64 devices that share all parameters."""
+    sizes = {"fsdp": 64 // mesh.get("tensor", 1)} | mesh
+    return plan_of(
+        replace(config, model=model),
+        shapes,
+        sizes,
+        widths={"vision": 64, "audio": 64},
+        peers=8,
+        gigabytes=gigabytes,
+        host=host,
+        speed=speed,
+    )
 
 
 def test_with_room_for_everything_nothing_is_computed_again():
@@ -96,67 +95,61 @@ def test_activations_go_to_the_host_only_where_it_has_room_and_links_are_fast():
     tight = 0.3 * fitted(np.inf).device / 1e9
     slow = fitted(tight, host=1000)
     assert "offload" not in Counter(p for own in slow.policies.values() for p in own)
-    shapes = [DeviceBatch(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
-    kept = [kept_of(MODEL, shape) for shape in SHAPES]
     fast = Speed(Rates(600e12, 2.7e12, 5e12))
     for host, used in ((1000, True), (0, False)):
-        found = plan_memory(
-            MODEL, shapes, kept, ModelSharding(64), 2, AdamW(), fast, MemoryLimit(tight * 1e9, host * 1e9)
-        )
+        found = fitted(tight, host=host, speed=fast)
         assert ("offload" in {p for own in found.policies.values() for p in own}) == used
 
 
 def test_the_loss_is_made_in_parts_where_its_logits_would_take_the_room_of_more_than_they_cost():
     model = replace(MODEL, llm=replace(MODEL.llm, vocab=2**18))
-    shapes = [DeviceBatch(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
-    kept = [kept_of(model, shape) for shape in SHAPES]
 
-    def found(gigabytes: float, choices: tuple[int, ...]) -> MemoryPlan:
-        return plan_memory(model, shapes, kept, ONE_NODE, 2, AdamW(), SPEED, MemoryLimit(gigabytes * 1e9), choices)
+    def found(gigabytes: float, chunks: int) -> RunPlan:
+        return fitted(gigabytes, model=model, config=with_settings(CONFIG, "bfloat16", chunks=chunks))
 
-    rich = found(np.inf, (1, 2, 4, 8))
+    rich = found(np.inf, 0)
     assert rich.loss_chunks == 1
     room = 0.25 * rich.device / 1e9
-    whole, parts = found(room, (1,)), found(room, (1, 2, 4, 8))
+    whole, parts = found(room, 1), found(room, 0)
     assert parts.loss_chunks > 1
     assert parts.fits
     assert parts.seconds < whole.seconds
-    assert parts.fixed["transient"] < whole.fixed["transient"]
-    assert found(room, (parts.loss_chunks,)) == parts
+    assert parts.fullest.fixed["transient"] < whole.fullest.fixed["transient"]
+    assert found(room, parts.loss_chunks) == parts
 
 
 def test_measured_times_decide_where_there_are_any():
     measured = {"none": 3.0, "products": 2.5, "attention_mlp": 3.5, "attention": 3.6, "full": 4.0}
     speed = Speed(SPEED.rates, {"vision": LayerTimes(1, {1024: measured})})
-    shapes = [DeviceBatch(shape, {"vision": 64, "audio": 64}, 8) for shape in SHAPES]
-    kept = [kept_of(MODEL, shape) for shape in SHAPES]
-
-    def found(gigabytes: float) -> MemoryPlan:
-        return plan_memory(MODEL, shapes, kept, ONE_NODE, 2, AdamW(), speed, MemoryLimit(gigabytes * 1e9))
-
-    rich = found(np.inf)
+    rich = fitted(np.inf, speed=speed)
     assert set(rich.policies["vision"]) == {"products"}
     assert set(rich.policies["llm"]) == {"none"}
     length = np.mean([shape["vision"][1] for shape in SHAPES])
     rows = SHAPES[0]["vision"][0]
     assert rich.seconds == pytest.approx(-0.5 * rows * length / 1024 * MODEL.encoders["vision"].layers)
-    tight = found(0.3 * rich.device / 1e9)
+    tight = fitted(0.3 * rich.device / 1e9, speed=speed)
     assert tight.fits
     assert tight.lower_bound <= tight.seconds
 
 
+def activations(plan: RunPlan, tower: str) -> float:
+    return plan.fullest.activations[tower]
+
+
 def test_tensor_parallelism_cuts_what_is_kept_inside_a_layer_but_not_between_layers():
-    whole, halved = (fitted(np.inf, SHAPES[:1], sharding=sharding) for sharding in (ONE_NODE, ModelSharding(64, llm=2)))
-    assert halved.activations["vision"] == whole.activations["vision"]
+    whole, divided = (fitted(np.inf, SHAPES[:1], **mesh) for mesh in ({}, {"tensor": 2}))
+    ratio = activations(divided, "llm") / activations(whole, "llm")
+    assert 0.5 < ratio < 0.75
     # Without remat: inputs of attention and MLP, before and after their norms.
-    between = 4 * 2 / 120
-    assert halved.activations["llm"] == pytest.approx((between + (1 - between) / 2) * whole.activations["llm"])
+    between = 4 * 2 * MODEL.llm.width * SHAPES[0]["llm"][1] * MODEL.llm.layers / activations(whole, "llm")
+    assert ratio == pytest.approx(between + (1 - between) / 2)
 
 
 def test_sequence_parallelism_cuts_all_that_is_kept():
-    sharding = ModelSharding(64, llm=2, sequence_parallel="on")
-    whole, halved = (fitted(np.inf, SHAPES[:1], sharding=s) for s in (ONE_NODE, sharding))
-    assert halved.activations["llm"] == pytest.approx(whole.activations["llm"] / 2)
+    mesh = replace(CONFIG.mesh, sequence_parallel="on")
+    whole = fitted(np.inf, SHAPES[:1])
+    halved = fitted(np.inf, SHAPES[:1], config=replace(CONFIG, mesh=mesh), tensor=2)
+    assert activations(halved, "llm") == pytest.approx(activations(whole, "llm") / 2)
 
 
 def test_the_policies_of_a_fit_become_the_models():

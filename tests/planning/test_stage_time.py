@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmjax.autotune.memory_plan import model_sharding
+from mmjax.autotune.sharded_stages import model_sharding
 from mmjax.config import AdamW, ExpertsConfig, Layout, ModelConfig, SequenceParallel
 from mmjax.config.loading import load
 from mmjax.cost.table import module_parameters, parameters

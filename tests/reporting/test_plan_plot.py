@@ -55,5 +55,5 @@ def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(forecast
 def test_bars_hold_every_kind_of_memory_and_every_part_of_the_time(forecast: RunForecast) -> None:
     assert list(PARTS) == [f.name for f in fields(StepTime)]
     for chosen in forecast.by_balance.values():
-        assert list(KINDS) == list(chosen.memory_plan.fixed)
+        assert list(KINDS) == list(chosen.memory_plan.fullest.fixed)
         assert sum(time_parts(chosen).values()) == pytest.approx(chosen.time.total)

@@ -10,7 +10,7 @@ import jax
 import pytest
 from compilation import optimized
 
-from mmjax.autotune.compile_memory import StepPrograms
+from mmjax.autotune.compile_run import RunPrograms
 from mmjax.config.loading import load
 from mmjax.errors import UserError
 from mmjax.planning.memory import DeviceBatch
@@ -78,9 +78,9 @@ def test_programs_that_make_parameters_compile_with_fewer_optimizations_and_to_t
 
 def test_both_programs_of_a_step_are_compiled_with_the_options():
     fused, not_fused = (
-        StepPrograms.of(replace(TINY, compiler=options), BATCH, jax.devices()[:1])
+        RunPrograms.on_one_mesh(replace(TINY, compiler=options), BATCH, jax.devices()[:1])
         for options in ({}, {"xla_disable_hlo_passes": "fusion"})
     )
-    for compile_program in (StepPrograms.compile_gradients, StepPrograms.compile_update):
+    for compile_program in (RunPrograms.compile_gradients, RunPrograms.compile_update):
         assert "kind=kLoop" in compile_program(fused).text
         assert "kind=kLoop" not in compile_program(not_fused).text

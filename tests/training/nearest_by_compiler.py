@@ -5,9 +5,11 @@ import re
 import sys
 from dataclasses import replace
 
-from mmjax.autotune.compile_memory import aot_devices, compiled_bytes
+from mmjax.autotune.absent import aot_devices
+from mmjax.autotune.compile_run import compiled_bytes
 from mmjax.autotune.forecast import forecast_run
-from mmjax.autotune.memory_plan import apply_memory_plan, device_microbatch
+from mmjax.autotune.memory_plan import apply_memory_plan
+from mmjax.autotune.sharded_stages import device_microbatch
 from mmjax.benchmarks.memory import MODELS
 from mmjax.config import BatchConfig, MeshConfig, NoGrouping, Samples
 from mmjax.config.loading import apply_overrides, load
@@ -26,7 +28,7 @@ def main(gigabytes: float) -> None:
     changed = apply_overrides(config, re.findall(r"(?:mesh|batch)\.\w+=\d+", refused.nearest))
     chosen = forecast_run(changed, NODE, index, [1.0]).chosen
     plan = chosen.memory_plan
-    shape = device_microbatch(changed, chosen.layout, chosen.layout.shapes[plan.largest_shape])
+    shape = device_microbatch(changed, chosen.layout, chosen.layout.shapes[plan.fullest.largest_shape])
     compiled = compiled_bytes(apply_memory_plan(changed, plan.policies, plan.loss_chunks), shape, aot_devices(NODE))
     fits = [refused.chosen.memory_plan.fits, plan.fits]
     print(json.dumps({"fits": fits, "room": plan.limit.device, "planned": plan.device, "compiled": compiled}))

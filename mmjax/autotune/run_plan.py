@@ -1,0 +1,287 @@
+"""Plan a run from its config, without its devices: remat policies, and the memory of every stage.
+
+A run on one mesh is one stage of all modules. A stage's microbatches in flight must fit beside its parameters. The same
+plan holds for a run and for a forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mmjax.autotune.sharded_stages import ShardedPiece, ShardedStage, shard_stages, stage_batch, tower_configs
+from mmjax.autotune.stage_memory import fixed_bytes
+from mmjax.config import (
+    Config,
+    Remat,
+)
+from mmjax.config.model import towers_of
+from mmjax.config.training import repeats_forward
+from mmjax.data.plan.step_plan import RankLayout
+from mmjax.parallel.sharding import loss_choices
+from mmjax.planning.flops import executed_logits, layer_policies, stage_flops
+from mmjax.planning.memory import (
+    ACTIVATION,
+    DeviceBatch,
+    divide_by_tensor_parallelism,
+    saved_bytes_per_layer,
+)
+from mmjax.planning.remat import (
+    IN_A_PASS,
+    MemoryLimit,
+    Option,
+    RunPlan,
+    StagePlan,
+    choose_policies,
+    layer_options,
+    least_seconds,
+    smallest_policy,
+)
+from mmjax.planning.schedules import Schedule, make_schedule, schedule_name, unit_graph
+from mmjax.planning.simulate import StageTimes, Timeline, simulate
+from mmjax.planning.step_time import Speed
+from mmjax.planning.work import resolve_attention, row_work
+
+
+def plan_run(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimit) -> RunPlan:
+    """Choose the remat policies of all layers and the loss's chunks: the least recomputation with which a run fits.
+
+    config: of units, or `on_one_mesh`. Exact on the devices of each stage, for all compiled shapes at once; stages on
+    the same devices share their memory. Where a run fits under no policies, it has those that save least.
+    """
+    config = replace(config, model=resolve_attention(config.model, speed.rates, layout.topology.context))
+    stages = shard_stages(config)
+    schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
+    by_devices: dict[range, list[int]] = {}
+    for number, sharded in enumerate(stages):
+        by_devices.setdefault(sharded.devices, []).append(number)
+    plans = [_plan_devices(config, stages, numbers, layout, speed, limit, schedule) for numbers in by_devices.values()]
+    planned = {
+        number: stage
+        for numbers, plan in zip(by_devices.values(), plans, strict=True)
+        for number, stage in zip(numbers, plan.stages, strict=True)
+    }
+    return RunPlan(
+        stages=tuple(planned[number] for number in range(len(stages))),
+        loss_chunks=max(plan.loss_chunks for plan in plans),
+        limit=limit,
+        seconds=sum(plan.seconds for plan in plans),
+        lower_bound=sum(plan.lower_bound for plan in plans),
+    )
+
+
+def _plan_devices(
+    config: Config,
+    stages: Sequence[ShardedStage],
+    numbers: Sequence[int],
+    layout: RankLayout,
+    speed: Speed,
+    limit: MemoryLimit,
+    schedule: Schedule,
+) -> RunPlan:
+    """Plan the stages with these numbers, which share their devices."""
+    (head,) = [n for n in numbers if "llm" in stages[n].stage.losses] or [None]
+    chunks_choices = (config.training.loss_chunks or 1,)
+    if head is not None:
+        chunks_choices = loss_choices(stages[head].mesh.shape, config.training.loss_chunks, config.model)
+    options = {
+        (number, tower): of_tower
+        for number in numbers
+        for tower, of_tower in _stage_options(config, stages, number, layout, speed, schedule)
+    }
+    logits = 0.0
+    if head is not None and max(chunks_choices) > 1:
+        batches = [stage_batch(config, layout, stages, head, shape) for shape in layout.shapes]
+        works = [row_work(config.model, batch.shape)["llm"] for batch in batches]
+        logits = float(np.mean([executed_logits(config.model, work) for work in works]))
+        logits /= stages[head].sharding.llm * speed.rates.flops
+
+    def with_chunks(chunks: int) -> RunPlan:
+        again = logits if chunks > 1 else 0.0
+        return _choose(config, stages, numbers, layout, limit, schedule, options, chunks, again)
+
+    # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
+    return min(
+        map(with_chunks, chunks_choices), key=lambda p: (not p.fits, p.seconds if p.fits else p.device, p.loss_chunks)
+    )
+
+
+LayerOptions = Mapping[tuple[int, str], Mapping[Remat, Option]]  # of the layers of a stage's tower
+
+
+def _choose(
+    config: Config,
+    stages: Sequence[ShardedStage],
+    numbers: Sequence[int],
+    layout: RankLayout,
+    limit: MemoryLimit,
+    schedule: Schedule,
+    options: LayerOptions,
+    chunks: int,
+    logits: float,
+) -> RunPlan:
+    """Choose the policies of the towers whose `remat` is "auto"; the others keep theirs. logits: seconds to repeat."""
+    towers = towers_of(config.model)
+    shapes = range(len(layout.shapes))
+    layers = {(n, p.piece.tower): p.piece.layers for n in numbers for p in stages[n].pieces if p.piece.tower in towers}
+    stated = {
+        key: tuple(layer_policies(towers[key[1]])[of.start : of.stop])
+        for key, of in layers.items()
+        if towers[key[1]].remat != "auto"
+    }
+    free = {key: len(of) for key, of in layers.items() if key not in stated}
+    unsaved = {key: by_policy["none"].device for key, by_policy in options.items()}
+    fixed = {n: [fixed_bytes(config, stages, n, layout, s, schedule, unsaved, chunks) for s in shapes] for n in numbers}
+
+    def saved(policies: Mapping[tuple[int, str], Sequence[Remat]], s: int, memory: str = "device") -> float:
+        return float(sum(getattr(options[key][p], memory)[s] for key, chosen in policies.items() for p in chosen))
+
+    def held(s: int) -> float:
+        """Add up what no policy changes. Passes of stages that share devices run in turn."""
+        passing = [sum(fixed[n][s][kind] for kind in IN_A_PASS) for n in numbers]
+        return sum(sum(fixed[n][s].values()) for n in numbers) - sum(passing) + max(passing)
+
+    of_free = {key: options[key] for key in free}
+    device = [limit.device - held(s) - saved(stated, s) for s in shapes]
+    host = [limit.host - saved(stated, s, "host") for s in shapes]
+    chosen = choose_policies(free, of_free, device, host)
+    bound = least_seconds(free, of_free, device, host)
+    if chosen is None:
+        chosen = {key: (smallest_policy(options[key]),) * count for key, count in free.items()}
+    policies = {**stated, **chosen}
+    for s in shapes if config.optimizer.offload else ():
+        # Moments in host memory are loaded when activations are gone.
+        at_rest = sum(fixed[n][s][kind] for n in numbers for kind in ("parameters", "gradients", "batch"))
+        total = held(s) + saved(policies, s)
+        for n in numbers:
+            moments = sum(part.moments for part in stages[n].pieces)
+            fixed[n][s]["transient"] += max(0.0, at_rest + moments - total)
+    largest = int(np.argmax([held(s) + saved(policies, s) for s in shapes]))
+    plans = []
+    for n in numbers:
+        sharded = stages[n]
+        own = {tower: policies[number, tower] for number, tower in layers if number == n}
+        unets = {tower: (module.remat,) for tower, module in tower_configs(config).items() if tower not in towers}
+        plans.append(
+            StagePlan(
+                name=sharded.name,
+                devices=tuple(sharded.devices),
+                mesh={axis: size for axis, size in sharded.mesh.shape.items() if size > 1},
+                layers={p.piece.tower: p.piece.layers for p in sharded.pieces},
+                policies={p.piece.tower: (own | unets)[p.piece.tower] for p in sharded.pieces},
+                parameters=sum(part.parameters for part in sharded.pieces),
+                in_flight=schedule.in_flight_bound(n),
+                fixed=fixed[n][largest],
+                activations={tower: saved({(n, tower): chosen}, largest) for tower, chosen in own.items()},
+                largest_shape=largest,
+                recompute={tower: {p: o.seconds for p, o in options[n, tower].items()} for tower in own},
+                sharding=sharded.sharding,
+            )
+        )
+
+    def seconds(policies: Mapping[tuple[int, str], Sequence[Remat]]) -> float:
+        return float(sum(options[key][p].seconds for key, chosen in policies.items() for p in chosen))
+
+    return RunPlan(
+        stages=tuple(plans),
+        loss_chunks=chunks,
+        limit=limit,
+        seconds=logits + seconds(policies),
+        lower_bound=logits + seconds(stated) + (np.inf if bound is None else bound),
+    )
+
+
+def _stage_options(
+    config: Config,
+    stages: Sequence[ShardedStage],
+    number: int,
+    layout: RankLayout,
+    speed: Speed,
+    schedule: Schedule,
+) -> Iterator[tuple[str, dict[Remat, Option]]]:
+    """Compute what each policy costs a layer of each tower of a stage, for all microbatches in flight."""
+    sharded = stages[number]
+    model = config.model
+    precision = config.training.precision
+    activation = ACTIVATION[precision]
+    towers = towers_of(model)
+    for part in sharded.pieces:
+        tower = part.piece.tower
+        if tower not in towers:  # a UNet
+            continue
+        parts = sharded.sharding.parts(tower)
+        by_sequence = sharded.sharding.sequence_parallel != "off"
+        shapes = [stage_batch(config, layout, stages, number, shape).shape for shape in layout.shapes]
+        saved = [
+            {
+                policy: divide_by_tensor_parallelism(
+                    bytes_,
+                    towers[tower],
+                    policy,
+                    row_work(model, shape)[tower].positions,
+                    activation,
+                    parts,
+                    by_sequence,
+                )
+                for policy, bytes_ in saved_bytes_per_layer(model, tower, shape[tower], precision).items()
+            }
+            for shape in shapes
+        ]
+        options = layer_options(model, tower, shapes, saved, speed, parts, activation)
+        # Without a backward pass nothing is kept of a microbatch.
+        held = schedule.in_flight_bound(number) if part.has_backward else 0
+        yield (
+            tower,
+            {
+                policy: Option(tuple(held * n for n in o.device), tuple(held * n for n in o.host), o.seconds)
+                for policy, o in options.items()
+            },
+        )
+
+
+def time_stages(config: Config, layout: RankLayout, plan: RunPlan, speed: Speed) -> RunPlan:
+    """Estimate the seconds of every stage's passes in the largest shape: as measured, or by their operations."""
+    stages = shard_stages(config)
+    timed = []
+    for number, (sharded, stage) in enumerate(zip(stages, plan.stages, strict=True)):
+        batch = stage_batch(config, layout, stages, number, layout.shapes[stage.largest_shape])
+        seconds = [_seconds(config, sharded, p, stage.policies[p.piece.tower], batch, speed) for p in sharded.pieces]
+        forward, backward = map(sum, zip(*seconds, strict=True))
+        timed.append(replace(stage, forward=forward, backward=backward))
+    return replace(plan, stages=tuple(timed))
+
+
+def _seconds(
+    config: Config,
+    sharded: ShardedStage,
+    part: ShardedPiece,
+    policies: Sequence[Remat],
+    batch: DeviceBatch,
+    speed: Speed,
+) -> tuple[float, float]:
+    piece = part.piece
+    tower = part.piece.tower
+    parts = sharded.sharding.parts(tower)
+    measured = speed.layer(tower, batch.shape[tower])
+    # Layers that were timed are taken out of the operations, and their times added.
+    counted = () if measured else tuple(policies)
+    chunks = config.training.loss_chunks or 1
+    reference = repeats_forward(config.loss)
+    flops = stage_flops(config.model, tower, piece.layers, counted, batch.shape, chunks, batch.pairs, reference)
+    times = [x / parts / speed.rates.flops for x in flops[:2]]
+    if measured:
+        times[0] += len(piece.layers) * measured["forward"] / parts
+        times[1] += sum(measured[policy] - measured["forward"] for policy in policies) / parts
+    return times[0], times[1] if part.has_backward else 0.0
+
+
+def simulate_stages(config: Config, plans: Sequence[StagePlan]) -> Timeline:
+    """Simulate a step with equal microbatches of the largest shape, transfers not counted."""
+    microbatches = config.batch.microbatches
+    forward, backward = (
+        np.array([[getattr(plan, name)] * microbatches for plan in plans]) for name in ("forward", "backward")
+    )
+    schedule = make_schedule(schedule_name(config), unit_graph(config), microbatches)
+    return simulate(schedule, StageTimes(forward, backward))
