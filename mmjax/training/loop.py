@@ -174,9 +174,11 @@ class Trainer:
         with activity("predicting memory"):
             layout_of = partial(self.data.layout_of, mesh=self.mesh)
             longest = self.data.index.longest(self.loader.budget.longest)
-            self.memory_plan, self.speed = fit_run(
+            plan, speed = fit_run(
                 config, self.mesh, self.loader.layout, layout_of, profile, self.stored_decision(profile), longest
             )
+            self.memory_plan = time_stages(config, self.loader.layout, plan, speed) if config.units else plan
+        self.profiled = bool(speed.measured)  # whether it rests on measured times of layers
         self.executor = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
         if config.units:
             watchdog.follow(self.executor.passes.progress, self.executor.passes.roles)
@@ -290,10 +292,9 @@ class Trainer:
         # One mesh has one account of its memory, the same on every device; stages differ.
         if not self.config.units:
             return announce.describe_memory_plan(self.memory_plan)
-        stages = time_stages(self.config, self.loader.layout, self.memory_plan, self.speed).stages
+        stages = self.memory_plan.stages
         bubble = simulate_stages(self.config, stages).bubble
-        measured = bool(self.speed.measured)
-        return announce.describe_stages(self.config, stages, self.executor.schedule, bubble, measured)
+        return announce.describe_stages(self.config, stages, self.executor.schedule, bubble, self.profiled)
 
     def start(self) -> Microbatch:
         """Describe the run and start its data workers, which load while XLA compiles; return the first microbatch."""
@@ -305,8 +306,9 @@ class Trainer:
         """Start the data workers, which begin to load at once, and add this start to the run's history."""
         if coordination.is_leader():
             append_launch(self.folder.history, self.data.launch)
+            stages = self.memory_plan.stages if self.config.units else ()
             microbatches = self.config.batch.microbatches
-            write_planned(self.folder.passes, self.executor, self.stages, microbatches, self.profiled)
+            write_planned(self.folder.passes, self.executor, stages, microbatches, self.profiled)
         data = self.config.data
         if data.pool == "local":
             self.batches = steps(self.loader, self.first_step, self.end_step, data.workers, data.prefetch)
