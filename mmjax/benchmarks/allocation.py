@@ -8,18 +8,18 @@ import time
 from typing import Any
 
 from mmjax.autotune.forecast import forecast_best_mesh
-from mmjax.config.loading import load
-from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, omni_corpus
-from mmjax.pipeline.choose_units import allocation_problem, choose_units
-from mmjax.planning.allocate import allocate
-from mmjax.planning.allocate_chain import allocate_chain
-from mmjax.planning.allocation_baselines import (
+from mmjax.benchmarks.allocation_baselines import (
     allocate_by_flops,
     allocate_colocated,
     allocate_loosely,
     allocate_mmscale,
     allocate_replicated,
 )
+from mmjax.config.loading import load
+from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, omni_corpus
+from mmjax.pipeline.choose_units import allocation_problem, choose_units
+from mmjax.planning.allocate import allocate
+from mmjax.planning.allocate_chain import allocate_chain
 from mmjax.planning.hardware import Cluster, parse_cluster
 from mmjax.planning.step_time import Speed
 

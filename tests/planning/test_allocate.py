@@ -8,14 +8,14 @@ from itertools import accumulate, pairwise, product
 import numpy as np
 import pytest
 
-from mmjax.planning.allocate import Allocation, allocate
-from mmjax.planning.allocation_baselines import (
+from mmjax.benchmarks.allocation_baselines import (
     allocate_by_flops,
     allocate_colocated,
     allocate_loosely,
     allocate_mmscale,
     allocate_replicated,
 )
+from mmjax.planning.allocate import Allocation, allocate
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, parse_cluster
 from mmjax.planning.partition import partition
 from mmjax.planning.schedules import StageGraph, make_schedule
