@@ -1,108 +1,166 @@
 """Allocate devices to the stages of one chain, encoders before the LLM, that is cut anywhere, for least time.
 
 Every stage has as many devices, and cuts make the stages take equally long (OmniBal 4.2). Candidates have a lower
-bound, and those that it leaves are cut and simulated, best first.
+bound, and those that it leaves are cut and simulated, best first. A chain of one stage is a mesh for all modules.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.planning.allocate import makespan
+from mmjax.config import Layout, Unit
+from mmjax.planning.allocate import Allocation, makespan, orders_1f1b
 from mmjax.planning.partition import partition
-from mmjax.planning.tower_options import LLM_STAGES, SUMMED, Problem, TowerCosts, link_bandwidth, list_splits
+from mmjax.planning.tower_options import (
+    FEW_STAGES,
+    LLM_STAGES,
+    SUMMED,
+    Problem,
+    TowerCosts,
+    link_bandwidth,
+    link_seconds,
+    list_splits,
+)
 
 SIMULATIONS = 100  # at most
 
 
-class ChainAllocation(NamedTuple):
-    """Devices of every stage of a chain, where it is cut, and the simulated seconds of a step."""
+class Chain(NamedTuple):
+    """Towers on a layout that are not cut yet: in which numbers of stages, and seconds of a step at least in each."""
 
-    towers: tuple[str, ...]
-    tensor: int
-    data: int
-    fsdp: int
-    cuts: tuple[int, ...]  # first layers of its stages but the first, counted through all towers
-    microbatches: int
-    seconds: float
-
-
-class Candidate(NamedTuple):
-    """Stages of a chain that is not cut yet."""
-
-    bound: float  # seconds of a step, at least
     towers: tuple[str, ...]
     costs: list[TowerCosts]
-    shares: np.ndarray  # of a step's work, of a rank in a microbatch, by tower
-    split: np.ndarray  # as `list_splits` lists them
-    stages: int
+    layout: Layout  # of a stage
     microbatches: int
+    shares: np.ndarray  # of a step's work, of a rank in a microbatch, by tower
+    stages: np.ndarray
+    bounds: np.ndarray
+
+    def spread(self, tower: int) -> Layout:
+        """Return the layout as a tower has it: one whose rows are split by `tensor` has its shards there too."""
+        return _spread(self.layout, self.costs[tower])
 
 
-def allocate_chain(problem: Problem, simulations: int = SIMULATIONS) -> ChainAllocation | None:
+def allocate_chain(problem: Problem, simulations: int = SIMULATIONS) -> Allocation | None:
     """Find the chain of two stages or more with the least simulated seconds of a step; None where none fits."""
-    best: ChainAllocation | None = None
-    candidates = sorted(list_chains(problem), key=lambda candidate: candidate.bound)
-    for candidate in candidates[:simulations]:
-        if best is not None and candidate.bound >= best.seconds:
+    chains = list(list_chains(problem))
+    best: Allocation | None = None
+    for bound, chain, stages in _by_bound(chains, simulations):
+        if best is not None and bound >= best.seconds:
             break
-        allocated = simulate_chain(problem, candidate)
+        allocated = simulate_chain(problem, chain, stages)
         if allocated is not None and (best is None or allocated.seconds < best.seconds):
             best = allocated
     return best
 
 
-def list_chains(problem: Problem) -> Iterator[Candidate]:
-    """Yield every degree of tensor parallelism, split of ranks, number of stages and of microbatches."""
-    devices = problem.cluster.devices
-    encoders = (tower for tower in problem.towers if tower not in ("llm", problem.generator))
-    towers = (*encoders, "llm", *(tower for tower in problem.towers if tower == problem.generator))
-    for llm in problem.towers["llm"]:
-        by_tower = [next((c for c in problem.towers[t] if c.tensor == llm.tensor), None) for t in towers]
-        if None in by_tower:
+def allocate_meshes(problem: Problem, count: int, simulations: int = SIMULATIONS) -> list[Allocation]:
+    """Find meshes of all devices for all modules, the fastest `count` that differ in more than `data` and `fsdp`."""
+    problem = problem._replace(microbatches=(1, *problem.microbatches))
+    fastest: dict[Layout, Allocation] = {}
+    for bound, chain, stages in _by_bound(list(list_chains(problem, of_one_stage=True)), simulations):
+        kind = replace(chain.layout, data=1, fsdp=1)
+        if kind in fastest and bound >= fastest[kind].seconds:
             continue
-        costs = [of_tower for of_tower in by_tower if of_tower is not None]
+        allocated = simulate_chain(problem, chain, stages)
+        if allocated is not None and (kind not in fastest or allocated.seconds < fastest[kind].seconds):
+            fastest[kind] = allocated
+    return sorted(fastest.values(), key=lambda allocation: allocation.seconds)[:count]
+
+
+def _by_bound(chains: Sequence[Chain], simulations: int) -> Iterator[tuple[float, Chain, int]]:
+    """Yield the chains with their numbers of stages, by rising bound."""
+    if not chains:
+        return
+    bounds = np.concatenate([chain.bounds for chain in chains])
+    owners = np.repeat(np.arange(len(chains)), [len(chain.bounds) for chain in chains])
+    stages = np.concatenate([chain.stages for chain in chains])
+    for n in np.argsort(bounds, kind="stable")[:simulations]:
+        yield float(bounds[n]), chains[owners[n]], int(stages[n])
+
+
+def list_chains(problem: Problem, of_one_stage: bool = False) -> Iterator[Chain]:
+    """Yield every layout of a stage, with each number of microbatches. of_one_stage: those of all devices."""
+    devices = problem.cluster.devices
+    towers = (*problem.encoders, "llm", *problem.generators)
+    for costs, way in _list_layouts(problem, towers):
+        llm = costs[towers.index("llm")]
+        width = math.gcd(*(of_tower.width for of_tower in costs))
         layers = sum(len(of_tower.forward) for of_tower in costs)
-        splits = list_splits(problem.cluster, llm.tensor, problem.ranks, math.gcd(*(c.width for c in costs)))
-        for split in splits:
-            ranks = split[0] * split[1]
-            most_stages = min(LLM_STAGES, layers, int(devices // (llm.tensor * ranks)))
-            for count in (n for n in problem.microbatches if n * ranks <= problem.samples):
-                # A microbatch's rows are as long as its longest sample or item, padding included.
-                shares = np.maximum(1 / (count * ranks), [of_tower.smallest[count] for of_tower in costs])
+        for data, fsdp, *_ in list_splits(problem.cluster, way, problem.ranks, width, llm.experts):
+            layout = replace(way, data=int(data), fsdp=int(fsdp))
+            if of_one_stage and layout.ranks * llm.devices != devices:
+                continue
+            stages = np.arange(2, min(LLM_STAGES, layers, devices // (layout.ranks * llm.devices)) + 1)
+            if of_one_stage:
+                stages = np.ones(1, np.int64)
+            elif way != Layout(tensor=way.tensor):
+                stages = stages[np.isin(stages, FEW_STAGES)]
+            if not len(stages):
+                continue
+            for count in (n for n in problem.microbatches if n * layout.ranks <= problem.samples):
+                # Encoders split the rows of a rank's devices that they do not share.
+                ranks = [layout.ranks * _spread(way, c).context if c is not llm else layout.ranks for c in costs]
+                shares = np.array([c.lengths.row_share(count, np.array(n)) for c, n in zip(costs, ranks, strict=True)])
                 path = sum(share * (c.forward + c.backward).sum() for share, c in zip(shares, costs, strict=True))
                 sent = (share * min(c.passed, c.tokens or c.passed) for share, c in zip(shares, costs, strict=True))
                 edge = min(sent) / link_bandwidth(problem.cluster)
-                for stages in range(2, most_stages + 1):
-                    update = sum(c.update.sum() for c in costs) / (stages * split[1])
-                    # A stage is busy with all microbatches behind one's passes through the stages before it, so each
-                    # may take 1 / count of what is left of the step. What is sent last is not waited for.
-                    sends = (count - 1) / count * (2 * stages - 2) * edge
-                    bound = (path + sends) / (1 - (1 - 1 / count) ** stages) + update
-                    yield Candidate(float(bound), towers, costs, shares, split, stages, count)
+                shards = [layout.fsdp * layout.expert * _spread(way, c).context for c in costs]
+                update = sum(c.update.sum() / n for c, n in zip(costs, shards, strict=True)) / stages
+                # A stage is busy with all microbatches behind one's passes through the stages before it, so each may
+                # take 1 / count of what is left of the step. What is sent last is not waited for.
+                sends = (count - 1) / count * (2 * stages - 2) * edge
+                bounds = (path + sends) / (1 - (1 - 1 / count) ** stages) + update
+                yield Chain(towers, costs, layout, count, shares, stages, bounds)
 
 
-def simulate_chain(problem: Problem, candidate: Candidate) -> ChainAllocation | None:
+def _list_layouts(problem: Problem, towers: Sequence[str]) -> Iterator[tuple[list[TowerCosts], Layout]]:
+    """Yield the layouts of the LLM with the costs of all towers on them: encoders are cut like it, or split rows."""
+    for llm in problem.towers["llm"]:
+        for encoders in ("tensor", "data") if llm.layout.tensor > 1 and len(towers) > 1 else ("tensor",):
+            tensor = llm.layout.tensor if encoders == "tensor" else 1
+            costs = [
+                llm if tower == "llm" else next((c for c in problem.towers[tower] if c.layout.tensor == tensor), None)
+                for tower in towers
+            ]
+            if None not in costs:
+                yield costs, replace(llm.layout, encoders=encoders)
+
+
+def _spread(layout: Layout, costs: TowerCosts) -> Layout:
+    context = layout.context * layout.tensor // costs.layout.tensor
+    return replace(layout, tensor=costs.layout.tensor, context=context)
+
+
+def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | None:
     """Cut a chain and simulate a step; None where it does not fit."""
-    _, towers, costs, shares, (data, fsdp, gather, reduce), stages, count = candidate
+    costs = chain.costs
+    count = chain.microbatches
     tower = np.repeat(np.arange(len(costs)), [len(of_tower.forward) for of_tower in costs])  # of every layer
-    share = shares[tower]
+    links = [link_seconds(problem.cluster, chain.spread(n), of_tower.experts) for n, of_tower in enumerate(costs)]
+    gather, reduce = np.array(links)[tower].T
+    share = chain.shares[tower]
+    shards = np.array([chain.layout.fsdp * chain.layout.expert * chain.spread(n).context for n in range(len(costs))])
     layers = {name: np.concatenate([getattr(of_tower, name) for of_tower in costs]) for name in SUMMED}
+    sharded = {name: layers[name] / shards[tower] for name in ("state", "gradients", "update")}
     launch = np.array([of_tower.launch for of_tower in costs])[tower]
-    forward = share * layers["forward"] + launch[:, 0] + layers["cast_forward"] / fsdp
-    backward = share * layers["backward"] + launch[:, 1] + layers["cast_backward"] / fsdp
+    forward = share * layers["forward"] + launch[:, 0] + layers["cast_forward"] / shards[tower]
+    backward = share * layers["backward"] + launch[:, 1] + layers["cast_backward"] / shards[tower]
     backward *= layers["backward"] > 0
     # Sent where the chain is cut before a layer: activations of its tower, or tokens of the tower before.
     passed = np.append(share * np.array([of_tower.passed for of_tower in costs])[tower], 0.0)
     for number in range(1, len(costs)):
-        passed[np.argmax(tower == number)] = shares[number - 1] * max(costs[number - 1].tokens, costs[number].tokens)
-    state = np.append(0.0, np.cumsum(layers["state"]))
-    memory = _ChainMemory(candidate, tower, state, passed, problem.exchanged_items)
+        before = costs[number - 1]
+        split = chain.layout.tensor // before.layout.tensor
+        sent = chain.shares[number - 1] * max(split * before.tokens, costs[number].tokens)
+        passed[np.argmax(tower == number)] = sent
+    memory = _ChainMemory(problem, chain, stages, tower, sharded["state"], passed)
     cuts = partition(forward + backward, stages, passed)
     if any(memory.least_bytes(stage, ends) > problem.room for stage, ends in enumerate(_ends(cuts, tower))):
         try:
@@ -111,16 +169,23 @@ def simulate_chain(problem: Problem, candidate: Candidate) -> ChainAllocation | 
         except ValueError:
             return None
     begins = np.array((0, *cuts))
+
+    def by_stage(values: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values, begins)
+
     again = np.array([memory.recomputation(problem.room, stage, ends) for stage, ends in enumerate(_ends(cuts, tower))])
-    sums = {name: np.add.reduceat(values, begins) for name, values in layers.items()}
-    of_stage = np.maximum(np.add.reduceat(forward, begins), gather * sums["gathered"])
-    back = np.add.reduceat(backward, begins)
-    back = np.maximum(back + again, gather * (sums["gathered"] + sums["scattered"])) * (back > 0)
-    edges = np.append(passed[list(cuts)], 0.0) / link_bandwidth(problem.cluster)
-    following = np.append(np.arange(1, stages), -1)
-    seconds = makespan(of_stage, back, following, edges, np.arange(stages)[::-1].copy(), count)
-    seconds += (2 * reduce * sums["gradients"] / fsdp).max() + (sums["update"] / fsdp).max()
-    return ChainAllocation(towers, costs[0].tensor, int(data), int(fsdp), cuts, count, float(seconds))
+    gathered, scattered = (by_stage(gather * layers[name]) for name in ("gathered", "scattered"))
+    back = by_stage(backward)
+    times = np.maximum(by_stage(forward), gathered), np.maximum(back + again, gathered + scattered) * (back > 0)
+    edges = np.array(list(pairwise(range(stages))), np.int64).reshape(-1, 2)
+    delays = passed[list(cuts)] / link_bandwidth(problem.cluster)
+    seconds = makespan(*orders_1f1b(np.arange(stages)[::-1].copy(), count), *times, edges, delays, count)
+    seconds += by_stage(2 * reduce * sharded["gradients"]).max() + by_stage(sharded["update"]).max()
+    names = [
+        f"{name}.{n}" for name, of_tower in zip(chain.towers, costs, strict=True) for n in range(len(of_tower.forward))
+    ]
+    unit = Unit(**vars(chain.layout), modules=chain.towers, pipeline=stages, cuts=tuple(names[cut] for cut in cuts))
+    return Allocation({"all": unit}, count, float(seconds))
 
 
 Ends = tuple[Any, Any]  # of a stage: first layer, and the one behind its last
@@ -136,22 +201,26 @@ class _ChainMemory:
     """Memory of a device of the stages of a chain: float64 `[layers, layers + 1]` by first layer and end of a stage."""
 
     def __init__(
-        self, candidate: Candidate, tower: np.ndarray, state: np.ndarray, passed: np.ndarray, exchanged_items: int
+        self, problem: Problem, chain: Chain, stages: int, tower: np.ndarray, state: np.ndarray, passed: np.ndarray
     ) -> None:
-        """tower: number of every layer's. state: bytes before every layer, unsharded. passed: sent before it."""
-        _, towers, self.costs, self.shares, (data, fsdp, *_), self.stages, self.count = candidate
-        first, end = np.arange(len(tower))[:, None], np.arange(len(tower) + 1)
-        self.state = np.where(end > first, state - state[:-1, None], np.inf) / fsdp
+        """tower: number of every layer's. state: its bytes. passed: sent before it."""
+        self.costs = chain.costs
+        self.shares = chain.shares
+        self.stages = stages
+        self.count = chain.microbatches
+        first = np.arange(len(tower))[:, None]
+        end = np.arange(len(tower) + 1)
+        before = np.append(0.0, np.cumsum(state))
+        self.state = np.where(end > first, before - before[:-1, None], np.inf)
         self.passed = passed + np.append(0.0, passed[1:-1])[:, None]
         # Layers of every tower between these ends.
-        layers_before = np.stack([np.append(0, np.cumsum(tower == number)) for number in range(len(towers))])
+        layers_before = np.stack([np.append(0, np.cumsum(tower == number)) for number in range(len(self.costs))])
         self.layers = np.maximum(layers_before[:, None] - layers_before[:, :-1, None], 0)
         # What a rank sends to each, and what it receives of each.
-        longest = sum(of_tower.smallest[self.count] * of_tower.tokens for of_tower in self.costs)
-        first_of_llm = int(np.argmax(tower == towers.index("llm")))
-        self.exchanged = np.where(
-            (first <= first_of_llm) & (first_of_llm < end), 2 * data * fsdp * exchanged_items * longest, 0.0
-        )
+        longest = sum(of_tower.lengths.longest(self.count) * of_tower.tokens for of_tower in self.costs)
+        first_of_llm = int(np.argmax(tower == chain.towers.index("llm")))
+        sent = 2 * chain.layout.ranks * problem.exchanged_items * longest
+        self.exchanged = np.where((first <= first_of_llm) & (first_of_llm < end), sent, 0.0)
 
     def _in_flight(self, stage: int) -> int:
         """Return as many microbatches as stages follow, and one."""
