@@ -261,7 +261,7 @@ def _tower_costs(
         peak = layer_backward_bytes(model, tower, float(sizes.max()), work, machine.sharding, activation)
     passes = []
     empty = []
-    nothing = replace(batch, shape=dict.fromkeys(shape, (1, 0)), pairs=dict.fromkeys(pairs, 0.0))
+    nothing = replace(batch, shape=dict.fromkeys(shape, (1, 1)), pairs=dict.fromkeys(pairs, 0.0))
     for layer in range(layers):
         if 1 < layer < layers - 1:
             passes.append(passes[1])

@@ -219,7 +219,10 @@ class _ChainMemory:
         # What a rank sends to each, and what it receives of each.
         longest = sum(of_tower.lengths.longest(self.count) * of_tower.tokens for of_tower in self.costs)
         first_of_llm = int(np.argmax(tower == chain.towers.index("llm")))
-        sent = 2 * chain.layout.ranks * problem.exchanged_items * longest
+        # On one mesh, to those of its node.
+        on_node = max(1, problem.cluster.per_node // (chain.layout.context * chain.layout.tensor))
+        peers = chain.layout.ranks if stages > 1 else min(chain.layout.ranks, on_node)
+        sent = 2 * peers * problem.exchanged_items * longest
         self.exchanged = np.where((first <= first_of_llm) & (first_of_llm < end), sent, 0.0)
 
     def _in_flight(self, stage: int) -> int:
