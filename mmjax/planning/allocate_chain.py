@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,12 +20,13 @@ from mmjax.planning.partition import partition
 from mmjax.planning.tower_options import (
     FEW_STAGES,
     LLM_STAGES,
-    SUMMED,
     Problem,
+    StageWork,
     TowerCosts,
     link_bandwidth,
     link_seconds,
     list_splits,
+    stage_work,
 )
 
 SIMULATIONS = 100  # at most
@@ -41,10 +42,6 @@ class Chain(NamedTuple):
     shares: np.ndarray  # of a step's work, of a rank in a microbatch, by tower
     stages: np.ndarray
     bounds: np.ndarray
-
-    def spread(self, tower: int) -> Layout:
-        """Return the layout as a tower has it: one whose rows are split by `tensor` has its shards there too."""
-        return _spread(self.layout, self.costs[tower])
 
 
 def allocate_chain(problem: Problem, simulations: int = SIMULATIONS) -> Allocation | None:
@@ -134,120 +131,85 @@ def _list_layouts(problem: Problem, towers: Sequence[str]) -> Iterator[tuple[lis
 
 
 def _spread(layout: Layout, costs: TowerCosts) -> Layout:
+    """Return the layout as a tower has it: one whose rows are split by `tensor` has its shards there too."""
     context = layout.context * layout.tensor // costs.layout.tensor
     return replace(layout, tensor=costs.layout.tensor, context=context)
 
 
 def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | None:
     """Cut a chain and simulate a step; None where it does not fit."""
-    costs = chain.costs
+    costs, layout = chain.costs, chain.layout
     count = chain.microbatches
-    tower = np.repeat(np.arange(len(costs)), [len(of_tower.forward) for of_tower in costs])  # of every layer
-    links = [link_seconds(problem.cluster, chain.spread(n), of_tower.experts) for n, of_tower in enumerate(costs)]
-    gather, reduce = np.array(links)[tower].T
-    share = chain.shares[tower]
-    shards = np.array([chain.layout.fsdp * chain.layout.expert * chain.spread(n).context for n in range(len(costs))])
-    layers = {name: np.concatenate([getattr(of_tower, name) for of_tower in costs]) for name in SUMMED}
-    sharded = {name: layers[name] / shards[tower] for name in ("state", "gradients", "update")}
-    launch = np.array([of_tower.launch for of_tower in costs])[tower]
-    forward = share * layers["forward"] + launch[:, 0] + layers["cast_forward"] / shards[tower]
-    backward = share * layers["backward"] + launch[:, 1] + layers["cast_backward"] / shards[tower]
-    backward *= layers["backward"] > 0
+    firsts = [0, *accumulate(len(of_tower.forward) for of_tower in costs)]  # layers of towers, and the end of all
+    links = [link_seconds(problem.cluster, _spread(layout, of_tower), of_tower.experts) for of_tower in costs]
+    shards = [layout.fsdp * layout.expert * _spread(layout, of_tower).context for of_tower in costs]
+
+    def in_tower(places: np.ndarray, number: int) -> np.ndarray:
+        return np.clip(places - firsts[number], 0, len(costs[number].forward))
+
+    def work(ends: np.ndarray) -> StageWork:
+        of_towers = (
+            stage_work(of_tower, in_tower(ends, n), chain.shares[n], shards[n], *links[n])
+            for n, of_tower in enumerate(costs)
+        )
+        return StageWork(*map(sum, zip(*of_towers, strict=True)))
+
     # Sent where the chain is cut before a layer: activations of its tower, or tokens of the tower before.
-    passed = np.append(share * np.array([of_tower.passed for of_tower in costs])[tower], 0.0)
-    for number in range(1, len(costs)):
-        before = costs[number - 1]
-        split = chain.layout.tensor // before.layout.tensor
-        sent = chain.shares[number - 1] * max(split * before.tokens, costs[number].tokens)
-        passed[np.argmax(tower == number)] = sent
-    memory = _ChainMemory(problem, chain, stages, tower, sharded["state"], passed)
-    cuts = partition(forward + backward, stages, passed)
-    if any(memory.least_bytes(stage, ends) > problem.room for stage, ends in enumerate(_ends(cuts, tower))):
+    passed = np.zeros(firsts[-1] + 1)
+    for n, of_tower in enumerate(costs):
+        passed[firsts[n] : firsts[n + 1]] = chain.shares[n] * of_tower.passed
+        if n:
+            split = layout.tensor // costs[n - 1].layout.tensor
+            passed[firsts[n]] = chain.shares[n - 1] * max(split * costs[n - 1].tokens, of_tower.tokens)
+    layers = work(np.arange(firsts[-1] + 1))
+    state = np.append(0.0, np.cumsum(layers.state))
+    # What a rank sends to each, on one mesh to those of its node, and what it receives of each.
+    longest = sum(of_tower.lengths.longest(count) * of_tower.tokens for of_tower in costs)
+    on_node = max(1, problem.cluster.per_node // (layout.context * layout.tensor))
+    exchanged = 2 * (layout.ranks if stages > 1 else min(layout.ranks, on_node)) * problem.exchanged_items * longest
+    first_of_llm = firsts[chain.towers.index("llm")]
+
+    def memory(stage: int, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Return the bytes with as much computed again as can be, those that it frees, and layers of each tower."""
+        in_flight = min(count, stages - stage)
+        peak = np.where((first <= first_of_llm) & (first_of_llm < end), exchanged, 0.0)
+        least = np.where(first < end, state[end] - state[first], np.inf) + in_flight * (passed[first] + passed[end])
+        freed = np.zeros(np.shape(least))
+        counts = []
+        for n, of_tower in enumerate(costs):
+            counts.append(np.maximum(in_tower(end, n) - in_tower(first, n), 0))
+            kept = in_flight * chain.shares[n] * counts[n]
+            least = least + kept * of_tower.saved[-1]
+            freed = freed + kept * (of_tower.saved[0] - of_tower.saved[-1])
+            peak = np.maximum(peak, (counts[n] > 0) * chain.shares[n] * of_tower.peak[stage == stages - 1])
+        return least + peak, freed, counts
+
+    seconds = sum(layers.passes())
+    cuts = partition(seconds, stages, passed)
+    if any(memory(n, *ends)[0] > problem.room for n, ends in enumerate(pairwise((0, *cuts, firsts[-1])))):
+        tables = np.arange(firsts[-1])[:, None], np.arange(firsts[-1] + 1)
         try:
-            allowed = np.stack([memory.least_bytes(stage) <= problem.room for stage in range(stages)])
-            cuts = partition(forward + backward, stages, passed, fits=allowed)
+            allowed = np.stack([memory(n, *tables)[0] <= problem.room for n in range(stages)])
+            cuts = partition(seconds, stages, passed, fits=allowed)
         except ValueError:
             return None
-    begins = np.array((0, *cuts))
-
-    def by_stage(values: np.ndarray) -> np.ndarray:
-        return np.add.reduceat(values, begins)
-
-    again = np.array([memory.recomputation(problem.room, stage, ends) for stage, ends in enumerate(_ends(cuts, tower))])
-    gathered, scattered = (by_stage(gather * layers[name]) for name in ("gathered", "scattered"))
-    back = by_stage(backward)
-    times = np.maximum(by_stage(forward), gathered), np.maximum(back + again, gathered + scattered) * (back > 0)
-    edges = np.array(list(pairwise(range(stages))), np.int64).reshape(-1, 2)
-    delays = passed[list(cuts)] / link_bandwidth(problem.cluster)
-    seconds = makespan(*orders_1f1b(np.arange(stages)[::-1].copy(), count), *times, edges, delays, count)
-    seconds += by_stage(2 * reduce * sharded["gradients"]).max() + by_stage(sharded["update"]).max()
-    names = [
-        f"{name}.{n}" for name, of_tower in zip(chain.towers, costs, strict=True) for n in range(len(of_tower.forward))
-    ]
-    unit = Unit(**vars(chain.layout), modules=chain.towers, pipeline=stages, cuts=tuple(names[cut] for cut in cuts))
-    return Allocation({"all": unit}, count, float(seconds))
-
-
-Ends = tuple[Any, Any]  # of a stage: first layer, and the one behind its last
-ALL = (slice(None), slice(None))  # of all that there may be
-
-
-def _ends(cuts: tuple[int, ...], tower: np.ndarray) -> list[Ends]:
-    """Return the ends of every stage."""
-    return list(pairwise((0, *cuts, len(tower))))
-
-
-class _ChainMemory:
-    """Memory of a device of the stages of a chain: float64 `[layers, layers + 1]` by first layer and end of a stage."""
-
-    def __init__(
-        self, problem: Problem, chain: Chain, stages: int, tower: np.ndarray, state: np.ndarray, passed: np.ndarray
-    ) -> None:
-        """tower: number of every layer's. state: its bytes. passed: sent before it."""
-        self.costs = chain.costs
-        self.shares = chain.shares
-        self.stages = stages
-        self.count = chain.microbatches
-        first = np.arange(len(tower))[:, None]
-        end = np.arange(len(tower) + 1)
-        before = np.append(0.0, np.cumsum(state))
-        self.state = np.where(end > first, before - before[:-1, None], np.inf)
-        self.passed = passed + np.append(0.0, passed[1:-1])[:, None]
-        # Layers of every tower between these ends.
-        layers_before = np.stack([np.append(0, np.cumsum(tower == number)) for number in range(len(self.costs))])
-        self.layers = np.maximum(layers_before[:, None] - layers_before[:, :-1, None], 0)
-        # What a rank sends to each, and what it receives of each.
-        longest = sum(of_tower.lengths.longest(self.count) * of_tower.tokens for of_tower in self.costs)
-        first_of_llm = int(np.argmax(tower == chain.towers.index("llm")))
-        # On one mesh, to those of its node.
-        on_node = max(1, problem.cluster.per_node // (chain.layout.context * chain.layout.tensor))
-        peers = chain.layout.ranks if stages > 1 else min(chain.layout.ranks, on_node)
-        sent = 2 * peers * problem.exchanged_items * longest
-        self.exchanged = np.where((first <= first_of_llm) & (first_of_llm < end), sent, 0.0)
-
-    def _in_flight(self, stage: int) -> int:
-        """Return as many microbatches as stages follow, and one."""
-        return min(self.count, self.stages - stage)
-
-    def _saved(self, stage: int, ends: Ends, policy: int) -> np.ndarray:
-        """Return the bytes that layers save; policy 0: without remat, -1: with the most of it."""
-        saved = self.shares * [of_tower.saved[policy] for of_tower in self.costs]
-        return self._in_flight(stage) * np.tensordot(saved, self.layers[:, *ends], 1)
-
-    def least_bytes(self, stage: int, ends: Ends = ALL) -> np.ndarray:
-        """Return the bytes of a stage with as much computed again as can be."""
-        peaks = self.exchanged[ends]
-        for layers, share, of_tower in zip(self.layers, self.shares, self.costs, strict=True):
-            peaks = np.maximum(peaks, (layers[ends] > 0) * share * of_tower.peak[stage == self.stages - 1])
-        fixed = self.state[ends] + peaks + self._in_flight(stage) * self.passed[ends]
-        return fixed + self._saved(stage, ends, -1)
-
-    def recomputation(self, room: float, stage: int, ends: Ends) -> float:
-        """Return the seconds in which a stage computes again what it has no room for."""
-        spread = self._saved(stage, ends, 0) - self._saved(stage, ends, -1)
-        part = np.clip((room - self.least_bytes(stage, ends)) / np.maximum(spread, 1.0), 0, 1)
-        seconds = 0.0
-        for layers, share, of_tower in zip(self.layers, self.shares, self.costs, strict=True):
+    ends = np.array((0, *cuts, firsts[-1]))
+    again = np.zeros(stages)
+    for stage in range(stages):
+        least, freed, counts = memory(stage, ends[stage], ends[stage + 1])
+        part = np.clip((problem.room - least) / max(freed, 1.0), 0, 1)
+        for of_tower, share, n in zip(costs, chain.shares, counts, strict=True):
             saved = of_tower.saved[-1] + part * (of_tower.saved[0] - of_tower.saved[-1])
-            seconds += share * layers[ends] * np.interp(saved, of_tower.saved[::-1], of_tower.again[::-1])
-        return seconds
+            again[stage] += share * n * np.interp(saved, of_tower.saved[::-1], of_tower.again[::-1])
+    of_stages = work(ends)
+    orders = orders_1f1b(np.arange(stages)[::-1].copy(), count)
+    edges = np.array(list(pairwise(range(stages))), np.int64).reshape(-1, 2)
+    delays = passed[ends[1:-1]] / link_bandwidth(problem.cluster)
+    names = [f"{tower}.{n}" for tower, of_tower in zip(chain.towers, costs, strict=True) for n in _numbers(of_tower)]
+    unit = Unit(**vars(layout), modules=chain.towers, pipeline=stages, cuts=tuple(names[cut] for cut in cuts))
+    total = makespan(*orders, *of_stages.passes(again), edges, delays, count) + of_stages.tail()
+    return Allocation({"all": unit}, count, float(total))
+
+
+def _numbers(costs: TowerCosts) -> range:
+    return range(len(costs.forward))

