@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax
@@ -41,6 +42,7 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology, waits_of
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
+from mmjax.errors import UserError
 from mmjax.parallel.sharding import RANKS, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops, pair_costs
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
@@ -143,13 +145,13 @@ def forecast_best_mesh(
     index: LengthIndex,
     weights: Sequence[float],
     speed: Speed,
-    others: Sequence[tuple[Layout, int]] = (),
+    proposals: Sequence[tuple[Layout, int]] = (),
 ) -> MeshForecast | None:
     """Find the mesh on which a run without units is fastest; None where none fits.
 
     Every module has one row on every rank. Of the least number of microbatches, doubled from 1, with which some
-    `mesh.fsdp` fits without tensor parallelism, and of twice as many, the fastest counts. others: layouts of devices,
-    and numbers of microbatches, that are tried beside these with every `fsdp`.
+    `mesh.fsdp` fits without tensor parallelism, and of twice as many, the fastest counts. proposals: layouts, and
+    numbers of microbatches, that are tried beside these with every `fsdp`.
     """
     best: MeshForecast | None = None
     plain = Layout(expert=config.mesh.expert)
@@ -161,8 +163,11 @@ def forecast_best_mesh(
             best = min((best, fastest or best), key=lambda f: f.time.total)
             break
         best = fastest
-    tried = [_forecast_mesh(config, cluster, index, weights, speed, *other) for other in others]
-    return min(filter(None, (best, *tried)), key=lambda f: f.time.total, default=None)
+    fastest = [best]
+    for proposal in proposals:
+        with suppress(UserError):  # such as a number of loss chunks that does not go with `tensor`
+            fastest.append(_forecast_mesh(config, cluster, index, weights, speed, *proposal))
+    return min(filter(None, fastest), key=lambda f: f.time.total, default=None)
 
 
 def _has_too_few_samples(config: Config, count: int) -> bool:

@@ -178,9 +178,9 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
         counts = []
         for n, of_tower in enumerate(costs):
             counts.append(np.maximum(in_tower(end, n) - in_tower(first, n), 0))
-            kept = in_flight * chain.shares[n] * counts[n]
-            least = least + kept * of_tower.saved[-1]
-            freed = freed + kept * (of_tower.saved[0] - of_tower.saved[-1])
+            in_flight_share = in_flight * chain.shares[n] * counts[n]
+            least = least + in_flight_share * of_tower.saved[-1]
+            freed = freed + in_flight_share * (of_tower.saved[0] - of_tower.saved[-1])
             peak = np.maximum(peak, (counts[n] > 0) * chain.shares[n] * of_tower.peak[stage == stages - 1])
         return least + peak, freed, counts
 
