@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -228,17 +228,13 @@ def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 
         most = min(LLM_STAGES if tower == "llm" else ENCODER_STAGES, len(costs.forward))
         most = 1 if tower in problem.generators else most
         most = min(most, problem.cluster.devices // costs.devices)
-        few = costs.layout.context * costs.layout.expert > 1
-        ways = [(stages, 1) for stages in range(1, most + 1) if not few or stages in FEW_STAGES]
-        if tower == "llm" and not few:
-            ways += [
-                (stages, virtual)
-                for virtual in problem.virtual
-                for stages in FEW_STAGES[1:]
-                if virtual > 1 and stages <= most and stages * virtual <= len(costs.forward)
-                if microbatches % stages == 0
-            ]
-        for stages, virtual in ways:
+        beside = costs.layout.context * costs.layout.expert
+        for stages, virtual in product(range(1, most + 1), problem.virtual if tower == "llm" else (1,)):
+            if beside * virtual > 1 and stages not in FEW_STAGES:
+                continue
+            whole = microbatches % stages == 0 and stages * virtual <= len(costs.forward)
+            if virtual > 1 and (stages == 1 or beside > 1 or not whole):
+                continue
             options = stage_options(problem, costs, stages, microbatches, behind, rows, virtual)
             if len(options.data):
                 all_options.append(options)
