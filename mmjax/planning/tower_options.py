@@ -99,9 +99,9 @@ class TowerCosts:
         return self.layout.tensor * self.layout.context
 
     @cached_property
-    def prefix_sums(self) -> dict[str, np.ndarray]:
+    def prefix_sums(self) -> np.ndarray:
         """Return the sums of the fields in SUMMED over the layers before every layer, and over all of them."""
-        return {name: np.append(0.0, np.cumsum(getattr(self, name))) for name in SUMMED}
+        return np.stack([np.append(0.0, np.cumsum(getattr(self, name))) for name in SUMMED])
 
 
 SUMMED = (
@@ -269,7 +269,7 @@ def stage_work(
 
     share: of a step's work. shards: of parameters. gather, reduce: as `link_seconds` returns them.
     """
-    total = {name: np.diff(values[ends]) for name, values in costs.prefix_sums.items()}
+    total = dict(zip(SUMMED, np.diff(costs.prefix_sums[:, ends]), strict=True))
     layers = np.diff(ends)
     trained = total["backward"] > 0
     backward = share * total["backward"] + layers * costs.launch[1] + total["cast_backward"] / shards
