@@ -102,7 +102,7 @@ def allocate_loosely(problem: Problem) -> Allocation | None:
         if best is not None and bound >= best.seconds:
             break
         llm = llms.choices[n]
-        key = count, llm[0].in_flight, int(llms.ranks[n])
+        key = count, llm[0].in_flight, int(llm[0].item_ranks[llm[1]])
         if key not in tables:
             tables[key] = encoder_tables(problem, SLOWEST, *key)
         target = float(llm[0].passes[llm[1]].max())
