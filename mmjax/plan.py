@@ -265,10 +265,12 @@ def _plan_units(
     """Forecast units, those of the config or chosen, beside one mesh, and report and draw them."""
     index, weights, source = lengths
     arguments = config, cluster, index, weights, measure_speed
-    pipelines = choose_units(*arguments) if chooses else [forecast_pipeline(*arguments)]
+    if chooses:
+        pipelines, mesh = choose_units(*arguments)
+    else:
+        pipelines = [forecast_pipeline(*arguments)]
+        mesh = forecast_best_mesh(config, cluster, index, weights, pipelines[0].speed)
     pipeline = next(iter(pipelines), None)
-    speed = measure_speed({}) if pipeline is None else pipeline.speed
-    mesh = forecast_best_mesh(config, cluster, index, weights, speed)
     if pipeline is None and mesh is None:
         raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
     programs = None

@@ -141,6 +141,19 @@ def test_a_chain_that_is_chosen_trains_by_the_file_that_is_written(capsys, monke
 
 
 @pytest.mark.exhaustive
+def test_a_step_of_fewer_samples_than_devices_trains_on_the_mesh_that_is_written(capsys, tmp_path, runs):
+    path = tmp_path / "plan.json"
+    words = (TINY_MEDIA, "batch.size.count=4", "training.evaluate_every=0")
+    ended = run(capsys, plan.main, *words, "cluster=a100x1x8", "units=auto", "--json", "--out", path)
+    assert ended.code == 0, ended.err
+    mesh = json.loads(ended.out)["one_mesh"]
+    assert mesh["context"] * mesh["tensor"] > 1
+    ended = run(capsys, train.main, TINY_MEDIA, f"plan={path}", "training.steps=3", f"run={runs / 'mesh'}")
+    assert ended.code == 0, ended
+    assert "; 0 programs compiled after the start" in ended.out
+
+
+@pytest.mark.exhaustive
 def test_units_auto_searches_and_forecasts_by_layer_times_measured_here(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(layer_profile, "ROUNDS", 1)

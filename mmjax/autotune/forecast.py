@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,7 +18,17 @@ from mmjax.autotune.sharded_stages import choose_sequence_parallel, device_micro
 from mmjax.autotune.stage_memory import unsaved_bytes
 from mmjax.balance.parts import dist_ratio
 from mmjax.balance.waits import Waits, mean_waits
-from mmjax.config import Config, LlmBalance, MeshConfig, ModelConfig, NoBalance, PostBalance, Samples, UnetConfig
+from mmjax.config import (
+    Config,
+    Layout,
+    LlmBalance,
+    MeshConfig,
+    ModelConfig,
+    NoBalance,
+    PostBalance,
+    Samples,
+    UnetConfig,
+)
 from mmjax.config.model import towers_of
 from mmjax.config.training import repeats_forward
 from mmjax.config.validation import check_layout
@@ -26,6 +37,7 @@ from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology, waits_of
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
+from mmjax.errors import UserError
 from mmjax.parallel.sharding import RANKS, mesh_sizes
 from mmjax.planning.flops import frozen_modules, model_flops, pair_costs
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
@@ -123,41 +135,78 @@ class MeshForecast:
 
 
 def forecast_best_mesh(
-    config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], speed: Speed
+    config: Config,
+    cluster: Cluster,
+    index: LengthIndex,
+    weights: Sequence[float],
+    speed: Speed,
+    proposals: Sequence[tuple[Layout, int]] = (),
 ) -> MeshForecast | None:
     """Find the mesh on which a run without units is fastest; None where none fits.
 
     Every module has one row on every rank. Of the least number of microbatches, doubled from 1, with which some
-    `mesh.fsdp` fits, and of twice as many, the fastest counts; `tensor` stays 1.
+    `mesh.fsdp` fits without tensor parallelism, and of twice as many, the fastest counts. proposals: layouts, and
+    numbers of microbatches, that are tried beside these with every `fsdp`.
     """
-    devices = cluster.devices
-    topology = make_topology(MeshConfig(), devices, cluster.per_node, {"tensor": 1, "context": 1})
     best: MeshForecast | None = None
+    plain = Layout(expert=config.mesh.expert)
     for doublings in range(MAX_DOUBLINGS):
-        batch = replace(config.batch, microbatches=2**doublings, rows=dict.fromkeys(config.batch.rows, devices))
-        if isinstance(batch.size, Samples) and batch.size.count < devices * batch.microbatches:
+        if _has_too_few_samples(config, cluster.devices * 2**doublings):
             break
-        candidate = replace(config, units={}, batch=batch)
-        budget = make_budget(index, candidate, weights)
-        steps = max(1, MICROBATCHES // batch.microbatches)
-        planner, layout = make_planner(index, candidate, weights, topology, budget, steps)
-        plans = [planner.plan(step) for step in range(min(2, steps))]
-        needed = needed_flops(config, index, np.concatenate([plan.samples() for plan in plans])) / len(plans)
-        fitting = []
-        ranks = devices // config.mesh.expert
-        for fsdp in (n for n in FSDP if ranks % n == 0 and n <= ranks):
-            on_mesh = replace(candidate, mesh=replace(config.mesh, data=ranks // fsdp, fsdp=fsdp))
-            mesh = mesh_sizes(on_mesh.mesh, devices)
-            forecast = _forecast(on_mesh, cluster, mesh, layout, plans, index, speed)
-            if forecast.memory_plan.fits:
-                seconds = forecast.time.total
-                mfu = needed / (seconds * cluster.device.peak(config.training.precision) * devices)
-                fitting.append(MeshForecast(on_mesh, forecast.memory_plan, forecast.time, mfu))
-        fastest = min(fitting, key=lambda f: f.time.total, default=None)
+        fastest = _forecast_mesh(config, cluster, index, weights, speed, plain, 2**doublings)
         if best is not None:
-            return min((best, fastest or best), key=lambda f: f.time.total)
+            best = min((best, fastest or best), key=lambda f: f.time.total)
+            break
         best = fastest
-    return best
+    fastest = [best]
+    for proposal in proposals:
+        with suppress(UserError):  # such as a number of loss chunks that does not go with `tensor`
+            fastest.append(_forecast_mesh(config, cluster, index, weights, speed, *proposal))
+    return min(filter(None, fastest), key=lambda f: f.time.total, default=None)
+
+
+def _has_too_few_samples(config: Config, count: int) -> bool:
+    return isinstance(config.batch.size, Samples) and config.batch.size.count < count
+
+
+def _forecast_mesh(
+    config: Config,
+    cluster: Cluster,
+    index: LengthIndex,
+    weights: Sequence[float],
+    speed: Speed,
+    layout: Layout,
+    microbatches: int,
+) -> MeshForecast | None:
+    """Forecast a run on the fastest mesh with this expert, context and tensor parallelism; None where none fits.
+
+    The LLM has one row on every rank, as encoders and generators have on each of theirs.
+    """
+    axes = {key: getattr(layout, key) for key in ("expert", "context", "tensor", "encoders")}
+    mesh = replace(config.mesh, **axes)
+    group = layout.context * layout.tensor
+    ranks = cluster.devices // group
+    topology = make_topology(replace(MeshConfig(), **axes), ranks, max(1, cluster.per_node // group), axes)
+    rows = {tower: ranks * (1 if tower == "llm" else topology.encoders_per_rank) for tower in config.batch.rows}
+    batch = replace(config.batch, microbatches=microbatches, rows=rows)
+    config = replace(config, units={}, batch=batch, mesh=mesh)
+    budget = make_budget(index, config, weights)
+    steps = max(1, MICROBATCHES // microbatches)
+    planner, rank_layout = make_planner(index, config, weights, topology, budget, steps)
+    plans = [planner.plan(step) for step in range(min(2, steps))]
+    needed = needed_flops(config, index, np.concatenate([plan.samples() for plan in plans])) / len(plans)
+    peak = cluster.device.peak(config.training.precision) * cluster.devices
+    copies = ranks // layout.expert
+    fitting = []
+    for fsdp in (n for n in FSDP if copies % n == 0):
+        on_mesh = replace(config, mesh=replace(mesh, data=copies // fsdp, fsdp=fsdp))
+        sizes = mesh_sizes(on_mesh.mesh, cluster.devices)
+        on_mesh = choose_sequence_parallel(on_mesh, sizes, rank_layout, cluster.device)
+        forecast = _forecast(on_mesh, cluster, sizes, rank_layout, plans, index, speed)
+        if forecast.memory_plan.fits:
+            mfu = needed / (forecast.time.total * peak)
+            fitting.append(MeshForecast(on_mesh, forecast.memory_plan, forecast.time, mfu))
+    return min(fitting, key=lambda f: f.time.total, default=None)
 
 
 def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:

@@ -7,19 +7,18 @@ import math
 import time
 from typing import Any
 
-from mmjax.autotune.forecast import forecast_best_mesh
-from mmjax.config.loading import load
-from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, omni_corpus
-from mmjax.pipeline.choose_units import allocation_problem, choose_units
-from mmjax.planning.allocate import allocate
-from mmjax.planning.allocate_chain import allocate_chain
-from mmjax.planning.allocation_baselines import (
+from mmjax.benchmarks.allocation_baselines import (
     allocate_by_flops,
     allocate_colocated,
     allocate_loosely,
     allocate_mmscale,
     allocate_replicated,
 )
+from mmjax.config.loading import load
+from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, omni_corpus
+from mmjax.pipeline.choose_units import allocation_problem, choose_units
+from mmjax.planning.allocate import allocate
+from mmjax.planning.allocate_chain import allocate_chain
 from mmjax.planning.hardware import Cluster, parse_cluster
 from mmjax.planning.step_time import Speed
 
@@ -71,8 +70,8 @@ def _compare(name: str, cluster: Cluster, index: LengthIndex) -> dict[str, Any]:
         **{name: baseline(problem) for name, baseline in BASELINES.items()},
     }
     simulated = {key: None if allocation is None else allocation.seconds for key, allocation in allocations.items()}
-    units = next(iter(choose_units(config, cluster, index, [1.0], lambda _: speed)), None)
-    mesh = forecast_best_mesh(config, cluster, index, [1.0], speed)
+    chosen_units, mesh = choose_units(config, cluster, index, [1.0], lambda _: speed)
+    units = next(iter(chosen_units), None)
     forecast = {
         "units": None if units is None else units.seconds,
         "one_mesh": None if mesh is None else mesh.time.total,

@@ -2,79 +2,88 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from mmjax.autotune.forecast import MeshForecast, forecast_best_mesh
 from mmjax.autotune.layer_profile import MeasureSpeed
-from mmjax.config import Config, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
-from mmjax.config.model import layers_of, towers_of
-from mmjax.config.towers import head_counts
+from mmjax.autotune.sharded_stages import model_sharding, resolve_sequence_parallel
+from mmjax.config import Config, Layout, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
+from mmjax.config.model import layers_of, with_changes
 from mmjax.config.training import repeats_forward
+from mmjax.config.validation import validate
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
+from mmjax.parallel.sharding import AXES
 from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.planning.allocate import Allocation, allocate
-from mmjax.planning.allocate_chain import ChainAllocation, allocate_chain
-from mmjax.planning.flops import executed, frozen_modules, needed_gradients, recompute_flops
+from mmjax.planning.allocate_chain import allocate_chain, allocate_meshes
+from mmjax.planning.flops import frozen_modules, needed_gradients, recompute_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import (
     ACTIVATION,
     GB,
     MASTER,
     DeviceBatch,
-    ModelSharding,
     SavedBytes,
     divide_by_tensor_parallelism,
     layer_backward_bytes,
     loss_bytes,
     moment_bytes,
     parameter_bytes,
-    saved_bytes_per_layer,
     token_bytes,
+    unet_bytes,
 )
 from mmjax.planning.stage_time import StageRun, pass_seconds
-from mmjax.planning.step_time import BACKWARD_KERNELS, FORWARD_KERNELS, PASSES, ClusterRun, Speed
-from mmjax.planning.tower_options import TENSOR, Problem, TowerCosts
-from mmjax.planning.unet import unet_blocks, unet_saved_bytes, unets
+from mmjax.planning.step_time import ClusterRun, Speed, elementwise_update_seconds
+from mmjax.planning.tower_options import Problem, RowLengths, TowerCosts
 from mmjax.planning.work import Work, resolve_attention, row_work, visited_pairs
+from mmjax.runtime.units import units_topology
 
 # Shares of the memory that are tried, since costs of layers leave details out, and `Problem.exchanged_items`.
 ROOMS = ((1.0, 1), (0.95, 1), (0.9, 2), (0.8, 2), (0.7, 4))
 LINEAR = 4096  # positions of a traced row: long enough that no block of attention is half empty
 WHOLE = 256  # a multiple of all that lengths of rows are rounded to
 MICROBATCHES = tuple(2**k for k in range(1, 9))
+TENSOR = CONTEXT = (1, 2, 4, 8)
+EXPERT = tuple(2**k for k in range(1, 7))
+VIRTUAL = (2, 4)
+MESHES = 2  # beside those without tensor parallelism, that are forecast
 LONG = 0.95  # quantile of lengths that a row whose layers are traced and timed holds
 DRAWN = 20_000  # samples at most, by which a step's work is counted
 
 
+class Chosen(NamedTuple):
+    """Forecasts of the fastest run of each family that fits."""
+
+    units: list[PipelineForecast]  # of one tower each, and of one chain of all towers; the faster first
+    mesh: MeshForecast | None  # one for all modules
+
+
 def choose_units(
     config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
-) -> list[PipelineForecast]:
-    """Find the fastest units of a run of each family that fits, and forecast it on them; the fastest first.
+) -> Chosen:
+    """Find the fastest units and the fastest mesh of a run, and forecast it on them.
 
-    Families are units of one tower each, and one chain of all towers. The config's own units do not matter. The search
-    counts with mean microbatches; the forecast plans the data's.
-    measure_speed: as in `forecast_run`. Raises UserError for several generators.
+    The config's own units do not matter. The search counts with mean microbatches; the forecast plans the data's.
+    measure_speed: as in `forecast_run`. Raises UserError for a config that units do not go with.
     """
-    if len(generators := config.model.generators) > 1:
-        raise UserError(f"units=auto: {len(generators)} generators stand behind the LLM; keep one, or write the units")
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
 
-    def fastest(
-        allocate: Callable[[Problem], Any], configure: Callable[[Config, Any], Config]
-    ) -> PipelineForecast | None:
+    def fastest(allocate: Callable[[Problem], Allocation | None]) -> PipelineForecast | None:
         for share, items in ROOMS:
             allocation = allocate(problem._replace(room=share * problem.room, exchanged_items=items))
             if allocation is None:
                 return None
             try:
-                forecast = forecast_pipeline(configure(config, allocation), cluster, index, weights, measure_speed)
+                planned = with_units(config, allocation)
+                validate(planned)
+                forecast = forecast_pipeline(planned, cluster, index, weights, measure_speed)
             except UserError:  # a stage does not fit
                 continue
             # Stages whose remat the config states are forecast as they are.
@@ -82,45 +91,77 @@ def choose_units(
                 return forecast
         return None
 
-    families = fastest(allocate, with_units), fastest(allocate_chain, with_chain)
-    return sorted(filter(None, families), key=lambda forecast: forecast.seconds)
+    families = fastest(allocate), fastest(allocate_chain)
+    units = sorted(filter(None, families), key=lambda forecast: forecast.seconds)
+    speed = units[0].speed if units else measure_speed({})
+    meshes = [(unit, found.microbatches) for found in allocate_meshes(problem, MESHES) for unit in found.units.values()]
+    return Chosen(units, forecast_best_mesh(config, cluster, index, weights, speed, meshes))
 
 
 def allocation_problem(
     config: Config, cluster: Cluster, index: LengthIndex, weights: Sequence[float], measure_speed: MeasureSpeed
 ) -> Problem:
-    """Count what every tower's layers cost in a step of this data, at each degree of tensor parallelism.
+    """Count what every tower's layers cost in a step of this data, with each layout.
 
     Layers are measured on a row that holds almost any sample or item, and take as long for a position of any row.
     """
     rates = cluster.device.rates(config.training.precision)
     config = replace(config, model=resolve_attention(config.model, rates))
+    model = config.model
     samples = int(make_budget(index, config, weights).samples_per_step)
     drawn = np.random.default_rng(config.seed).integers(0, len(index), min(DRAWN, 4 * samples))
-    lengths = _lengths(config.model, index, drawn)
+    lengths = _lengths(model, index, drawn)
     share = samples / len(drawn)
-    works = {tower: _step_work(config.model, tower, n, share) for tower, n in lengths.items()}
+    works = {tower: _step_work(model, tower, n, share) for tower, n in lengths.items()}
     row = {tower: _whole_blocks(work.long) for tower, work in works.items()}
-    speed = measure_speed({tower: (1, [n]) for tower, n in row.items() if tower not in config.model.generators})
+    speed = measure_speed({tower: (1, [n]) for tower, n in row.items() if tower not in model.generators})
     measured = {
         tower: times._replace(seconds={row[tower]: times.interpolate(row[tower])})
         for tower, times in speed.measured.items()
     }
     speed = replace(speed, measured=measured)
-    towers = towers_of(config.model)
-    costs: dict[str, list[TowerCosts]] = {
-        tower: [
-            _tower_costs(config, cluster, tower, t, works, speed)
-            for t in TENSOR
-            if t <= cluster.per_node and all(count % t == 0 for count in head_counts(towers[tower]))
-        ]
-        for tower in (*config.model.encoders, "llm", *(name for name in towers if name in config.model.generators))
-    }
-    costs |= {name: [_unet_costs(config, name, works, speed)] for name in unets(config.model)}
-    ranks = tuple(n for n in range(1, min(samples, cluster.devices) + 1) if samples % n == 0)
-    room = config.mesh.memory * GB or USABLE * cluster.device.memory
-    generator = next(iter(config.model.generators), "")
-    return Problem(costs, cluster, room, ranks, MICROBATCHES, samples, generator)
+    validate(_on_units(config, {tower: Unit() for tower in works}, 2))
+    return Problem(
+        towers={
+            tower: [
+                _tower_costs(config, cluster, tower, layout, works, speed)
+                for layout in _list_layouts(config, cluster, tower)
+            ]
+            for tower in (*model.encoders, "llm", *model.generators)
+        },
+        cluster=cluster,
+        room=config.mesh.memory * GB or USABLE * cluster.device.memory,
+        ranks=tuple(n for n in range(1, min(samples, cluster.devices) + 1) if samples % n == 0),
+        microbatches=MICROBATCHES,
+        samples=samples,
+        generators=tuple(model.generators),
+        virtual=(1, *(n for n in VIRTUAL if _is_allowed(config, "llm", Unit(pipeline=2, virtual=n)))),
+    )
+
+
+def _list_layouts(config: Config, cluster: Cluster, tower: str) -> list[Layout]:
+    """List what a config allows of tensor parallelism and, for the LLM, of context and expert parallelism."""
+    layouts = [Layout(tensor=tensor) for tensor in TENSOR]
+    if tower == "llm":
+        layouts += [Layout(tensor=tensor, context=context) for tensor in TENSOR for context in CONTEXT[1:]]
+        layouts += [Layout(tensor=tensor, expert=expert) for tensor in TENSOR for expert in EXPERT]
+    return [
+        layout
+        for layout in layouts
+        if cluster.per_node % (layout.tensor * layout.context) == 0
+        and layout.expert <= cluster.devices
+        and _is_allowed(config, tower, Unit(**vars(layout)))
+    ]
+
+
+def _is_allowed(config: Config, tower: str, unit: Unit) -> bool:
+    """Return whether a config allows these units of a tower."""
+    units = {name: Unit() for name in ("llm", *config.model.item_modules)} | {tower: unit}
+    try:
+        validate(_on_units(config, units, 2))
+    except UserError:
+        return False
+    return True
 
 
 def _lengths(model: ModelConfig, index: LengthIndex, samples: np.ndarray) -> dict[str, np.ndarray]:
@@ -139,18 +180,17 @@ class StepWork(NamedTuple):
     positions: float
     pairs: float
     long: float  # positions that hold almost any sample or item
-    longest: dict[int, float]  # of a microbatch, as expected, by how many microbatches a step has
+    lengths: RowLengths
 
 
 def _step_work(model: ModelConfig, tower: str, lengths: np.ndarray, share: float) -> StepWork:
     """Count the work of a step with these lengths. share: of the drawn samples, in a step."""
-    # The longest of n draws is expected to be longer than n of n + 1.
-    longest = {count: float(np.quantile(lengths, 1 - 1 / (len(lengths) * share / count + 1))) for count in MICROBATCHES}
+    positions = float(lengths.sum()) * share
     return StepWork(
-        positions=float(lengths.sum()) * share,
+        positions=positions,
         pairs=_pairs(model, tower, lengths) * share,
         long=float(np.quantile(lengths, LONG)),
-        longest=longest,
+        lengths=RowLengths(np.sort(lengths) / max(1.0, positions), len(lengths) * share),
     )
 
 
@@ -173,188 +213,143 @@ def _tower_costs(
     config: Config,
     cluster: Cluster,
     tower: str,
-    tensor: int,
+    layout: Layout,
     works: Mapping[str, StepWork],
     speed: Speed,
 ) -> TowerCosts:
-    model = config.model
+    model = resolve_attention(config.model, speed.rates, layout.context)
     activation = ACTIVATION[config.training.precision]
-    tower_config = towers_of(model)[tower]
-    shape = {name: (1, max(1, int(work.positions))) for name, work in works.items()}
-    batch = DeviceBatch(shape, {}, pairs={name: work.pairs for name, work in works.items()})
-    work = row_work(model, shape, batch.pairs)[tower]
-    sharding = ModelSharding(tensor, tensor, tensor)
+    tower_config = {"llm": model.llm, **model.item_modules}[tower]
+    layers = layers_of(model, tower)
+    frozen = frozen_modules(model)
+    has_backward = bool(needed_gradients(tower, model, frozen))
+    # Devices of a rank share the LLM's rows.
+    parts = {name: layout.context if name == "llm" else 1 for name in works}
+    shape = {name: (1, max(1, int(work.positions / parts[name]))) for name, work in works.items()}
+    pairs = {name: work.pairs / parts[name] for name, work in works.items()}
+    batch = DeviceBatch(shape, {}, pairs=pairs, context=layout.context)
+    work = row_work(model, shape, pairs)[tower]
+    mesh = {axis: getattr(layout, axis) for axis in AXES}
+    way = resolve_sequence_parallel(replace(config, model=model), layout, mesh, batch, cluster.device, (tower,))
     machine = ClusterRun(
         cluster,
-        {"data": 1, "fsdp": 1, "tensor": tensor},
-        sharding,
+        mesh,
+        model_sharding(replace(layout, sequence_parallel=way), mesh),
         speed,
         activation,
         config.training.loss_chunks or 1,
         reference=repeats_forward(config.loss),
     )
-    length = _whole_blocks(works[tower].long) if tower_config.attention == "dense" else LINEAR
-    by_policy = saved_bytes_per_layer(model, tower, (1, length), config.training.precision)
-    traced = row_work(model, {tower: (1, length)})[tower].positions
-    per_position = {policy: saved.device / traced for policy, saved in by_policy.items() if policy != "offload"}
-    has_backward = bool(needed_gradients(tower, model, frozen_modules(model)))
-    measured = speed.layer(tower, shape[tower])  # launches included
-    launches = [0.0 if measured else n * speed.rates.launch for n in (FORWARD_KERNELS, BACKWARD_KERNELS)]
+    if isinstance(tower_config, UnetConfig):
+        amounts = {tower: work}
+        saved, peaks = unet_bytes(model, amounts, frozen, activation)
+        plain = with_changes(model, {tower: {"remat": "none"}})
+        unsaved = unet_bytes(plain, amounts, frozen, activation)[0]
+        peak = sum(peaks)
+        sizes = np.array([saved])
+        again = np.zeros(1)
+    else:
+        length = _whole_blocks(works[tower].long) if tower_config.attention == "dense" else LINEAR
+        by_policy = saved_bytes_per_layer(model, tower, (1, length), config.training.precision)
+        traced = row_work(model, {tower: (1, length)})[tower].positions
+        per_position = {policy: saved.device / traced for policy, saved in by_policy.items() if policy != "offload"}
+        sizes = again = np.zeros(1)
+        if has_backward:
+            sizes, again = _policies(model, tower, machine, per_position, work)
+        unsaved = per_position["none"] * work.positions
+        peak = layer_backward_bytes(model, tower, float(sizes.max()), work, machine.sharding, activation)
     passes = []
-    for layer in range(tower_config.layers):
-        if 1 < layer < tower_config.layers - 1:
+    empty = []
+    nothing = replace(batch, shape=dict.fromkeys(shape, (1, 1)), pairs=dict.fromkeys(pairs, 0.0))
+    for layer in range(layers):
+        if 1 < layer < layers - 1:
             passes.append(passes[1])
+            empty.append(empty[1])
             continue
         run = StageRun(
             tower=tower,
             layers=range(layer, layer + 1),
             policies=("none",),
-            devices=range(tensor),
+            devices=range(layout.tensor * layout.context),
             machine=machine,
             trainable=0.0,
             frozen=0.0,
             moments=0.0,
             has_backward=has_backward,
-            unsaved=per_position["none"],
+            unsaved=unsaved / work.positions,
         )
         passes.append(pass_seconds(model, run, batch))
-    forward, backward = (
-        np.maximum(np.array(column) - n, 0) for column, n in zip(zip(*passes, strict=True), launches, strict=True)
-    )
-    saved, again = _policies(config, tower, tensor, per_position, work, speed, has_backward)
+        empty.append(pass_seconds(model, run, nothing))
+    # What a pass takes however little it computes.
+    launch = np.mean(empty, axis=0)
+    forward, backward = np.maximum(np.array(passes) - empty, 0).T
     if tower != "llm":
         # What the connector keeps of tokens is spread over the layers.
-        saved = saved + has_backward * token_bytes(model, tower, batch, activation) / tower_config.layers
-    unsaved = float(saved.max())
-    gathered = layer_backward_bytes(model, tower, unsaved, work, sharding, activation) * has_backward
-    loss = loss_bytes(model, work.positions, sharding, activation, machine.loss_chunks) if tower == "llm" else 0.0
-    trained, frozen, moments = _elements(config, tower)
-    trained, frozen, moments = trained / tensor, frozen / tensor, moments / tensor
-    memory = speed.rates.memory
+        sizes = sizes + has_backward * token_bytes(model, tower, replace(batch, context=1), activation) / layers
+    loss = 0.0
+    if tower == "llm":
+        loss = loss_bytes(model, work.positions, machine.sharding, activation, machine.loss_chunks)
+    trained, untrained, moments = (elements / layout.tensor for elements in _elements(config, tower))
+    resident = 0.0 if config.optimizer.offload else moments
     cast = 0 if activation == MASTER else MASTER + activation
-    update = (5 * MASTER * trained + 2 * moments) / memory
-    if config.optimizer.offload:
-        update = update + 2 * moments / speed.rates.host
     return TowerCosts(
-        tensor=tensor,
-        width=tower_config.width,
+        layout=layout,
+        width=tower_config.widths[0] if isinstance(tower_config, UnetConfig) else tower_config.width,
         forward=forward,
-        backward=backward * has_backward,
-        smallest={count: n / shape[tower][1] for count, n in works[tower].longest.items()},
-        launch=(launches[0], launches[1] * has_backward),
-        cast_forward=cast * trained / memory,
-        cast_backward=(cast + 2 * activation + 2 * MASTER) * trained / memory,
+        backward=backward,
+        lengths=works[tower].lengths,
+        launch=(float(launch[0]), float(launch[1])),
+        cast_forward=cast * trained / speed.rates.memory,
+        cast_backward=(cast + 2 * activation + 2 * MASTER) * trained / speed.rates.memory,
         # Parameters, gradients, and copies in the precision of the computation.
-        state=(2 * MASTER + activation) * trained
-        + activation * frozen
-        + (0.0 if config.optimizer.offload else moments),
-        gathered=activation * (trained + frozen),
+        state=(2 * MASTER + activation) * trained + activation * untrained + resident,
+        gathered=activation * (trained + untrained),
         scattered=activation * trained,
         gradients=MASTER * trained,
-        update=update,
-        saved=saved,
+        update=elementwise_update_seconds(MASTER * trained, moments, config.optimizer, machine),
+        saved=sizes,
         again=again,
-        peak=(gathered, max(gathered, loss)),
-        passed=float(work.positions * tower_config.width * activation),
+        peak=(peak * has_backward, max(peak * has_backward, loss)),
+        passed=float(work.positions * getattr(tower_config, "width", 0) * activation),
         tokens=0.0 if tower == "llm" else float(max(work.tokens, 1) * model.llm.width * activation),
-    )
-
-
-def _unet_costs(config: Config, name: str, works: Mapping[str, StepWork], speed: Speed) -> TowerCosts:
-    """Count what a UNet costs in a step: one stage, since blocks on the way up take what those on the way down made."""
-    model = config.model
-    unet = model.generators[name]
-    rates = speed.rates
-    activation = ACTIVATION[config.training.precision]
-    frozen = frozen_modules(model)
-    shape = {tower: (1, max(1, int(work.positions))) for tower, work in works.items()}
-    work = row_work(model, shape)[name]
-    images = work.tokens // unet.queries
-    flops, connector = (executed(model, shape, frozen)[module] for module in (name, f"{name}.connector"))
-    saved, largest = unet_saved_bytes(unet, images, activation, name not in frozen)
-    unsaved = unet_saved_bytes(replace(unet, remat="none"), images, activation, name not in frozen)[0]
-    has_backward = bool(needed_gradients(name, model, frozen))
-    # The kernel's operations, of both passes together, are divided like the others.
-    slower = flops.attention / flops.total * (1 / (rates.attention or rates.flops) - 1 / rates.flops)
-    forward, backward = (
-        flops_of_pass * (1 / rates.flops + slower) + of_connector / rates.flops + passes * unsaved / rates.memory
-        for flops_of_pass, of_connector, passes in (
-            (flops.forward, connector.forward, 1),
-            (flops.backward, connector.backward, PASSES - 1),
-        )
-    )
-    counts, moments = parameters(model), moment_bytes(model, frozen, config.optimizer)
-    modules = (name, f"{name}.connector")
-    trained = np.array([float(sum(counts[module] for module in modules if module not in frozen))])
-    fixed = np.array([float(sum(counts[module] for module in modules if module in frozen))])
-    moved = np.array([float(sum(moments.get(module, 0.0) for module in modules))])
-    memory = rates.memory
-    cast = 0 if activation == MASTER else MASTER + activation
-    blocks = len(unet_blocks(unet))
-    # Moments in host memory are loaded for the update.
-    resident, loaded = (0.0, 2 * moved / rates.host) if config.optimizer.offload else (moved, 0.0)
-    return TowerCosts(
-        tensor=1,
-        width=unet.widths[0],
-        forward=np.array([forward]),
-        backward=np.array([backward * has_backward]),
-        smallest={count: n / shape[name][1] for count, n in works[name].longest.items()},
-        launch=(FORWARD_KERNELS * rates.launch * blocks, BACKWARD_KERNELS * rates.launch * blocks * has_backward),
-        cast_forward=cast * trained / memory,
-        cast_backward=(cast + 2 * activation + 2 * MASTER) * trained / memory,
-        state=(2 * MASTER + activation) * trained + activation * fixed + resident,
-        gathered=activation * (trained + fixed),
-        scattered=activation * trained,
-        gradients=MASTER * trained,
-        update=(5 * MASTER * trained + 2 * moved) / memory + loaded,
-        saved=np.array([saved]),
-        again=np.zeros(1),
-        peak=(largest, largest),
-        passed=0.0,
-        tokens=float(max(work.tokens, 1) * model.llm.width * activation),
+        experts=module_parameters(model)[tower].experts / parameters(model)[tower],
     )
 
 
 def _policies(
-    config: Config,
-    tower: str,
-    tensor: int,
-    per_position: Mapping[Remat, float],
-    work: Work,
-    speed: Speed,
-    has_backward: bool,
+    model: ModelConfig, tower: str, machine: ClusterRun, per_position: Mapping[Remat, float], work: Work
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the bytes that a layer saves and its seconds of recomputation, by policy: those on the convex hull."""
-    if not has_backward:
-        return np.zeros(1), np.zeros(1)
-    tower_config = towers_of(config.model)[tower]
-    activation = ACTIVATION[config.training.precision]
-    measured = speed.layer(tower, (1, work.inputs or work.positions))
+    tower_config = {"llm": model.llm, **model.item_modules}[tower]
+    parts = machine.sharding.parts(tower)
+    how = machine.activation, parts, machine.sharding.sequence_parallel != "off"
+    measured = machine.speed.layer(tower, (1, work.inputs or work.positions))
+
+    def seconds(policy: Remat) -> float:
+        if measured:
+            return (measured[policy] - measured["none"]) / parts
+        return recompute_flops(model, tower, work, policy) / machine.speed.rates.flops / parts
+
     points = sorted(
         (
-            (
-                measured[policy] - measured["none"]
-                if measured
-                else recompute_flops(config.model, tower, work, policy) / speed.rates.flops
-            )
-            / tensor,
+            seconds(policy),
             divide_by_tensor_parallelism(
-                SavedBytes(n * work.positions), tower_config, policy, work.positions, activation, tensor
+                SavedBytes(n * work.positions), tower_config, policy, work.positions, *how
             ).device,
         )
         for policy, n in per_position.items()
     )
     hull: list[tuple[float, float]] = []
-    for seconds, size in points:
+    for again, size in points:
         if hull and size >= hull[-1][1]:
             continue
         # Of three points, the middle one stays if it saves more bytes a second than the last would.
-        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (seconds - hull[-1][0]) >= (size - hull[-1][1]) * (
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (again - hull[-1][0]) >= (size - hull[-1][1]) * (
             hull[-1][0] - hull[-2][0]
         ):
             hull.pop()
-        hull.append((seconds, size))
-    return np.array([size for _, size in hull]), np.array([seconds for seconds, _ in hull])
+        hull.append((again, size))
+    return np.array([size for _, size in hull]), np.array([again for again, _ in hull])
 
 
 def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -363,23 +358,17 @@ def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.nd
     frozen = frozen_modules(model)
     counts = parameters(model)
     moments = moment_bytes(model, frozen, config.optimizer)
-    tower_config = towers_of(model)[tower]
-    layers = np.full(tower_config.layers, module_parameters(model)[tower].layers / tower_config.layers)
+    depth = layers_of(model, tower)
+    layers = np.full(depth, module_parameters(model)[tower].layers / depth)
     ends = counts[tower] - layers.sum()
     table = model.llm.vocab * model.llm.width if tower == "llm" else ends
     layers[0] += table
     layers[-1] += ends - table
-    trained, untrained, moved = (
-        np.zeros(tower_config.layers),
-        np.zeros(tower_config.layers),
-        np.zeros(tower_config.layers),
-    )
+    trained, untrained, moved = (np.zeros(depth) for _ in range(3))
     (untrained if tower in frozen else trained)[:] += layers
     if tower in frozen:  # quantised, they take the bytes of fewer
         activation = ACTIVATION[config.training.precision]
-        untrained -= (
-            counts[tower] - parameter_bytes(model, frozen, activation)[tower] / activation
-        ) / tower_config.layers
+        untrained -= (counts[tower] - parameter_bytes(model, frozen, activation)[tower] / activation) / depth
     else:
         moved += moments[tower] * layers / layers.sum()
     for module, count in counts.items():
@@ -387,41 +376,22 @@ def _elements(config: Config, tower: str) -> tuple[np.ndarray, np.ndarray, np.nd
             (untrained if module in frozen else trained)[-1] += count
             moved[-1] += moments.get(module, 0.0)
         elif module.endswith(".lora") and module.split(".")[0] == tower:
-            trained += count / tower_config.layers
-            moved += moments.get(module, 0.0) / tower_config.layers
+            trained += count / depth
+            moved += moments.get(module, 0.0) / depth
     return trained, untrained, moved
 
 
 def with_units(config: Config, allocation: Allocation) -> Config:
     """Return the config with the units of an allocation, and rows and microbatches for them."""
-    # Larger tensor-parallel groups come first, so that each lies within a node.
-    order = sorted(allocation.towers, key=lambda tower: -allocation.towers[tower].tensor)
-    units = {
-        tower: Unit(data=t.data, fsdp=t.fsdp, tensor=t.tensor, pipeline=t.stages, cuts=t.cuts)
-        for tower, t in ((tower, allocation.towers[tower]) for tower in order)
-    }
-    ranks = {tower: t.data * t.fsdp for tower, t in allocation.towers.items()}
-    every = math.lcm(*ranks.values())
-    rows = {tower: ranks["llm"] if tower == "llm" else every for tower in ranks}
-    return _on_units(config, units, rows, allocation.microbatches)
+    # Larger groups come first, so that each lies within a node.
+    units = sorted(allocation.units.items(), key=lambda item: -item[1].tensor * item[1].context)
+    return _on_units(config, dict(units), allocation.microbatches)
 
 
-def with_chain(config: Config, allocation: ChainAllocation) -> Config:
-    """Return the config with the unit of a chain, and rows and microbatches for it."""
-    layers = [f"{tower}.{n}" for tower in allocation.towers for n in range(layers_of(config.model, tower))]
-    unit = Unit(
-        modules=allocation.towers,
-        data=allocation.data,
-        fsdp=allocation.fsdp,
-        tensor=allocation.tensor,
-        pipeline=len(allocation.cuts) + 1,
-        cuts=tuple(layers[cut] for cut in allocation.cuts),
-    )
-    rows = dict.fromkeys(allocation.towers, allocation.data * allocation.fsdp)
-    return _on_units(config, {"all": unit}, rows, allocation.microbatches)
-
-
-def _on_units(config: Config, units: dict[str, Unit], rows: Mapping[str, int], microbatches: int) -> Config:
-    batch = replace(config.batch, rows={tower: rows[tower] for tower in config.batch.rows}, microbatches=microbatches)
+def _on_units(config: Config, units: dict[str, Unit], microbatches: int) -> Config:
+    topology = units_topology(units)
+    items = topology.ranks * topology.encoders_per_rank
+    rows = {tower: topology.ranks if tower == "llm" else items for tower in config.batch.rows}
     mesh = replace(MeshConfig(), memory=config.mesh.memory, host_memory=config.mesh.host_memory)
+    batch = replace(config.batch, rows=rows, microbatches=microbatches)
     return replace(config, units=units, batch=batch, mesh=mesh)

@@ -8,144 +8,158 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import lru_cache
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from mmjax.planning.tower_options import Choice, Problem, TowerOptions, link_bandwidth, list_options
+from mmjax.config import Unit
+from mmjax.config.training import unit_devices
+from mmjax.planning.schedules import StageGraph, make_schedule
+from mmjax.planning.tower_options import (
+    Choice,
+    Problem,
+    TowerOptions,
+    first_padded_rows,
+    link_bandwidth,
+    list_options,
+)
 
 SIMULATIONS = 4_000  # at most
 
 
-class TowerAllocation(NamedTuple):
-    """Devices of a tower."""
-
-    tensor: int
-    data: int
-    fsdp: int
-    cuts: tuple[int, ...]  # first layers of its stages but the first
-
-    @property
-    def stages(self) -> int:
-        """Count its stages."""
-        return len(self.cuts) + 1
-
-    @property
-    def devices(self) -> int:
-        """Count its devices."""
-        return self.tensor * self.data * self.fsdp * self.stages
-
-
 @dataclass(frozen=True)
 class Allocation:
-    """The devices of all towers, the microbatches of a step, and the simulated seconds of the step."""
+    """The units of all towers, the microbatches of a step, and the simulated seconds of the step."""
 
-    towers: dict[str, TowerAllocation]
+    units: dict[str, Unit]
     microbatches: int
     seconds: float
-    bubble: float
 
     @property
     def devices(self) -> int:
         """Count the devices that are used."""
-        return sum(tower.devices for tower in self.towers.values())
+        return sum(map(unit_devices, self.units.values()))
 
 
 # ----------------------------------------------------------------------------------------------------- simulation
 
 
 @njit(cache=True)
-def makespan(forward, backward, following, edge, depth, microbatches):
-    """Return the seconds of a step in 1F1B with equal microbatches, as `planning.simulate` does with blocking senders.
+def orders_1f1b(depth, microbatches):
+    """Return the actions of stages with so many stages behind in 1F1B, as `makespan` takes them."""
+    orders = np.zeros((len(depth), 2 * microbatches, 3), np.int64)
+    for stage in range(len(depth)):
+        warmup = min(depth[stage], microbatches)
+        for n in range(2 * microbatches):
+            turn = n - warmup
+            kind, number = 1, n - microbatches
+            if turn < 0:
+                kind, number = 0, n
+            elif turn < 2 * (microbatches - warmup):
+                kind, number = turn % 2, turn // 2 + (warmup if turn % 2 == 0 else 0)
+            orders[stage, n] = kind, stage, number
+    ends = 2 * microbatches * np.arange(1, len(depth) + 1)
+    return orders.reshape(-1, 3), ends
 
-    following: int `[stages]`, the stage that takes what a stage makes, -1 for the last; a stage stands behind those
-    that it takes from. edge: seconds of that transfer. depth: stages behind.
+
+@lru_cache(maxsize=1024)
+def orders_interleaved(
+    edges: tuple[tuple[int, int], ...], workers: tuple[int, ...], microbatches: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the actions of stages on these workers in an interleaved schedule, as `makespan` takes them."""
+    orders = make_schedule("interleaved", StageGraph(edges, workers), microbatches).orders
+    actions = [(a.kind == "backward", a.stage, a.microbatch) for order in orders for a in order]
+    return np.array(actions, np.int64), np.cumsum([len(order) for order in orders])
+
+
+@njit(cache=True)
+def makespan(orders, ends, forward, backward, edges, delay, microbatches):
+    """Return the seconds of a step with equal microbatches, as `planning.simulate` does with blocking senders.
+
+    orders: int `[actions, 3]`, backward (1) or forward (0), stage and microbatch, of one worker behind the other. ends:
+    of each worker's. edges: int `[edges, 2]`, stages that give and take activations; delay: seconds of each.
     """
-    stages = len(forward)
-    ends = np.full((2, stages, microbatches), -1.0)
-    free = np.zeros(stages)
-    position = np.zeros(stages, np.int64)
-    received = np.zeros(stages)  # the longest transfer into each stage, which its backward pass makes in return
-    for s in range(stages):
-        if following[s] >= 0:
-            received[following[s]] = max(received[following[s]], edge[s])
-    unfinished = stages
+    done = np.full((2, len(forward), microbatches), -1.0)
+    free = np.zeros(len(ends))
+    position = np.append(0, ends[:-1])
+    unfinished = len(ends)
     while unfinished:
-        for s in range(stages):
-            warmup = min(depth[s], microbatches)
-            while position[s] < 2 * microbatches:
-                turn = position[s] - warmup
-                kind, number = 1, position[s] - microbatches
-                if turn < 0:
-                    kind, number = 0, position[s]
-                elif turn < 2 * (microbatches - warmup):
-                    kind, number = turn % 2, turn // 2 + (warmup if turn % 2 == 0 else 0)
-                start = free[s]
+        for worker in range(len(ends)):
+            while position[worker] < ends[worker]:
+                kind, stage, number = orders[position[worker]]
+                start = free[worker]
+                sent = 0.0
                 ready = True
-                if kind == 0:
-                    for producer in range(s):
-                        if following[producer] == s:
-                            ready = ready and ends[0, producer, number] >= 0
-                            start = max(start, ends[0, producer, number] + edge[producer])
-                elif following[s] >= 0:
-                    ready = ends[1, following[s], number] >= 0
-                    start = max(start, ends[1, following[s], number] + edge[s])
+                for n in range(len(edges)):
+                    if edges[n, 1 - kind] == stage:
+                        arrived = done[kind, edges[n, kind], number]
+                        ready = ready and arrived >= 0
+                        start = max(start, arrived + delay[n])
+                    elif edges[n, kind] == stage:
+                        sent = max(sent, delay[n])
                 if not ready:
                     break
-                ends[kind, s, number] = start + (forward[s] if kind == 0 else backward[s])
-                sent = received[s] if kind == 1 else (edge[s] if following[s] >= 0 else 0.0)
-                free[s] = ends[kind, s, number] + sent
-                position[s] += 1
-                if position[s] == 2 * microbatches:
-                    unfinished -= 1
-    return ends.max()
+                done[kind, stage, number] = start + (forward[stage] if kind == 0 else backward[stage])
+                free[worker] = done[kind, stage, number] + sent
+                position[worker] += 1
+                unfinished -= position[worker] == ends[worker]
+    return done.max()
 
 
 def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches: int) -> Allocation:
     """Simulate a step with equal microbatches. Links of a node count only where the cluster is one node."""
-    last = [problem.generator] if problem.generator in chosen else []
-    names = [*(name for name in chosen if name not in ("llm", *last)), "llm", *last]
-    counts = [len(chosen[name][0].cuts) + 1 for name in names]
-    at_llm = names.index("llm")
-    first_of_llm = sum(counts[:at_llm])
-    behind_llm = sum(counts[at_llm + 1 :])
-    forward, backward, following, edge, depth = [], [], [], [], []
+    generators = [name for name in problem.generators if name in chosen]
+    names = [*(name for name in chosen if name not in ("llm", *generators)), "llm", *generators]
+    counts = [chosen[name][0].passes.shape[1] for name in names]
+    firsts = dict(zip(names, accumulate(counts, initial=0), strict=False))
     llm, k = chosen["llm"]
-
-    def transfer(name: str) -> float:
-        """Return the seconds in which tokens travel between the LLM and another tower."""
+    last_of_llm = firsts["llm"] + len(llm.cuts)
+    forward, backward, workers, depth = [], [], [], []
+    edges: dict[tuple[int, int], float] = {}
+    for name in names:
         options, n = chosen[name]
-        sent = options.share[n] * options.costs.tokens / link_bandwidth(problem.cluster)
-        return sent * max(options.ranks[n] / llm.ranks[k], llm.costs.tensor / options.costs.tensor)
-
-    for number, (name, stages) in enumerate(zip(names, counts, strict=True)):
-        options, n = chosen[name]
-        begin = len(forward)
+        begin = firsts[name]
+        stages = options.passes.shape[1]
         forward += options.forward[n].tolist()
         backward += options.backward[n].tolist()
-        following += range(begin + 1, begin + stages)
-        # Of a step's bytes, those that a device sends or receives, whichever are more.
-        edge += [options.edge[n]] * (stages - 1)
-        downstream = counts[at_llm] + behind_llm if number < at_llm else behind_llm if name == "llm" else 0
-        depth += range(downstream + stages - 1, downstream - 1, -1)
-        # Encoders send to the LLM, the LLM to the generator, and the last of both to nobody.
-        is_last = number == len(names) - 1
-        following.append(-1 if is_last else first_of_llm if number < at_llm else begin + stages)
-        edge.append(0.0 if is_last else transfer(name if number < at_llm else names[-1]))
-    arrays = [np.array(column, np.float64) for column in (forward, backward, edge)]
-    following_, depth_ = np.array(following, np.int64), np.array(depth, np.int64)
-    passes = float(makespan(arrays[0], arrays[1], following_, arrays[2], depth_, microbatches))
-    busy = microbatches * float(arrays[0].sum() + arrays[1].sum())
+        workers += [len(set(workers)) + stage % options.workers for stage in range(stages)]
+        edges |= {(stage, stage + 1): options.edge[n] for stage in range(begin, begin + stages - 1)}
+        behind = 0 if name in generators else bool(generators) + (name != "llm") * (len(llm.cuts) + 1)
+        depth += range(behind + stages - 1, behind - 1, -1)
+        if name != "llm":
+            # Of a step's bytes, those that a device sends or receives, whichever are more.
+            sent = options.share[n] * options.costs.tokens / link_bandwidth(problem.cluster)
+            tensor = llm.costs.layout.tensor / options.costs.layout.tensor
+            ends = (last_of_llm, begin) if name in generators else (begin + stages - 1, firsts["llm"])
+            edges[ends] = sent * max(options.ranks[n] / llm.item_ranks[k], tensor)
+    if llm.virtual > 1:
+        orders = orders_interleaved(tuple(edges), tuple(workers), microbatches)
+    else:
+        orders = orders_1f1b(np.array(depth), microbatches)
+    times = np.array(forward), np.array(backward)
+    arrays = np.array(list(edges), np.int64).reshape(-1, 2), np.array(list(edges.values()), np.float64)
+    passes = float(makespan(*orders, *times, *arrays, microbatches))
     return Allocation(
-        towers={
-            name: TowerAllocation(options.costs.tensor, int(options.data[n]), int(options.fsdp[n]), options.cuts)
-            for name, (options, n) in chosen.items()
-        },
+        units={name: make_unit(*choice) for name, choice in chosen.items()},
         microbatches=microbatches,
         seconds=passes + max(float(options.tail[n]) for options, n in chosen.values()),
-        bubble=1 - busy / (len(forward) * passes),
+    )
+
+
+def make_unit(options: TowerOptions, n: int) -> Unit:
+    """Make the unit of a tower with one of its options."""
+    return Unit(
+        data=int(options.data[n]),
+        fsdp=int(options.fsdp[n]),
+        expert=options.costs.layout.expert,
+        context=options.costs.layout.context,
+        tensor=options.costs.layout.tensor,
+        pipeline=options.workers,
+        virtual=options.virtual,
+        cuts=options.cuts,
     )
 
 
@@ -169,31 +183,36 @@ class Objective(NamedTuple):
     generator_path: float = 0.0  # share of a generator's path that counts like an encoder's
 
 
-def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
-    passes, stages = options.passes, options.passes.shape[1]
+def _score_busy(options: TowerOptions, microbatches: int) -> Scores:
+    """Bound by what its devices compute and send, whatever is in flight."""
+    passes = options.passes
+    stages = passes.shape[1]
     edges = options.edge[:, None]
     number = np.arange(stages)
     # Before a stage begins, its first microbatch passes all before it; behind its end, its last goes back through them.
-    before = np.cumsum(passes, axis=1) - passes + 2 * number * edges
+    before = (np.cumsum(passes, axis=1) - passes + 2 * number * edges)[:, : options.workers]
     # A stage sends forwards and back, and waits for both; behind its last pass that no longer counts.
     sends = ((number > 0) * 1 + (number < stages - 1)) * edges
-    busy = before + microbatches * passes + (microbatches - 1) * sends
+    busy = before + microbatches * options.by_worker(passes) + (microbatches - 1) * options.by_worker(sends)
+    path = passes.sum(1) + 2 * (stages - 1) * options.edge
+    return Scores(path, busy.max(1), options.tail)
+
+
+def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
+    """Bound as `_score_busy`, and of an LLM by the round trip of as many microbatches as are in flight."""
+    scores = _score_busy(options, microbatches)
+    if options.costs.tokens or options.virtual > 1:
+        return scores
+    passes = options.passes
+    stages = passes.shape[1]
+    edges = options.edge[:, None]
+    before = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
     # A microbatch enters when that which is `depth + 1` before it has come back from all stages behind.
-    depth = stages - 1 - number
+    depth = stages - 1 - np.arange(stages)
     rounds, rest = np.divmod(microbatches - 1, depth + 1)
     back = np.cumsum(passes[:, ::-1], axis=1)[:, ::-1] + 2 * depth * edges
     waiting = before + (rounds + 1) * back + rest * options.forward
-    alone = busy if options.costs.tokens else np.maximum(busy, waiting)
-    return Scores(passes.sum(1) + 2 * (stages - 1) * options.edge, alone.max(1), options.tail)
-
-
-def _score_busy(options: TowerOptions, microbatches: int) -> Scores:
-    """Score as `_score_bound`, but let any number of microbatches be in flight: one more is with a generator."""
-    passes, stages = options.passes, options.passes.shape[1]
-    edges = options.edge[:, None]
-    upstream = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
-    path = passes.sum(1) + 2 * (stages - 1) * options.edge
-    return Scores(path, (upstream + microbatches * passes).max(1), options.tail)
+    return scores._replace(alone=np.maximum(scores.alone, waiting.max(1)))
 
 
 def _total_bound(encoders: Scores, llm: Scores, _: int) -> np.ndarray:
@@ -232,20 +251,20 @@ def make_table(groups: Sequence[TowerOptions], microbatches: int, objective: Obj
 
 def compatible_ranks(ranks: np.ndarray, llm: Choice) -> np.ndarray:
     """Return which numbers of an encoder's ranks divide those of the LLM's, or are a multiple of them."""
-    of_llm = int(llm[0].ranks[llm[1]])
+    of_llm = int(llm[0].item_ranks[llm[1]])
     return (ranks % of_llm == 0) | (of_llm % np.maximum(ranks, 1) == 0)
 
 
 def encoder_tables(
-    problem: Problem, objective: Objective, microbatches: int, stages: int, rows: int
+    problem: Problem, objective: Objective, microbatches: int, in_flight: int, rows: int
 ) -> list[OptionTable]:
-    """Tabulate the options of all encoders before an LLM of so many stages and ranks, and of a generator behind it."""
+    """Tabulate the options of all encoders before an LLM with so many microbatches in flight, and of generators."""
     tables = []
     for name in problem.towers:
         if name == "llm":
             continue
-        table = make_table(list_options(problem, name, microbatches, stages, rows), microbatches, objective)
-        if name == problem.generator:
+        table = make_table(list_options(problem, name, microbatches, in_flight, rows), microbatches, objective)
+        if name in problem.generators:
             scores = table.scores._replace(path=objective.generator_path * table.scores.path)
             table = table._replace(scores=scores)
         tables.append(table)
@@ -273,13 +292,14 @@ def search(
     encoders = [name for name in problem.towers if name != "llm"]
     llms = rank_llms(problem, objective)
     tables: dict[tuple[int, int, int], list[OptionTable]] = {}
+    padded = {count: first_padded_rows(problem, count) for count in problem.microbatches}
 
-    def complete(n: int, count: int, llm: OptionTable, stages: int) -> Iterator[tuple[float, int, dict[str, Choice]]]:
-        """Yield candidates with encoders before so many stages."""
-        # No more than all microbatches are in flight, and most rows are larger than the smallest.
-        rows = int(llm.ranks[n])
-        small = max((costs.smallest[count] for name in encoders for costs in problem.towers[name]), default=0.0)
-        key = count, min(stages, count), rows if rows * count * small > 1 else 1
+    def complete(n: int, count: int, llm: OptionTable, ahead: int) -> Iterator[tuple[float, int, dict[str, Choice]]]:
+        """Yield candidates with encoders that have so many microbatches in flight behind them."""
+        options, k = llm.choices[n]
+        rows = int(options.item_ranks[k])
+        # No more than all microbatches are in flight, and where rows are full it does not matter how many there are.
+        key = count, min(ahead, count), rows if rows >= padded[count] else 1
         if key not in tables:
             tables[key] = encoder_tables(problem, objective, *key)
         return _complete(problem, objective, llm, n, tables[key], encoders, count, limit)
@@ -290,11 +310,11 @@ def search(
         for score, count, llm, n in llms:
             if score >= limit():
                 break
-            stages = llm.choices[n][0].passes.shape[1]
+            ahead = llm.choices[n][0].in_flight
             if first:
-                yield from islice(complete(n, count, llm, 1 << (stages - 1).bit_length()), 1)
+                yield from islice(complete(n, count, llm, 1 << (ahead - 1).bit_length()), 1)
             elif next(complete(n, count, llm, 1), None):
-                yield from complete(n, count, llm, stages)
+                yield from complete(n, count, llm, ahead)
 
 
 def _complete(
@@ -340,7 +360,7 @@ def allocate(problem: Problem, simulations: int = SIMULATIONS) -> Allocation | N
     exactly. The result is exact if the bounds leave no more candidates than `simulations`.
     """
     best: Allocation | None = None
-    bound = BOUND_WITH_GENERATOR if problem.generator else BOUND
+    bound = BOUND_WITH_GENERATOR if problem.generators else BOUND
     candidates = search(problem, bound, lambda: np.inf if best is None else best.seconds)
     for _, (_, count, chosen) in zip(range(simulations), candidates, strict=False):
         allocation = simulate_choice(problem, chosen, count)

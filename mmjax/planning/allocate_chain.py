@@ -1,181 +1,215 @@
 """Allocate devices to the stages of one chain, encoders before the LLM, that is cut anywhere, for least time.
 
 Every stage has as many devices, and cuts make the stages take equally long (OmniBal 4.2). Candidates have a lower
-bound, and those that it leaves are cut and simulated, best first.
+bound, and those that it leaves are cut and simulated, best first. A chain of one stage is a mesh for all modules.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.planning.allocate import makespan
+from mmjax.config import Layout, Unit
+from mmjax.planning.allocate import Allocation, makespan, orders_1f1b
 from mmjax.planning.partition import partition
-from mmjax.planning.tower_options import LLM_STAGES, SUMMED, Problem, TowerCosts, link_bandwidth, list_splits
+from mmjax.planning.tower_options import (
+    FEW_STAGES,
+    LLM_STAGES,
+    Problem,
+    StageWork,
+    TowerCosts,
+    link_bandwidth,
+    link_seconds,
+    list_splits,
+    stage_work,
+)
 
 SIMULATIONS = 100  # at most
 
 
-class ChainAllocation(NamedTuple):
-    """Devices of every stage of a chain, where it is cut, and the simulated seconds of a step."""
+class Chain(NamedTuple):
+    """Towers on a layout that are not cut yet: in which numbers of stages, and seconds of a step at least in each."""
 
-    towers: tuple[str, ...]
-    tensor: int
-    data: int
-    fsdp: int
-    cuts: tuple[int, ...]  # first layers of its stages but the first, counted through all towers
-    microbatches: int
-    seconds: float
-
-
-class Candidate(NamedTuple):
-    """Stages of a chain that is not cut yet."""
-
-    bound: float  # seconds of a step, at least
     towers: tuple[str, ...]
     costs: list[TowerCosts]
-    shares: np.ndarray  # of a step's work, of a rank in a microbatch, by tower
-    split: np.ndarray  # as `list_splits` lists them
-    stages: int
+    layout: Layout  # of a stage
     microbatches: int
+    shares: np.ndarray  # of a step's work, of a rank in a microbatch, by tower
+    stages: np.ndarray
+    bounds: np.ndarray
 
 
-def allocate_chain(problem: Problem, simulations: int = SIMULATIONS) -> ChainAllocation | None:
+def allocate_chain(problem: Problem, simulations: int = SIMULATIONS) -> Allocation | None:
     """Find the chain of two stages or more with the least simulated seconds of a step; None where none fits."""
-    best: ChainAllocation | None = None
-    candidates = sorted(list_chains(problem), key=lambda candidate: candidate.bound)
-    for candidate in candidates[:simulations]:
-        if best is not None and candidate.bound >= best.seconds:
+    chains = list(list_chains(problem))
+    best: Allocation | None = None
+    for bound, chain, stages in _by_bound(chains, simulations):
+        if best is not None and bound >= best.seconds:
             break
-        allocated = simulate_chain(problem, candidate)
+        allocated = simulate_chain(problem, chain, stages)
         if allocated is not None and (best is None or allocated.seconds < best.seconds):
             best = allocated
     return best
 
 
-def list_chains(problem: Problem) -> Iterator[Candidate]:
-    """Yield every degree of tensor parallelism, split of ranks, number of stages and of microbatches."""
-    devices = problem.cluster.devices
-    encoders = (tower for tower in problem.towers if tower not in ("llm", problem.generator))
-    towers = (*encoders, "llm", *(tower for tower in problem.towers if tower == problem.generator))
-    for llm in problem.towers["llm"]:
-        by_tower = [next((c for c in problem.towers[t] if c.tensor == llm.tensor), None) for t in towers]
-        if None in by_tower:
+def allocate_meshes(problem: Problem, count: int, simulations: int = SIMULATIONS) -> list[Allocation]:
+    """Find meshes of all devices for all modules, the fastest `count` that differ in more than `data` and `fsdp`."""
+    problem = problem._replace(microbatches=(1, *problem.microbatches))
+    fastest: dict[Layout, Allocation] = {}
+    for bound, chain, stages in _by_bound(list(list_chains(problem, of_one_stage=True)), simulations):
+        kind = replace(chain.layout, data=1, fsdp=1)
+        if kind in fastest and bound >= fastest[kind].seconds:
             continue
-        costs = [of_tower for of_tower in by_tower if of_tower is not None]
+        allocated = simulate_chain(problem, chain, stages)
+        if allocated is not None and (kind not in fastest or allocated.seconds < fastest[kind].seconds):
+            fastest[kind] = allocated
+    return sorted(fastest.values(), key=lambda allocation: allocation.seconds)[:count]
+
+
+def _by_bound(chains: Sequence[Chain], simulations: int) -> Iterator[tuple[float, Chain, int]]:
+    """Yield the chains with their numbers of stages, by rising bound."""
+    if not chains:
+        return
+    bounds = np.concatenate([chain.bounds for chain in chains])
+    owners = np.repeat(np.arange(len(chains)), [len(chain.bounds) for chain in chains])
+    stages = np.concatenate([chain.stages for chain in chains])
+    for n in np.argsort(bounds, kind="stable")[:simulations]:
+        yield float(bounds[n]), chains[owners[n]], int(stages[n])
+
+
+def list_chains(problem: Problem, of_one_stage: bool = False) -> Iterator[Chain]:
+    """Yield every layout of a stage, with each number of microbatches. of_one_stage: those of all devices."""
+    devices = problem.cluster.devices
+    towers = (*problem.encoders, "llm", *problem.generators)
+    for costs, way in _list_layouts(problem, towers):
+        llm = costs[towers.index("llm")]
+        width = math.gcd(*(of_tower.width for of_tower in costs))
         layers = sum(len(of_tower.forward) for of_tower in costs)
-        splits = list_splits(problem.cluster, llm.tensor, problem.ranks, math.gcd(*(c.width for c in costs)))
-        for split in splits:
-            ranks = split[0] * split[1]
-            most_stages = min(LLM_STAGES, layers, int(devices // (llm.tensor * ranks)))
-            for count in (n for n in problem.microbatches if n * ranks <= problem.samples):
-                # A microbatch's rows are as long as its longest sample or item, padding included.
-                shares = np.maximum(1 / (count * ranks), [of_tower.smallest[count] for of_tower in costs])
+        for data, fsdp, *_ in list_splits(problem.cluster, way, problem.ranks, width, llm.experts):
+            layout = replace(way, data=int(data), fsdp=int(fsdp))
+            if of_one_stage and layout.ranks * llm.devices != devices:
+                continue
+            stages = np.arange(2, min(LLM_STAGES, layers, devices // (layout.ranks * llm.devices)) + 1)
+            if of_one_stage:
+                stages = np.ones(1, np.int64)
+            elif way != Layout(tensor=way.tensor):
+                stages = stages[np.isin(stages, FEW_STAGES)]
+            if not len(stages):
+                continue
+            for count in (n for n in problem.microbatches if n * layout.ranks <= problem.samples):
+                # Encoders split the rows of a rank's devices that they do not share.
+                ranks = [layout.ranks * _spread(way, c).context if c is not llm else layout.ranks for c in costs]
+                shares = np.array([c.lengths.row_share(count, np.array(n)) for c, n in zip(costs, ranks, strict=True)])
                 path = sum(share * (c.forward + c.backward).sum() for share, c in zip(shares, costs, strict=True))
                 sent = (share * min(c.passed, c.tokens or c.passed) for share, c in zip(shares, costs, strict=True))
                 edge = min(sent) / link_bandwidth(problem.cluster)
-                for stages in range(2, most_stages + 1):
-                    update = sum(c.update.sum() for c in costs) / (stages * split[1])
-                    # A stage is busy with all microbatches behind one's passes through the stages before it, so each
-                    # may take 1 / count of what is left of the step. What is sent last is not waited for.
-                    sends = (count - 1) / count * (2 * stages - 2) * edge
-                    bound = (path + sends) / (1 - (1 - 1 / count) ** stages) + update
-                    yield Candidate(float(bound), towers, costs, shares, split, stages, count)
+                shards = [layout.fsdp * layout.expert * _spread(way, c).context for c in costs]
+                update = sum(c.update.sum() / n for c, n in zip(costs, shards, strict=True)) / stages
+                # A stage is busy with all microbatches behind one's passes through the stages before it, so each may
+                # take 1 / count of what is left of the step. What is sent last is not waited for.
+                sends = (count - 1) / count * (2 * stages - 2) * edge
+                bounds = (path + sends) / (1 - (1 - 1 / count) ** stages) + update
+                yield Chain(towers, costs, layout, count, shares, stages, bounds)
 
 
-def simulate_chain(problem: Problem, candidate: Candidate) -> ChainAllocation | None:
+def _list_layouts(problem: Problem, towers: Sequence[str]) -> Iterator[tuple[list[TowerCosts], Layout]]:
+    """Yield the layouts of the LLM with the costs of all towers on them: encoders are cut like it, or split rows."""
+    for llm in problem.towers["llm"]:
+        for encoders in ("tensor", "data") if llm.layout.tensor > 1 and len(towers) > 1 else ("tensor",):
+            tensor = llm.layout.tensor if encoders == "tensor" else 1
+            costs = [
+                llm if tower == "llm" else next((c for c in problem.towers[tower] if c.layout.tensor == tensor), None)
+                for tower in towers
+            ]
+            if None not in costs:
+                yield costs, replace(llm.layout, encoders=encoders)
+
+
+def _spread(layout: Layout, costs: TowerCosts) -> Layout:
+    """Return the layout as a tower has it: one whose rows are split by `tensor` has its shards there too."""
+    context = layout.context * layout.tensor // costs.layout.tensor
+    return replace(layout, tensor=costs.layout.tensor, context=context)
+
+
+def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | None:
     """Cut a chain and simulate a step; None where it does not fit."""
-    _, towers, costs, shares, (data, fsdp, gather, reduce), stages, count = candidate
-    tower = np.repeat(np.arange(len(costs)), [len(of_tower.forward) for of_tower in costs])  # of every layer
-    share = shares[tower]
-    layers = {name: np.concatenate([getattr(of_tower, name) for of_tower in costs]) for name in SUMMED}
-    launch = np.array([of_tower.launch for of_tower in costs])[tower]
-    forward = share * layers["forward"] + launch[:, 0] + layers["cast_forward"] / fsdp
-    backward = share * layers["backward"] + launch[:, 1] + layers["cast_backward"] / fsdp
-    backward *= layers["backward"] > 0
+    costs, layout = chain.costs, chain.layout
+    count = chain.microbatches
+    firsts = [0, *accumulate(len(of_tower.forward) for of_tower in costs)]  # layers of towers, and the end of all
+    links = [link_seconds(problem.cluster, _spread(layout, of_tower), of_tower.experts) for of_tower in costs]
+    shards = [layout.fsdp * layout.expert * _spread(layout, of_tower).context for of_tower in costs]
+
+    def in_tower(places: np.ndarray, number: int) -> np.ndarray:
+        return np.clip(places - firsts[number], 0, len(costs[number].forward))
+
+    def work(ends: np.ndarray) -> StageWork:
+        of_towers = (
+            stage_work(of_tower, in_tower(ends, n), chain.shares[n], shards[n], *links[n])
+            for n, of_tower in enumerate(costs)
+        )
+        return StageWork(*map(sum, zip(*of_towers, strict=True)))
+
     # Sent where the chain is cut before a layer: activations of its tower, or tokens of the tower before.
-    passed = np.append(share * np.array([of_tower.passed for of_tower in costs])[tower], 0.0)
-    for number in range(1, len(costs)):
-        passed[np.argmax(tower == number)] = shares[number - 1] * max(costs[number - 1].tokens, costs[number].tokens)
-    state = np.append(0.0, np.cumsum(layers["state"]))
-    memory = _ChainMemory(candidate, tower, state, passed, problem.exchanged_items)
-    cuts = partition(forward + backward, stages, passed)
-    if any(memory.least_bytes(stage, ends) > problem.room for stage, ends in enumerate(_ends(cuts, tower))):
+    passed = np.zeros(firsts[-1] + 1)
+    for n, of_tower in enumerate(costs):
+        passed[firsts[n] : firsts[n + 1]] = chain.shares[n] * of_tower.passed
+        if n:
+            split = layout.tensor // costs[n - 1].layout.tensor
+            passed[firsts[n]] = chain.shares[n - 1] * max(split * costs[n - 1].tokens, of_tower.tokens)
+    layers = work(np.arange(firsts[-1] + 1))
+    state = np.append(0.0, np.cumsum(layers.state))
+    # What a rank sends to each, on one mesh to those of its node, and what it receives of each.
+    longest = sum(of_tower.lengths.longest(count) * of_tower.tokens for of_tower in costs)
+    on_node = max(1, problem.cluster.per_node // (layout.context * layout.tensor))
+    exchanged = 2 * (layout.ranks if stages > 1 else min(layout.ranks, on_node)) * problem.exchanged_items * longest
+    first_of_llm = firsts[chain.towers.index("llm")]
+
+    def memory(stage: int, first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Return the bytes with as much computed again as can be, those that it frees, and layers of each tower."""
+        in_flight = min(count, stages - stage)
+        peak = np.where((first <= first_of_llm) & (first_of_llm < end), exchanged, 0.0)
+        least = np.where(first < end, state[end] - state[first], np.inf) + in_flight * (passed[first] + passed[end])
+        freed = np.zeros(np.shape(least))
+        counts = []
+        for n, of_tower in enumerate(costs):
+            counts.append(np.maximum(in_tower(end, n) - in_tower(first, n), 0))
+            in_flight_share = in_flight * chain.shares[n] * counts[n]
+            least = least + in_flight_share * of_tower.saved[-1]
+            freed = freed + in_flight_share * (of_tower.saved[0] - of_tower.saved[-1])
+            peak = np.maximum(peak, (counts[n] > 0) * chain.shares[n] * of_tower.peak[stage == stages - 1])
+        return least + peak, freed, counts
+
+    seconds = sum(layers.passes())
+    cuts = partition(seconds, stages, passed)
+    if any(memory(n, *ends)[0] > problem.room for n, ends in enumerate(pairwise((0, *cuts, firsts[-1])))):
+        tables = np.arange(firsts[-1])[:, None], np.arange(firsts[-1] + 1)
         try:
-            allowed = np.stack([memory.least_bytes(stage) <= problem.room for stage in range(stages)])
-            cuts = partition(forward + backward, stages, passed, fits=allowed)
+            allowed = np.stack([memory(n, *tables)[0] <= problem.room for n in range(stages)])
+            cuts = partition(seconds, stages, passed, fits=allowed)
         except ValueError:
             return None
-    begins = np.array((0, *cuts))
-    again = np.array([memory.recomputation(problem.room, stage, ends) for stage, ends in enumerate(_ends(cuts, tower))])
-    sums = {name: np.add.reduceat(values, begins) for name, values in layers.items()}
-    of_stage = np.maximum(np.add.reduceat(forward, begins), gather * sums["gathered"])
-    back = np.add.reduceat(backward, begins)
-    back = np.maximum(back + again, gather * (sums["gathered"] + sums["scattered"])) * (back > 0)
-    edges = np.append(passed[list(cuts)], 0.0) / link_bandwidth(problem.cluster)
-    following = np.append(np.arange(1, stages), -1)
-    seconds = makespan(of_stage, back, following, edges, np.arange(stages)[::-1].copy(), count)
-    seconds += (2 * reduce * sums["gradients"] / fsdp).max() + (sums["update"] / fsdp).max()
-    return ChainAllocation(towers, costs[0].tensor, int(data), int(fsdp), cuts, count, float(seconds))
-
-
-Ends = tuple[Any, Any]  # of a stage: first layer, and the one behind its last
-ALL = (slice(None), slice(None))  # of all that there may be
-
-
-def _ends(cuts: tuple[int, ...], tower: np.ndarray) -> list[Ends]:
-    """Return the ends of every stage."""
-    return list(pairwise((0, *cuts, len(tower))))
-
-
-class _ChainMemory:
-    """Memory of a device of the stages of a chain: float64 `[layers, layers + 1]` by first layer and end of a stage."""
-
-    def __init__(
-        self, candidate: Candidate, tower: np.ndarray, state: np.ndarray, passed: np.ndarray, exchanged_items: int
-    ) -> None:
-        """tower: number of every layer's. state: bytes before every layer, unsharded. passed: sent before it."""
-        _, towers, self.costs, self.shares, (data, fsdp, *_), self.stages, self.count = candidate
-        first, end = np.arange(len(tower))[:, None], np.arange(len(tower) + 1)
-        self.state = np.where(end > first, state - state[:-1, None], np.inf) / fsdp
-        self.passed = passed + np.append(0.0, passed[1:-1])[:, None]
-        # Layers of every tower between these ends.
-        layers_before = np.stack([np.append(0, np.cumsum(tower == number)) for number in range(len(towers))])
-        self.layers = np.maximum(layers_before[:, None] - layers_before[:, :-1, None], 0)
-        # What a rank sends to each, and what it receives of each.
-        longest = sum(of_tower.smallest[self.count] * of_tower.tokens for of_tower in self.costs)
-        first_of_llm = int(np.argmax(tower == towers.index("llm")))
-        self.exchanged = np.where(
-            (first <= first_of_llm) & (first_of_llm < end), 2 * data * fsdp * exchanged_items * longest, 0.0
-        )
-
-    def _in_flight(self, stage: int) -> int:
-        """Return as many microbatches as stages follow, and one."""
-        return min(self.count, self.stages - stage)
-
-    def _saved(self, stage: int, ends: Ends, policy: int) -> np.ndarray:
-        """Return the bytes that layers save; policy 0: without remat, -1: with the most of it."""
-        saved = self.shares * [of_tower.saved[policy] for of_tower in self.costs]
-        return self._in_flight(stage) * np.tensordot(saved, self.layers[:, *ends], 1)
-
-    def least_bytes(self, stage: int, ends: Ends = ALL) -> np.ndarray:
-        """Return the bytes of a stage with as much computed again as can be."""
-        peaks = self.exchanged[ends]
-        for layers, share, of_tower in zip(self.layers, self.shares, self.costs, strict=True):
-            peaks = np.maximum(peaks, (layers[ends] > 0) * share * of_tower.peak[stage == self.stages - 1])
-        fixed = self.state[ends] + peaks + self._in_flight(stage) * self.passed[ends]
-        return fixed + self._saved(stage, ends, -1)
-
-    def recomputation(self, room: float, stage: int, ends: Ends) -> float:
-        """Return the seconds in which a stage computes again what it has no room for."""
-        spread = self._saved(stage, ends, 0) - self._saved(stage, ends, -1)
-        part = np.clip((room - self.least_bytes(stage, ends)) / np.maximum(spread, 1.0), 0, 1)
-        seconds = 0.0
-        for layers, share, of_tower in zip(self.layers, self.shares, self.costs, strict=True):
+    ends = np.array((0, *cuts, firsts[-1]))
+    again = np.zeros(stages)
+    for stage in range(stages):
+        least, freed, counts = memory(stage, ends[stage], ends[stage + 1])
+        part = np.clip((problem.room - least) / max(freed, 1.0), 0, 1)
+        for of_tower, share, n in zip(costs, chain.shares, counts, strict=True):
             saved = of_tower.saved[-1] + part * (of_tower.saved[0] - of_tower.saved[-1])
-            seconds += share * layers[ends] * np.interp(saved, of_tower.saved[::-1], of_tower.again[::-1])
-        return seconds
+            again[stage] += share * n * np.interp(saved, of_tower.saved[::-1], of_tower.again[::-1])
+    of_stages = work(ends)
+    orders = orders_1f1b(np.arange(stages)[::-1].copy(), count)
+    edges = np.array(list(pairwise(range(stages))), np.int64).reshape(-1, 2)
+    delays = passed[ends[1:-1]] / link_bandwidth(problem.cluster)
+    names = [f"{tower}.{n}" for tower, of_tower in zip(chain.towers, costs, strict=True) for n in _numbers(of_tower)]
+    unit = Unit(**vars(layout), modules=chain.towers, pipeline=stages, cuts=tuple(names[cut] for cut in cuts))
+    total = makespan(*orders, *of_stages.passes(again), edges, delays, count) + of_stages.tail()
+    return Allocation({"all": unit}, count, float(total))
+
+
+def _numbers(costs: TowerCosts) -> range:
+    return range(len(costs.forward))

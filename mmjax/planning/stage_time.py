@@ -88,7 +88,7 @@ def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tup
     attention = 0.0
     if config.attention in ("flash", "auto"):
         # One forward pass of it; of a UNet, its share of all.
-        share = flops.forward / flops.total
+        share = flops.forward / (flops.total or 1.0)
         attention = len(counted) * attention_flops(model, stage.tower, work) if not unet else share * flops.attention
     forward = rates.seconds(flops.forward, attention, flops.float8_forward) / parts
     backward = rates.seconds(flops.backward, max(0.0, flops.attention - attention), flops.float8_backward) / parts

@@ -3,37 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
+from mmjax.config import Layout
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.partition import partition
+from mmjax.planning.schedules import StageGraph, make_schedule
 from mmjax.planning.step_time import collective_seconds
 
-TENSOR = (1, 2, 4, 8)
 ENCODER_STAGES = 8  # at most: an encoder that is too slow gets more ranks
 LLM_STAGES = 64  # at most
+FEW_STAGES = tuple(2**k for k in range(6))  # that are tried with context, expert and virtual parallelism
+SHORT_ROWS = 8  # parts of a row at most, of which so many in one row are looked at
+
+
+class RowLengths(NamedTuple):
+    """Lengths of the samples or items in a tower's rows, as shares of a step's work in the tower."""
+
+    shares: np.ndarray  # of drawn ones, rising
+    count: float  # in a step
+
+    def row_share(self, microbatches: int, rows: np.ndarray) -> np.ndarray:
+        """Return the share of a step's work that each row of a microbatch takes, padding included.
+
+        All are as long as the fullest. That holds the longest part; and of a part more than there are rows two lie in
+        one row, of a part more than twice as many three, so it holds two or three times the shortest of these.
+        """
+        return _fullest_rows(self.shares, self.count / microbatches, microbatches, np.asarray(rows, np.float64))
+
+    def longest(self, microbatches: int) -> float:
+        """Return the share of the longest part of a microbatch, as expected."""
+        return _quantile(self.shares, _of_longest(self.count / microbatches))
+
+
+@njit(cache=True)
+def _quantile(rising, share):
+    return rising[int(np.rint(share * (len(rising) - 1)))]
+
+
+@njit(cache=True)
+def _of_longest(parts):
+    """Return where in their distribution the longest of so many is: it is expected to be longer than n of n + 1."""
+    return 1 - 1 / (parts + 1)
+
+
+@njit(cache=True)
+def _fullest_rows(rising, parts, microbatches, rows):
+    shares = np.empty(rows.size)
+    for place, number in enumerate(rows.flat):
+        share = max(1 / (microbatches * number), _quantile(rising, _of_longest(parts)))
+        for n in range(1, SHORT_ROWS):
+            if n * number < parts:
+                share = max(share, (n + 1) * _quantile(rising, 1 - n * number / parts))
+        shares[place] = share
+    return shares.reshape(rows.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class TowerCosts:
-    """Costs of a tower's layers at one degree of tensor parallelism, on one group of so many devices.
+    """Costs of a tower's layers on the devices of one rank.
 
     Seconds and bytes of a microbatch are those of a step's whole work: a rank has a share of it in each microbatch.
     Arrays have an entry for each layer; the first and last have what comes before and behind the layers.
     """
 
-    tensor: int
+    layout: Layout  # tensor and context parallelism of a rank's devices, and expert parallelism of its ranks
     width: int  # of the layers, which a number of shards divides: others would leave parameters whole
     forward: np.ndarray  # seconds
     backward: np.ndarray  # seconds without recomputation; 0 where no gradient is wanted
-    # Share of the step's work in the smallest row that holds the longest sample or item of a microbatch, by how many
-    # microbatches there are.
-    smallest: Mapping[int, float]
+    lengths: RowLengths
     launch: tuple[float, float]  # seconds of a layer's forward and backward pass, however little it computes
     cast_forward: np.ndarray  # seconds of casting weights, unsharded
     cast_backward: np.ndarray  # and of adding gradients
@@ -47,6 +91,17 @@ class TowerCosts:
     peak: tuple[float, float]  # bytes of temporaries of a stage, and of the last one
     passed: float  # bytes of activations between layers, or of what leaves the tower
     tokens: float  # bytes that an encoder sends to the LLM; 0 for the LLM
+    experts: float = 0.0  # share of the parameters that are experts
+
+    @property
+    def devices(self) -> int:
+        """Count the devices of a rank."""
+        return self.layout.tensor * self.layout.context
+
+    @cached_property
+    def prefix_sums(self) -> np.ndarray:
+        """Return the sums of the fields in SUMMED over the layers before every layer, and over all of them."""
+        return np.stack([np.append(0.0, np.cumsum(getattr(self, name))) for name in SUMMED])
 
 
 SUMMED = (
@@ -65,21 +120,32 @@ SUMMED = (
 class Problem(NamedTuple):
     """Costs of a model's towers, and the cluster whose devices are allocated to them."""
 
-    towers: Mapping[str, Sequence[TowerCosts]]  # of the LLM and encoders, at each degree of tensor parallelism
+    towers: Mapping[str, Sequence[TowerCosts]]  # of the LLM, encoders and generators, with each layout
     cluster: Cluster
     room: float  # bytes of a device
     ranks: tuple[int, ...]  # numbers of ranks that a tower may have, such as the divisors of a step's samples
     microbatches: tuple[int, ...]
     samples: float = np.inf  # of a step; every rank has one in each microbatch
-    generator: str = ""  # the tower that stands behind the LLM, if there is one
+    generators: tuple[str, ...] = ()  # towers that stand behind the LLM
     exchanged_items: int = 1  # long ones, for which there is room in what a rank sends to each other
+    virtual: tuple[int, ...] = (1,)  # numbers of parts that an LLM's layers on each stage's devices may have
+
+    @property
+    def encoders(self) -> tuple[str, ...]:
+        """Name the towers before the LLM."""
+        return tuple(name for name in self.towers if name not in ("llm", *self.generators))
 
 
 class TowerOptions(NamedTuple):
-    """Ways to run a tower in one number of stages, all of which fit in memory: `[options]` or `[options, stages]`."""
+    """Ways to run a tower in one number of stages, all of which fit in memory: `[options]` or `[options, stages]`.
+
+    With virtual stages, `stages` are all parts, of which the devices of a stage have every `workers`-th.
+    """
 
     costs: TowerCosts
     cuts: tuple[int, ...]
+    virtual: int
+    in_flight: int  # microbatches in its first stage, of as many as there may be
     data: np.ndarray
     fsdp: np.ndarray
     share: np.ndarray  # of the step's work, of a rank in a microbatch
@@ -91,85 +157,190 @@ class TowerOptions(NamedTuple):
     @property
     def ranks(self) -> np.ndarray:
         """Return the numbers of ranks."""
-        return self.data * self.fsdp
+        return self.data * self.fsdp * self.costs.layout.expert
+
+    @property
+    def item_ranks(self) -> np.ndarray:
+        """Return the numbers of ranks over which items lie."""
+        return self.ranks * self.costs.layout.context
+
+    @property
+    def workers(self) -> int:
+        """Count the groups of devices."""
+        return (len(self.cuts) + 1) // self.virtual
 
     @property
     def devices(self) -> np.ndarray:
         """Return the numbers of devices."""
-        return self.costs.tensor * self.ranks * (len(self.cuts) + 1)
+        return self.costs.devices * self.ranks * self.workers
 
     @property
     def passes(self) -> np.ndarray:
         """Return the seconds of a microbatch's passes through each stage."""
         return self.forward + self.backward
 
+    def by_worker(self, values: np.ndarray) -> np.ndarray:
+        """Add up values of stages by the devices that have them."""
+        return fold(values, self.virtual)
+
 
 Choice = tuple[TowerOptions, int]  # one of the options
 
 
-def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 0, rows: int = 1) -> list[TowerOptions]:
-    """List the ways to run a tower that fit, by degree of tensor parallelism and number of stages.
+def fold(values: np.ndarray, virtual: int) -> np.ndarray:
+    """Add up values of stages, the last axis, by the devices that have them."""
+    return values.reshape(*values.shape[:-1], virtual, values.shape[-1] // virtual).sum(-2)
 
-    behind: the LLM's stages behind an encoder, for each of which a microbatch more is in flight. rows: that an encoder
-    has in a microbatch at least, the LLM's ranks. Behind the LLM is the generator, behind which there is nothing.
+
+@lru_cache(maxsize=512)
+def interleaved_in_flight(workers: int, virtual: int, microbatches: int, behind: int) -> np.ndarray:
+    """Return how many microbatches are in flight in each virtual stage, with so many other stages behind the last."""
+    parts = workers * virtual
+    stages = range(parts + behind)
+    numbers = tuple(n % workers if n < parts else n - parts + workers for n in stages)
+    schedule = make_schedule("interleaved", StageGraph(tuple(pairwise(stages)), numbers), microbatches)
+    return np.array([schedule.in_flight_bound(stage) for stage in range(parts)])
+
+
+def first_padded_rows(problem: Problem, microbatches: int) -> float:
+    """Return the least number of ranks for which an encoder's rows have padding; infinity where none has."""
+    ranks = np.array(problem.ranks)
+    padded = np.zeros(len(ranks), np.bool_)
+    for name, ways in problem.towers.items():
+        if name != "llm":
+            full = 1 / (microbatches * ranks) * (1 + 1e-9)
+            padded |= ways[0].lengths.row_share(microbatches, ranks) > full
+    return float(ranks[padded].min(initial=np.iinfo(np.int64).max))
+
+
+def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 0, rows: int = 1) -> list[TowerOptions]:
+    """List the ways to run a tower that fit, by layout, number of stages and of virtual ones.
+
+    behind: microbatches in flight in the LLM's first stage, behind an encoder. rows: that an encoder has in a
+    microbatch at least, the LLM's ranks. Behind the LLM are the generators, behind which there is nothing.
     """
-    if tower == problem.generator:
+    if tower == "llm":
+        behind = int(bool(problem.generators))  # each is one stage
+    elif tower in problem.generators:
         behind = 0
-    elif problem.generator:
-        behind += 1  # a generator is one stage
     all_options = []
     for costs in problem.towers[tower]:
-        if problem.cluster.per_node % costs.tensor:  # a group lies within a node
-            continue
         most = min(LLM_STAGES if tower == "llm" else ENCODER_STAGES, len(costs.forward))
-        most = 1 if tower == problem.generator else most
-        for stages in range(1, min(most, problem.cluster.devices // costs.tensor) + 1):
-            options = stage_options(problem, costs, stages, microbatches, behind, rows)
+        most = 1 if tower in problem.generators else most
+        most = min(most, problem.cluster.devices // costs.devices)
+        beside = costs.layout.context * costs.layout.expert
+        for stages, virtual in product(range(1, most + 1), problem.virtual if tower == "llm" else (1,)):
+            if beside * virtual > 1 and stages not in FEW_STAGES:
+                continue
+            whole = microbatches % stages == 0 and stages * virtual <= len(costs.forward)
+            if virtual > 1 and (stages == 1 or beside > 1 or not whole):
+                continue
+            options = stage_options(problem, costs, stages, microbatches, behind, rows, virtual)
             if len(options.data):
                 all_options.append(options)
     return all_options
 
 
-@lru_cache(maxsize=2048)
-def _cut(costs: TowerCosts, stages: int) -> tuple[tuple[int, ...], np.ndarray, dict[str, np.ndarray]]:
-    """Cut a tower by time; return the cuts, the stages' layers, and their sums of the fields in SUMMED."""
-    cuts = partition(costs.forward + costs.backward, stages)
-    begins = np.array((0, *cuts))
-    sums = {name: np.add.reduceat(getattr(costs, name), begins) for name in SUMMED}
-    return cuts, np.diff((*begins, len(costs.forward))), sums
+class StageWork(NamedTuple):
+    """Seconds and bytes of a rank's device in stages, `[..., stages]`, of one microbatch or of a step's end."""
+
+    forward: np.ndarray
+    backward: np.ndarray  # 0 where there is none
+    gathered: np.ndarray  # seconds of gathering parameters
+    scattered: np.ndarray  # seconds of scattering gradients
+    state: np.ndarray  # bytes
+    reduced: np.ndarray  # seconds of adding gradients over replicas, at a step's end
+    updated: np.ndarray  # seconds of the update
+
+    def passes(self, again: np.ndarray | float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """Return the seconds of both passes, behind which gathering and scattering hide. again: of recomputation."""
+        backward = np.maximum(self.backward + again, self.gathered + self.scattered) * (self.backward > 0)
+        return np.maximum(self.forward, self.gathered), backward
+
+    def tail(self, virtual: int = 1) -> np.ndarray:
+        """Return the seconds behind a step's last pass."""
+        return fold(self.reduced, virtual).max(-1) + fold(self.updated, virtual).max(-1)
+
+
+def stage_work(
+    costs: TowerCosts, ends: np.ndarray, share: np.ndarray, shards: np.ndarray, gather: np.ndarray, reduce: np.ndarray
+) -> StageWork:
+    """Add up the costs of a tower's layers in stages, of which one ends where the next begins.
+
+    share: of a step's work. shards: of parameters. gather, reduce: as `link_seconds` returns them.
+    """
+    total = dict(zip(SUMMED, np.diff(costs.prefix_sums[:, ends]), strict=True))
+    layers = np.diff(ends)
+    trained = total["backward"] > 0
+    backward = share * total["backward"] + layers * costs.launch[1] + total["cast_backward"] / shards
+    return StageWork(
+        forward=share * total["forward"] + layers * costs.launch[0] + total["cast_forward"] / shards,
+        backward=trained * backward,
+        gathered=gather * total["gathered"],
+        scattered=gather * total["scattered"],
+        state=total["state"] / shards,
+        reduced=2 * reduce * total["gradients"] / shards,
+        updated=total["update"] / shards,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _cut(costs: TowerCosts, stages: int) -> np.ndarray:
+    """Cut a tower by time; return where its stages begin, and where the last ends."""
+    return np.array((0, *partition(costs.forward + costs.backward, stages), len(costs.forward)))
 
 
 def stage_options(
-    problem: Problem, costs: TowerCosts, stages: int, microbatches: int, behind: int = 0, rows: int = 1
+    problem: Problem,
+    costs: TowerCosts,
+    stages: int,
+    microbatches: int,
+    behind: int = 0,
+    rows: int = 1,
+    virtual: int = 1,
 ) -> TowerOptions:
     """List the ways to run a tower in so many stages that fit, without those that others beat; as `list_options`."""
-    t = costs.tensor
-    splits = list_splits(problem.cluster, t, problem.ranks, costs.width)
-    ranks = splits[:, 0] * splits[:, 1]
-    splits = splits[(t * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)]
-    cuts, layers, total = _cut(costs, stages)
-    # A microbatch's rows are as long as its longest sample or item, padding included.
-    ranks = splits[:, :1] * splits[:, 1:2]
-    share = np.maximum(1 / (microbatches * ranks), costs.smallest[microbatches] * np.maximum(1, rows / ranks))
-    # As many microbatches as stages follow, and one.
-    in_flight = np.minimum(microbatches, behind + np.arange(stages, 0, -1))
+    splits = list_splits(problem.cluster, costs.layout, problem.ranks, costs.width, costs.experts)
+    ranks = splits[:, 0] * splits[:, 1] * costs.layout.expert
+    usable = (costs.devices * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)
+    splits = splits[usable]
+    ranks = ranks[usable, None]
+    ends = _cut(costs, stages * virtual)
+    layers = np.diff(ends)
+    most_rows = np.maximum(rows, ranks)
+    share = costs.lengths.row_share(microbatches, most_rows) * most_rows / ranks
+    if virtual > 1:
+        in_flight = interleaved_in_flight(stages, virtual, microbatches, behind)
+    else:  # as many microbatches as stages follow, and one
+        in_flight = behind + np.arange(stages, 0, -1)
+    first = int(in_flight[0])
+    in_flight = np.minimum(microbatches, in_flight)
     peak = np.full(stages, costs.peak[0])
     peak[-1] = costs.peak[1]
-    fixed = total["state"] / splits[:, 1:2] + share * (peak + 2 * in_flight * costs.passed)
-    per_layer = (problem.room - fixed) / (in_flight * share * layers)
+    data, fsdp, gather, reduce = (column[:, None] for column in splits.T)
+    shards = fsdp * costs.layout.expert * costs.layout.context
+    work = stage_work(costs, ends, share, shards, gather, reduce)
+    fixed = fold(work.state, virtual) + share * (peak + 2 * fold(in_flight, virtual) * costs.passed)
+    per_layer = (problem.room - fixed) / (share * fold(in_flight * layers, virtual))
     fits = (per_layer >= costs.saved[-1]).all(1)
-    splits, share, per_layer = splits[fits], share[fits], per_layer[fits]
-    data, fsdp, gather, reduce = (column.reshape(-1, 1) for column in splits.T)
-    again = share * layers * np.interp(per_layer, costs.saved[::-1], costs.again[::-1])
-    forward = share * total["forward"] + layers * costs.launch[0] + total["cast_forward"] / fsdp
-    forward = np.maximum(forward, gather * total["gathered"])
-    backward = share * total["backward"] + again + layers * costs.launch[1] + total["cast_backward"] / fsdp
-    backward = np.maximum(backward, gather * (total["gathered"] + total["scattered"])) * (total["backward"] > 0)
-    tail = (2 * reduce * total["gradients"] / fsdp).max(1) + (total["update"] / fsdp).max(1)
+    again = share * layers * np.interp(np.tile(per_layer, virtual), costs.saved[::-1], costs.again[::-1])
+    forward, backward = (column[fits] for column in work.passes(again))
+    share, tail, data, fsdp = (column[fits] for column in (share, work.tail(virtual), data, fsdp))
     edge = share[:, 0] * costs.passed / link_bandwidth(problem.cluster)
     stays = _undominated(np.concatenate([forward, backward, tail[:, None]], axis=1), (data * fsdp)[:, 0])
     ways = (column[stays, 0].astype(np.int64) for column in (data, fsdp))
-    return TowerOptions(costs, cuts, *ways, share[stays, 0], edge[stays], forward[stays], backward[stays], tail[stays])
+    return TowerOptions(
+        costs,
+        tuple(ends[1:-1].tolist()),
+        virtual,
+        first,
+        *ways,
+        share=share[stays, 0],
+        edge=edge[stays],
+        forward=forward[stays],
+        backward=backward[stays],
+        tail=tail[stays],
+    )
 
 
 def link_bandwidth(cluster: Cluster) -> float:
@@ -178,18 +349,28 @@ def link_bandwidth(cluster: Cluster) -> float:
 
 
 @lru_cache
-def list_splits(cluster: Cluster, tensor: int, ranks: tuple[int, ...], width: int) -> np.ndarray:
+def list_splits(
+    cluster: Cluster, layout: Layout, ranks: tuple[int, ...], width: int, experts: float = 0.0
+) -> np.ndarray:
     """List the ways to split ranks into replicas and shards, float64 `[ways, 4]`.
 
-    Columns: data, fsdp, and the seconds to gather a byte over the shards and to scatter it over the replicas.
+    Columns: data, fsdp, and the seconds to gather a byte over the shards and to scatter it over the replicas. Expert
+    and context parallelism shard parameters too; `experts`, a share of them, are not gathered along the first.
     """
-    shards = [2**k for k in range(max(ranks).bit_length()) if width % 2**k == 0]
-    ways = [(n // fsdp, fsdp) for n in ranks for fsdp in shards if n % fsdp == 0]
-    links = [
-        (collective_seconds(1.0, fsdp, tensor, cluster), collective_seconds(1.0, data, tensor * fsdp, cluster))
-        for data, fsdp in ways
-    ]
-    return np.column_stack([np.array(ways, np.float64), np.array(links)])
+    expert = layout.expert
+    shards = [2**k for k in range(max(ranks).bit_length()) if width % (2**k * expert * layout.context) == 0]
+    ways = [(n // (fsdp * expert), fsdp) for n in ranks for fsdp in shards if n % (fsdp * expert) == 0]
+    links = [link_seconds(cluster, replace(layout, data=data, fsdp=fsdp), experts) for data, fsdp in ways]
+    return np.array([(*way, *link) for way, link in zip(ways, links, strict=True)], np.float64).reshape(-1, 4)
+
+
+def link_seconds(cluster: Cluster, layout: Layout, experts: float) -> tuple[float, float]:
+    """Return the seconds to gather a byte of parameters over the shards and to scatter it over the replicas."""
+    tensor = layout.tensor
+    shards = layout.fsdp * layout.context
+    gather = (1 - experts) * collective_seconds(1.0, shards * layout.expert, tensor, cluster)
+    gather += experts * collective_seconds(1.0 / layout.expert, shards, tensor * layout.expert, cluster)
+    return gather, collective_seconds(1.0, layout.data, tensor * shards * layout.expert, cluster)
 
 
 @njit(cache=True)

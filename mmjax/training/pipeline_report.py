@@ -12,6 +12,7 @@ from mmjax.config import Config
 from mmjax.config.training import unit_devices
 from mmjax.console import count, duration, size, table
 from mmjax.cost.table import parameters
+from mmjax.parallel.sharding import AXES
 from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.measured_file import layers_record
@@ -77,7 +78,7 @@ def compare(forecasts: Sequence[PipelineForecast], mesh: MeshForecast | None) ->
     """Say which of units, the fastest first, and one mesh is faster, and why, in one line."""
     ways = ["one mesh does not fit with any mesh.fsdp", *map(_describe_units, forecasts)]
     if mesh is not None:
-        axes = " x ".join(f"{axis} {n}" for axis in ("data", "fsdp") if (n := getattr(mesh.config.mesh, axis)) > 1)
+        axes = " x ".join(f"{axis} {n}" for axis in AXES if (n := getattr(mesh.config.mesh, axis)) > 1)
         share = mesh.time.recompute / mesh.time.total  # measured, it may be below 0
         recompute = f", {share:.0%} recomputed" if share >= 0.005 else ""
         batches = mesh.config.batch.microbatches
@@ -120,7 +121,7 @@ def pipeline_numbers(
     numbers: dict[str, Any] = {"one_mesh": None, "units": None}
     if mesh is not None:
         numbers["one_mesh"] = {
-            "fsdp": mesh.config.mesh.fsdp,
+            **{axis: getattr(mesh.config.mesh, axis) for axis in AXES},
             "microbatches": mesh.config.batch.microbatches,
             "seconds": mesh.time.total,
             "mfu": mesh.mfu,

@@ -42,7 +42,7 @@ from mmjax.planning.tower_options import (
 
 def _score_mmscale(options: TowerOptions, microbatches: int) -> Scores:
     whole = options.passes.sum(1)
-    return Scores(whole, (microbatches - 1) * whole / options.passes.shape[1], np.zeros(len(whole)))
+    return Scores(whole, (microbatches - 1) * whole / options.workers, np.zeros(len(whole)))
 
 
 # MMScale, equations 1 and 2: every tower's path as the warm-up, then the slowest of the towers' mean stages.
@@ -66,7 +66,7 @@ def allocate_mmscale(problem: Problem) -> Allocation | None:
 
 def allocate_by_flops(problem: Problem) -> Allocation | None:
     """Give every tower devices in proportion to its work, and the way to use them that is fastest for it alone."""
-    work = {name: float((c[0].forward + c[0].backward).sum()) * c[0].tensor for name, c in problem.towers.items()}
+    work = {name: float((c[0].forward + c[0].backward).sum()) * c[0].devices for name, c in problem.towers.items()}
     budget = {name: max(1, int(problem.cluster.devices * n / sum(work.values()))) for name, n in work.items()}
     best: Allocation | None = None
     for count in problem.microbatches:
@@ -82,7 +82,7 @@ def allocate_by_flops(problem: Problem) -> Allocation | None:
 
 
 def _score_slowest(options: TowerOptions, microbatches: int) -> Scores:
-    return Scores(options.passes.sum(1), options.passes.max(1), options.tail)
+    return Scores(options.passes.sum(1), options.by_worker(options.passes).max(1), options.tail)
 
 
 # Cornstarch, algorithm 1: an encoder's slowest stage counts alone.
@@ -102,7 +102,7 @@ def allocate_loosely(problem: Problem) -> Allocation | None:
         if best is not None and bound >= best.seconds:
             break
         llm = llms.choices[n]
-        key = count, llm[0].passes.shape[1], int(llms.ranks[n])
+        key = count, llm[0].in_flight, int(llm[0].item_ranks[llm[1]])
         if key not in tables:
             tables[key] = encoder_tables(problem, SLOWEST, *key)
         target = float(llm[0].passes[llm[1]].max())
@@ -132,7 +132,7 @@ def allocate_colocated(problem: Problem) -> Allocation | None:
     if not encoders:
         return allocate(problem)
     fused = []
-    for towers in _by_tensor(problem, encoders):
+    for towers in _by_layout(problem, encoders):
         most = min(ENCODER_STAGES, *(len(costs.forward) for costs in towers))
         fused += [_fuse([(costs, _cut_evenly(costs, n)) for costs in towers], n) for n in range(1, most + 1)]
     return allocate(problem._replace(towers={"encoders": fused, "llm": problem.towers["llm"]}))
@@ -145,8 +145,8 @@ def allocate_replicated(problem: Problem) -> Allocation | None:
     """
     encoders = [name for name in problem.towers if name != "llm"]
     best: Allocation | None = None
-    for llm, *towers in _by_tensor(problem, ["llm", *encoders]):
-        for stages in range(1, min(LLM_STAGES, len(llm.forward), problem.cluster.devices // llm.tensor) + 1):
+    for llm, *towers in _by_layout(problem, ["llm", *encoders]):
+        for stages in range(1, min(LLM_STAGES, len(llm.forward), problem.cluster.devices // llm.devices) + 1):
             fused = _fuse([(llm, _cut_evenly(llm, stages)), *((costs, None) for costs in towers)], stages)
             for count in problem.microbatches:
                 options = stage_options(problem, fused, stages, count)
@@ -159,11 +159,12 @@ def allocate_replicated(problem: Problem) -> Allocation | None:
     return best
 
 
-def _by_tensor(problem: Problem, towers: Sequence[str]) -> list[tuple[TowerCosts, ...]]:
-    """Return the costs of towers on the same devices, at each degree of tensor parallelism that all can have."""
-    by_degree = [{costs.tensor: costs for costs in problem.towers[name]} for name in towers]
-    degrees = [t for t in by_degree[0] if problem.cluster.per_node % t == 0 and all(t in costs for costs in by_degree)]
-    return [tuple(costs[t] for costs in by_degree) for t in degrees]
+def _by_layout(problem: Problem, towers: Sequence[str]) -> list[tuple[TowerCosts, ...]]:
+    """Return the costs of towers on the same devices, with each layout that all can have."""
+    by_layout = [{costs.layout: costs for costs in problem.towers[name]} for name in towers]
+    return [
+        tuple(costs[way] for costs in by_layout) for way in by_layout[0] if all(way in costs for costs in by_layout)
+    ]
 
 
 def _cut_evenly(costs: TowerCosts, stages: int) -> tuple[int, ...]:
@@ -196,7 +197,7 @@ def _fuse(towers: Sequence[tuple[TowerCosts, tuple[int, ...] | None]], stages: i
         first,
         **sums,
         width=math.gcd(*(costs.width for costs, _ in towers)),
-        smallest={count: max(costs.smallest[count] for costs, _ in towers) for count in first.smallest},
+        lengths=max((costs.lengths for costs, _ in towers), key=lambda lengths: lengths.shares[-1]),
         launch=tuple(launch.tolist()),
         saved=saved - np.cumsum(bytes_),
         again=again + np.cumsum(seconds),
@@ -209,7 +210,7 @@ def _fuse(towers: Sequence[tuple[TowerCosts, tuple[int, ...] | None]], stages: i
 
 def _fastest(problem: Problem, tower: str, count: int, devices: int, llm: Choice | None) -> Choice | None:
     """Return a tower's fastest option on at most so many devices. llm: that an encoder goes with."""
-    behind = (0, 1) if llm is None else (llm[0].passes.shape[1], int(llm[0].ranks[llm[1]]))
+    behind = (0, 1) if llm is None else (llm[0].in_flight, int(llm[0].item_ranks[llm[1]]))
     table = make_table(list_options(problem, tower, count, *behind), count, BOUND)
     usable = table.devices <= devices
     if llm is not None:
