@@ -36,6 +36,7 @@ from mmjax.planning.memory import (
     loss_bytes,
     moment_bytes,
     parameter_bytes,
+    saved_bytes_per_layer,
     token_bytes,
     unet_bytes,
 )
