@@ -57,6 +57,7 @@ class Runs:
             in_flight=1,
             fixed={},
             activations={"llm": 0.0},
+            largest_shape=0,
             recompute={},
             sharding=ModelSharding(),
         )

@@ -127,24 +127,24 @@ def _choose(
     shapes = range(len(layout.shapes))
     layers = {(n, p.piece.tower): p.piece.layers for n in numbers for p in stages[n].pieces if p.piece.tower in towers}
     stated = {
-        key: tuple(layer_policies(towers[key[1]])[of.start : of.stop])
-        for key, of in layers.items()
+        key: tuple(layer_policies(towers[key[1]])[span.start : span.stop])
+        for key, span in layers.items()
         if towers[key[1]].remat != "auto"
     }
-    free = {key: len(of) for key, of in layers.items() if key not in stated}
+    free = {key: len(span) for key, span in layers.items() if key not in stated}
     unsaved = {key: by_policy["none"].device for key, by_policy in options.items()}
     fixed = {n: [fixed_bytes(config, stages, n, layout, s, schedule, unsaved, chunks) for s in shapes] for n in numbers}
 
     def saved(policies: Mapping[tuple[int, str], Sequence[Remat]], s: int, memory: str = "device") -> float:
         return float(sum(getattr(options[key][p], memory)[s] for key, chosen in policies.items() for p in chosen))
 
-    def held(s: int) -> float:
-        """Add up what no policy changes. Passes of stages that share devices run in turn."""
+    def unchosen_bytes(s: int) -> float:
+        """Add up what no policy changes, in bytes. Passes of stages that share devices run in turn."""
         passing = [sum(fixed[n][s][kind] for kind in IN_A_PASS) for n in numbers]
         return sum(sum(fixed[n][s].values()) for n in numbers) - sum(passing) + max(passing)
 
     of_free = {key: options[key] for key in free}
-    device = [limit.device - held(s) - saved(stated, s) for s in shapes]
+    device = [limit.device - unchosen_bytes(s) - saved(stated, s) for s in shapes]
     host = [limit.host - saved(stated, s, "host") for s in shapes]
     chosen = choose_policies(free, of_free, device, host)
     bound = least_seconds(free, of_free, device, host)
@@ -154,15 +154,15 @@ def _choose(
     for s in shapes if config.optimizer.offload else ():
         # Moments in host memory are loaded when activations are gone.
         at_rest = sum(fixed[n][s][kind] for n in numbers for kind in ("parameters", "gradients", "batch"))
-        total = held(s) + saved(policies, s)
+        total = unchosen_bytes(s) + saved(policies, s)
         for n in numbers:
             moments = sum(part.moments for part in stages[n].pieces)
             fixed[n][s]["transient"] += max(0.0, at_rest + moments - total)
-    largest = int(np.argmax([held(s) + saved(policies, s) for s in shapes]))
+    largest = int(np.argmax([unchosen_bytes(s) + saved(policies, s) for s in shapes]))
     plans = []
     for n in numbers:
         sharded = stages[n]
-        own = {tower: policies[number, tower] for number, tower in layers if number == n}
+        layer_by_layer = {tower: policies[number, tower] for number, tower in layers if number == n}
         unets = {tower: (module.remat,) for tower, module in tower_configs(config).items() if tower not in towers}
         plans.append(
             StagePlan(
@@ -170,13 +170,13 @@ def _choose(
                 devices=tuple(sharded.devices),
                 mesh={axis: size for axis, size in sharded.mesh.shape.items() if size > 1},
                 layers={p.piece.tower: p.piece.layers for p in sharded.pieces},
-                policies={p.piece.tower: (own | unets)[p.piece.tower] for p in sharded.pieces},
+                policies={p.piece.tower: (layer_by_layer | unets)[p.piece.tower] for p in sharded.pieces},
                 parameters=sum(part.parameters for part in sharded.pieces),
                 in_flight=schedule.in_flight_bound(n),
                 fixed=fixed[n][largest],
-                activations={tower: saved({(n, tower): chosen}, largest) for tower, chosen in own.items()},
+                activations={tower: saved({(n, tower): chosen}, largest) for tower, chosen in layer_by_layer.items()},
                 largest_shape=largest,
-                recompute={tower: {p: o.seconds for p, o in options[n, tower].items()} for tower in own},
+                recompute={tower: {p: o.seconds for p, o in options[n, tower].items()} for tower in layer_by_layer},
                 sharding=sharded.sharding,
             )
         )
@@ -231,11 +231,13 @@ def _stage_options(
         ]
         options = layer_options(model, tower, shapes, saved, speed, parts, activation)
         # Without a backward pass nothing is kept of a microbatch.
-        held = schedule.in_flight_bound(number) if part.has_backward else 0
+        microbatches = schedule.in_flight_bound(number) if part.has_backward else 0
         yield (
             tower,
             {
-                policy: Option(tuple(held * n for n in o.device), tuple(held * n for n in o.host), o.seconds)
+                policy: Option(
+                    tuple(microbatches * n for n in o.device), tuple(microbatches * n for n in o.host), o.seconds
+                )
                 for policy, o in options.items()
             },
         )

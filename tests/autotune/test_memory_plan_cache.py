@@ -23,6 +23,7 @@ STAGE = StagePlan(
     in_flight=1,
     fixed={},
     activations=dict.fromkeys(POLICIES, 0.0),
+    largest_shape=0,
     recompute={},
     sharding=ModelSharding(),
 )
