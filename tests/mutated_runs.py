@@ -61,7 +61,7 @@ class Runs:
             recompute={},
             sharding=ModelSharding(),
         )
-        decided = RunPlan((stage,), 1, MemoryLimit(1e9), 0.0, 0.0, 0)
+        decided = RunPlan((stage,), 1, MemoryLimit(1e9), 0.0, 0.0)
         write_memory_plan(folder.memory_plan, self._asked(config), decided)
         steps = [json.dumps({"step": k, "loss": 1.5, "time": 1.0 * k}) for k in range(1, 9)]
         folder.metrics.write_text("".join(line + "\n" for line in steps))

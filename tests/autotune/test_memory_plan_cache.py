@@ -27,7 +27,7 @@ STAGE = StagePlan(
     recompute={},
     sharding=ModelSharding(),
 )
-FITTED = RunPlan((STAGE,), 2, MemoryLimit(1e9), 0.0, 0.0, 0, 123.0)
+FITTED = RunPlan((STAGE,), 2, MemoryLimit(1e9), 0.0, 0.0, 123.0)
 
 
 def asked(config=None, devices: int = 8) -> dict:
