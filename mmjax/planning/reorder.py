@@ -28,7 +28,7 @@ from mmjax.planning.schedules import (
     schedule_name,
     unit_graph,
 )
-from mmjax.planning.simulate import list_needs, total_order
+from mmjax.planning.simulate import total_order
 
 SIMULATIONS = 512  # of exchanges, for one step
 UNITS = 2**30  # of time, in the longest pass
@@ -119,7 +119,7 @@ def _program(name: ScheduleName, graph: StageGraph, microbatches: int) -> _Progr
     schedule = make_schedule(name, graph, microbatches)
     actions = total_order(schedule)
     number = {action: n for n, action in enumerate(actions)}
-    needs = [[number[need] for need, _ in list_needs(schedule, action)] for action in actions]
+    needs = [[number[need] for need, _ in graph.needs(action)] for action in actions]
     return _Program(
         stage=np.array([a.stage for a in actions]),
         microbatch=np.array([a.microbatch for a in actions]),

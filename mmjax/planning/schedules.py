@@ -1,9 +1,10 @@
-"""Order the forward and backward passes of a pipeline's stages: GPipe, 1F1B, eager 1F1B and interleaved 1F1B.
+"""Order the forward and backward passes of a pipeline's stages: GPipe, 1F1B (eager, interleaved, nested).
 
 Stages form a directed acyclic graph that ends in stages which compute losses, the sinks: encoders that do not depend
 on each other run side by side before the LLM (modality parallelism, Cornstarch section 4.1), generators behind it,
 whose backward passes then come before that of the LLM's last stage. Each group of devices, a worker, runs one stage,
 or several chunks of layers where the schedule is interleaved (Megatron-LM, Narayanan et al. 2021; MMScale section 4.3).
+Encoders may have a copy on every worker of the LLM, whose passes are nested in the LLM's idle time (BigMac).
 All functions are pure, so every process computes the same order.
 """
 
@@ -11,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from mmjax.config import Config
 from mmjax.config.model import layers_of
 from mmjax.config.unit_stages import LayerRange, cut_unit
+from mmjax.planning.nesting import NestedPasses, nest
 
-ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved", "nested"]
 Pass = Literal["forward", "backward"]
 
 
@@ -83,6 +87,10 @@ class StageGraph:
 
     edges: tuple[tuple[int, int], ...]  # (producer, consumer) of activations; gradients go the other way
     workers: tuple[int, ...]  # of every stage; equal numbers share devices
+    # By stage: of a copy its number and their count; copy 1 of 4 runs microbatches 1, 5, 9, ... Empty: no copies.
+    copies: tuple[tuple[int, int], ...] = ()
+    # Forward and backward time of every stage in whole numbers, for a nested schedule. Empty: 1 and 2.
+    times: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         stages = range(len(self.workers))
@@ -134,6 +142,20 @@ class StageGraph:
             lengths = (depths[c] + (self.workers[c] != self.workers[stage]) for c in self.consumers[stage])
             depths[stage] = max(lengths, default=0)
         return tuple(depths)
+
+    def runs(self, stage: int, microbatch: int) -> bool:
+        """Tell whether a microbatch goes through a stage: of copies it takes one."""
+        copy, copies = self.copies[stage] if self.copies else (0, 1)
+        return microbatch % copies == copy
+
+    def needs(self, action: Action) -> list[tuple[Action, tuple[int, int] | None]]:
+        """List the actions whose results an action takes, with the edge over which they come, None within a stage."""
+        kind, stage, microbatch = action
+        if kind == "forward":
+            producers = [s for s in self.producers[stage] if self.runs(s, microbatch)]
+            return [(Action(kind, s, microbatch), (s, stage)) for s in producers]
+        needs: list[tuple[Action, tuple[int, int] | None]] = [(Action("forward", stage, microbatch), None)]
+        return [*needs, *((Action(kind, s, microbatch), (stage, s)) for s in self.consumers[stage])]
 
     @cached_property
     def by_worker(self) -> StageGraph:
@@ -209,8 +231,11 @@ def make_schedule(name: ScheduleName, graph: StageGraph, microbatches: int) -> S
     the time of transfers at the cost of memory. `interleaved` is for workers with several chunks of the LLM; the other
     stages run ahead as far as their consumers need. Otherwise a worker's stages, an encoder beside another or before
     the LLM's first layers, or generators behind its last, run as one. Raises ValueError where others lie between a
-    worker's stages, and where an interleaved schedule's chunks do not go round its workers.
+    worker's stages, and where an interleaved schedule's chunks do not go round its workers. `nested` is for encoders
+    with copies beside the LLM's stages, whose order is that of 1f1b.
     """
+    if name == "nested":
+        return _nested(graph, microbatches)
     if name == "interleaved":
         return _interleaved(graph, microbatches)
     ahead = {"gpipe": lambda depth: microbatches if depth else 0, "1f1b": lambda depth: depth, "eager": lambda d: 2 * d}
@@ -237,6 +262,50 @@ def _one_forward_one_backward(graph: StageGraph, worker: int, warmup: int, micro
     for i in range(microbatches - warmup):
         order += [*forward(warmup + i), *backward(i)]
     return (*order, *(action for i in range(microbatches - warmup, microbatches) for action in backward(i)))
+
+
+@lru_cache
+def _nested(graph: StageGraph, microbatches: int) -> Schedule:
+    """Order the other stages as 1f1b does without copies, and place the copies' passes where workers would wait."""
+    stages = range(len(graph.workers))
+    hosts = [stage for stage in stages if not graph.copies or graph.copies[stage][1] == 1]
+    edges = ((hosts.index(a), hosts.index(b)) for a, b in graph.edges if a in hosts and b in hosts)
+    without = make_schedule("1f1b", StageGraph(tuple(edges), tuple(graph.workers[s] for s in hosts)), microbatches)
+    nested = [stage for stage in stages if stage not in hosts]
+    if not nested:
+        return Schedule(graph, microbatches, without.orders)
+    first = max((c for s in nested for c in graph.consumers[s] if c in hosts), key=graph.depths.__getitem__)
+    sequences: list[tuple[list[Action], ...]] = []
+    outer: set[int] = set()  # the first of every worker's copies, and the last to run backward
+    for worker, order in enumerate(without.orders):
+        beside = [stage for stage in nested if graph.workers[stage] == worker]
+        turns = [m for m in range(microbatches) if beside and graph.runs(beside[0], m)]
+        outer.update(beside[:1])
+        sequences.append(
+            (
+                [action._replace(stage=hosts[action.stage]) for action in order],
+                [Action("forward", stage, m) for m in turns for stage in beside],
+                [Action("backward", stage, m) for m in turns for stage in reversed(beside)],
+            )
+        )
+    actions = [action for parts in sequences for part in parts for action in part]
+    number = {action: n for n, action in enumerate(actions)}
+    needs = [[number[need] for need, _ in graph.needs(action)] for action in actions]
+    ends = np.cumsum([len(part) for parts in sequences for part in parts])
+    times = graph.times or ((1, 2),) * len(stages)
+    passes = NestedPasses(
+        queue=np.arange(len(actions)),
+        bounds=np.stack([np.array([0, *ends[:-1]]), ends], 1).reshape(-1, 3, 2),
+        length=np.array([times[a.stage][a.kind == "backward"] for a in actions]),
+        need_start=np.cumsum([0, *map(len, needs)]),
+        needs=np.array([n for numbers in needs for n in numbers], np.int64),
+        microbatch=np.array([a.microbatch for a in actions]),
+        takes_tokens=np.array([a.kind == "forward" and a.stage == first for a in actions]),
+        opens=np.array([a.kind == "forward" and a.stage in outer for a in actions]),
+        closes=np.array([a.kind == "backward" and a.stage in outer for a in actions]),
+    )
+    orders = nest(passes, graph.copies[nested[0]][1], graph.depths[first])
+    return Schedule(graph, microbatches, tuple(tuple(actions[n] for n in order) for order in orders))
 
 
 def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
