@@ -27,7 +27,7 @@ from mmjax.pipeline.forecast import PipelineForecast
 from mmjax.pipeline.stage_plan import memory_plan_of
 from mmjax.planning.memory import LOADED
 from mmjax.planning.remat import StagePlan
-from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import batch_shardings
 from mmjax.runtime.executor import Executor
@@ -72,6 +72,7 @@ def compile_stages(
         place_stages(config, model, devices[:used]),
         sources=1,
         schedule=schedule_name(config),
+        stage_times=stage_times(config),
         loss=config.loss,
         loss_chunks=config.training.loss_chunks or 1,
         compiler_options=compiler_options(config.compiler, devices[0], layout.topology.context),
@@ -155,7 +156,7 @@ def stage_parameters(pipeline: Executor, number: int) -> tuple[Any, Any]:
 
 def stage_batch(pipeline: Executor, number: int, shape: BatchShape) -> Microbatch:
     """Return the shapes of a stage's microbatch."""
-    _, stage, mesh, rules = pipeline.stages[number]
+    _, stage, mesh, rules, _ = pipeline.stages[number]
     config = pipeline.model.config
 
     def put(batch: TextBatch | ItemBatch) -> TextBatch | ItemBatch:
@@ -183,7 +184,7 @@ def stage_inputs(pipeline: Executor, number: int, shape: BatchShape) -> dict[str
         params = merge(*stage_parameters(pipeline, producer))
         operands = *operands, *_scalars(program), program.sums.losses
         output, _ = jax.eval_shape(program.forward_only, params, *operands)
-        taken = {name: x for name, x in output.items() if pipeline.passes.consumer[name] == number}
+        taken = {name: x for name, x in output.items() if number in pipeline.passes.consumers[name]}
         layouts = pipeline.programs[number].layouts
         inputs |= put_shapes(taken, {name: layouts[name] for name in taken})
     return inputs

@@ -24,7 +24,7 @@ from mmjax.planning.flops import frozen_modules
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit, StagePlan
-from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph, unit_links
+from mmjax.planning.schedules import list_stages, make_schedule, schedule_name, unit_graph, unit_links
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
 from mmjax.planning.step_time import ClusterRun, Speed
@@ -155,7 +155,7 @@ def _place_stages(
             saved = tracer.saved_bytes(tower, 1, [length])[0]["none"].device
         unsaved[tower] = saved / max(work.positions, 1)
     runs = []
-    for sharded, plan in zip(shard_stages(config), plans, strict=True):
+    for listed, sharded, plan in zip(list_stages(config), shard_stages(config), plans, strict=True):
         mesh = dict(sharded.mesh.shape)
         chunks = config.training.loss_chunks or 1
         form, reference = sharded.layout.context_attention, repeats_forward(config.loss)
@@ -174,6 +174,7 @@ def _place_stages(
                     has_backward=part.has_backward,
                     unsaved=unsaved[part.piece.tower],
                     experts=part.experts,
+                    copies=listed.copy[1],
                 )
                 for part in sharded.pieces
             ]

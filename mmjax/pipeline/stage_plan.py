@@ -185,11 +185,19 @@ def plan_stages(config: Config, layout: RankLayout, speed: Speed, limit: MemoryL
     schedule = make_schedule(schedule_name(config), unit_graph(config), config.batch.microbatches)
     tracer = ActivationTracer(config)
     plans: list[StagePlan] = []
+    owners: dict[str, StagePlan] = {}
     for number, sharded in enumerate(stages):
+        if owner := owners.get(sharded.stage.description):
+            # A copy has the policies of its owner, and none of its moments.
+            memory = owner.memory | {"optimizer": 0.0}
+            devices = tuple(sharded.devices)
+            plans.append(replace(owner, name=sharded.name, devices=devices, memory=memory, parameters=0))
+            continue
         # Stages of one worker run in turn, but what they hold lies side by side.
         sharing = sum(stage.devices == sharded.devices for stage in stages)
         room = replace(limit, device=limit.device / sharing)
         plans.append(_plan_stage(config, stages, number, layout, speed, room, schedule, tracer))
+        owners[sharded.stage.description] = plans[-1]
     return plans
 
 
@@ -204,7 +212,8 @@ def _plan_stage(
     tracer: ActivationTracer,
 ) -> StagePlan:
     sharded = stages[number]
-    in_flight = schedule.in_flight_bound(number)
+    copies = (n for n, stage in enumerate(stages) if stage.stage.description == sharded.stage.description)
+    in_flight = max(map(schedule.in_flight_bound, copies))
     towers = _towers(config)
     memory: dict[str, float] = {}
     layers, batches, options, policies = {}, {}, {}, {}
@@ -497,9 +506,10 @@ def memory_plan_of(config: Config, plans: Sequence[StagePlan], limit: MemoryLimi
     """Return the run's memory plan: the policies of all towers, and the bytes of the fullest stage."""
     fullest = max(plans, key=lambda plan: plan.bytes)
     policies: dict[str, tuple[Remat, ...]] = dict.fromkeys(towers_of(config.model), ())
-    parts = [(layers.start, tower, plan.policies[tower]) for plan in plans for tower, layers in plan.layers.items()]
+    # Those of copies are the same.
+    parts = {(tower, layers.start): plan.policies[tower] for plan in plans for tower, layers in plan.layers.items()}
     # A tower's stages, by their layers, have the policies of the whole tower.
-    for _, tower, chosen in sorted(parts):
+    for (tower, _), chosen in sorted(parts.items()):
         if tower in policies:  # a UNet has no layers
             policies[tower] += chosen
     fixed = {kind: n for kind, n in fullest.memory.items() if kind != "activations"}

@@ -67,7 +67,7 @@ def _schedule(passes, setting, orders):
     one; how near the host one must be to go before the host's own passes; and in quarters of an encoder's pass, how
     soon the host's next pass must be due for the worker to wait for it.
     """
-    held, ahead, urgent, patience = setting
+    limit, ahead, urgent, patience = setting
     workers = len(passes.bounds)
     end = np.full(len(passes.length), -1, np.int64)
     position = passes.bounds[:, :, 0].copy()
@@ -76,14 +76,14 @@ def _schedule(passes, setting, orders):
     holds = np.zeros(workers, np.int64)
     ready = np.zeros(3, np.int64)
     front = 0  # the microbatch whose tokens the host takes next
-    now = 0
-    left = len(passes.length)
-    while left > 0:
+    clock = 0
+    pending = len(passes.length)
+    while pending > 0:
         progress = True
         while progress:
             progress = False
             for w in range(workers):
-                if free[w] > now:
+                if free[w] > clock:
                     continue
                 for kind in range(3):
                     ready[kind] = NEVER
@@ -95,40 +95,40 @@ def _schedule(passes, setting, orders):
                     next_pass = passes.queue[position[w, ENCODE]]
                     microbatch = passes.microbatch[next_pass]
                     is_urgent = microbatch < front + urgent
-                    is_full = passes.opens[next_pass] and holds[w] >= held
+                    is_full = passes.opens[next_pass] and holds[w] >= limit
                     if is_full or (passes.opens[next_pass] and microbatch >= front + ahead):
                         ready[ENCODE] = NEVER
                 choice = -1
-                if is_urgent and ready[ENCODE] <= now:
+                if is_urgent and ready[ENCODE] <= clock:
                     choice = ENCODE
-                elif is_urgent and is_full and ready[BACK] <= now:
+                elif is_urgent and is_full and ready[BACK] <= clock:
                     choice = BACK  # which makes room
-                elif ready[HOST] <= now:
+                elif ready[HOST] <= clock:
                     choice = HOST
                 else:
                     for kind in (ENCODE, BACK):
-                        if choice < 0 and ready[kind] <= now:
+                        if choice < 0 and ready[kind] <= clock:
                             length = passes.length[passes.queue[position[w, kind]]]
-                            if ready[HOST] == NEVER or 4 * (ready[HOST] - now) >= patience * length:
+                            if ready[HOST] == NEVER or 4 * (ready[HOST] - clock) >= patience * length:
                                 choice = kind
                 if choice < 0:
                     continue
                 chosen = passes.queue[position[w, choice]]
                 position[w, choice] += 1
-                end[chosen] = free[w] = now + passes.length[chosen]
+                end[chosen] = free[w] = clock + passes.length[chosen]
                 orders[w, count[w]] = chosen
                 count[w] += 1
                 holds[w] += int(passes.opens[chosen]) - int(passes.closes[chosen])
                 front += int(passes.takes_tokens[chosen])
-                left -= 1
+                pending -= 1
                 progress = True
         following = NEVER
         for w in range(workers):
-            if free[w] > now:
+            if free[w] > clock:
                 following = min(following, free[w])
-        if following == NEVER and left > 0:
+        if following == NEVER and pending > 0:
             return NEVER
-        now = following
+        clock = following
     return end.max()
 
 

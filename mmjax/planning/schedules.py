@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -34,30 +34,36 @@ class UnitStage(NamedTuple):
     name: str  # "vision[16:24] + llm[0:8]", and of whole towers "vision"
     unit: str
     part: int  # of the unit's devices, which its stages take in turn
+    copy: tuple[int, int] = (0, 1)  # its number and the count of copies, as in `StageGraph`
 
 
 def list_stages(config: Config) -> list[UnitStage]:
     """List the stages of all units, in the order of their devices."""
-    return [
-        UnitStage(
-            pieces=pieces,
-            name=" + ".join(
+    stages = []
+    for name, unit in config.units.items():
+        copies = config.units[unit.beside].pipeline if unit.beside else 1
+        for copy, (number, pieces) in product(range(copies), enumerate(cut_unit(config.model, name, unit))):
+            layers = " + ".join(
                 tower if layers_of(config.model, tower) == stop - start else f"{tower}[{start}:{stop}]"
                 for tower, start, stop in pieces
-            ),
-            unit=name,
-            part=number % unit.pipeline,  # with virtual stages, n and n + pipeline are on the same devices
-        )
-        for name, unit in config.units.items()
-        for number, pieces in enumerate(cut_unit(config.model, name, unit))
-    ]
+            )
+            stage = UnitStage(
+                pieces=pieces,
+                name=f"{layers} copy {copy}" if unit.beside else layers,
+                unit=unit.beside or name,
+                # With virtual stages, n and n + pipeline are on the same devices.
+                part=copy if unit.beside else number % unit.pipeline,
+                copy=(copy, copies),
+            )
+            stages.append(stage)
+    return stages
 
 
 def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the layers before which each tower is cut."""
     cuts: dict[str, tuple[int, ...]] = {}
     for stage in list_stages(config):
-        for tower, start, _ in stage.pieces:
+        for tower, start, _ in stage.pieces if stage.copy[0] == 0 else ():
             cuts[tower] = cuts.get(tower, ()) + (start,) * (start > 0)
     return cuts
 
@@ -65,8 +71,17 @@ def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
 def schedule_name(config: Config) -> ScheduleName:
     """Resolve the schedule."""
     schedule = config.pipeline.schedule
-    virtual = any(unit.virtual > 1 for unit in config.units.values())
-    return schedule if schedule != "auto" else "interleaved" if virtual else "1f1b"
+    if schedule != "auto":
+        return schedule
+    if any(unit.beside for unit in config.units.values()):
+        return "nested"
+    return "interleaved" if any(unit.virtual > 1 for unit in config.units.values()) else "1f1b"
+
+
+def stage_times(config: Config) -> tuple[tuple[int, int], ...]:
+    """Return the forward and backward time of every stage by which a nested schedule is made."""
+    times = config.pipeline.stage_times
+    return tuple(zip(times[::2], times[1::2], strict=True))
 
 
 class Action(NamedTuple):
@@ -182,7 +197,12 @@ def unit_graph(config: Config) -> StageGraph:
     stages = list_stages(config)
     devices = list(dict.fromkeys((stage.unit, stage.part) for stage in stages))
     edges = dict.fromkeys((sender, receiver) for (sender, _), (receiver, _) in unit_links(config))
-    return StageGraph(tuple(edges), tuple(devices.index((stage.unit, stage.part)) for stage in stages))
+    return StageGraph(
+        edges=tuple(edges),
+        workers=tuple(devices.index((stage.unit, stage.part)) for stage in stages),
+        copies=tuple(stage.copy for stage in stages),
+        times=stage_times(config),
+    )
 
 
 PieceNumber = tuple[int, int]  # of a stage, and of a piece in it
@@ -193,14 +213,16 @@ def unit_links(config: Config) -> list[tuple[PieceNumber, PieceNumber]]:
 
     A deepstack's further edges are no constraint: what is added later leaves the encoder before its last layer does.
     """
-    pieces = {(n, k): piece for n, stage in enumerate(list_stages(config)) for k, piece in enumerate(stage.pieces)}
-    begins = {(piece.tower, piece.start): number for number, piece in pieces.items()}
+    stages = list_stages(config)
+    pieces = {(n, k): piece for n, stage in enumerate(stages) for k, piece in enumerate(stage.pieces)}
+    begins = {(piece.tower, piece.start, stages[number[0]].copy): number for number, piece in pieces.items()}
+    only = (0, 1)
     links = []
     for number, (tower, _, stop) in pieces.items():
-        following = [(tower, stop)]
+        following = [(tower, stop, stages[number[0]].copy)]
         if stop == layers_of(config.model, tower):
-            following = [("llm", 0)] if tower in config.model.encoders else []
-            following += [(name, 0) for name in config.model.generators if tower == "llm"]
+            following = [("llm", 0, only)] if tower in config.model.encoders else []
+            following += [(name, 0, only) for name in config.model.generators if tower == "llm"]
         links += [(number, begins[key]) for key in following if begins[key][0] != number[0]]
     return links
 

@@ -44,7 +44,7 @@ from mmjax.pipeline.stage_plan import memory_plan_of, plan_stages, resolve_units
 from mmjax.planning.hardware import check_float8, find_device
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, MemoryPlan, StagePlan, with_policies
-from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
 from mmjax.runtime.checkpoint_commit import saved_steps
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport, padding_microbatches
@@ -245,6 +245,7 @@ class Trainer:
             stages,
             sources=self.data.sources,
             schedule=schedule_name(config),
+            stage_times=stage_times(config),
             carrier=config.pipeline.carrier,
             loss=config.loss,
             loss_chunks=loss_chunks,
@@ -386,7 +387,7 @@ class Trainer:
                     loaded = next(self.batches)
                 self.metrics.add_wait(time.monotonic() - began)
                 self.watchdog.set_phase("running", step)
-                batches = [self.executor.put(batch) for batch in loaded.microbatches]
+                batches = [self.executor.put(batch, n) for n, batch in enumerate(loaded.microbatches)]
 
                 if self.executor.synchronous:  # so that no step is timed with the next one
                     self.finish_step(state, progress)
