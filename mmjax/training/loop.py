@@ -357,7 +357,9 @@ class Trainer:
         began = time.monotonic()
         with activity("compiling the programs of a step"):
             # One microbatch is enough for the programs of all shapes: they differ only in the rows' lengths.
-            shapes = padding_microbatches(self.loader.layout.shapes, example, self.config.model.item_modules)
+            shapes = padding_microbatches(
+                self.loader.layout.shapes, example, self.config.model.item_modules, self.executor.rows
+            )
             hyper = hyperparameters(self.config, self.first_step)
             accumulated = self.executor.compile(state, shapes, hyper)
         with activity("compiling those of saving and answering"):

@@ -21,9 +21,11 @@ from test_executor import (
     make_pipeline,
     steps_of,
 )
+from test_mixtures import mixture
 from test_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_from_each_other, go_back, together
 
-from mmjax.config import Config
+from mmjax.config import Config, Unit
+from mmjax.config.training import unit_modules
 from mmjax.models.model import restrict
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.state import all_parameters, hyperparameters
@@ -50,6 +52,16 @@ def in_microbatches(config: Config, count: int) -> Config:
 def test_encoders_beside_the_llm_have_the_gradients_of_one_mesh(config, tmp_path):
     pipeline = assert_same_gradients(in_microbatches(config, 6), tmp_path)
     assert pipeline.schedule == "nested"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [12, 14])  # context and a reference; experts, and tokens divided
+def test_copies_mix_with_every_layout_and_a_frozen_reference(seed, tmp_path):
+    config, _, loss = mixture(seed)
+    (llm,) = (unit for name, unit in config.units.items() if "llm" in unit_modules(name, unit))
+    llm = replace(llm, modules=(), pipeline=2, cuts=())
+    beside = {name: Unit(beside="llm") for name in ("vision", "audio")}
+    assert_same_gradients(replace(config, units=beside | {"llm": llm}), tmp_path, "auto", loss)
 
 
 @pytest.mark.exhaustive
