@@ -29,7 +29,7 @@ from mmjax.models.quantization import cast_frozen
 from mmjax.parallel.sharding import CONTEXT, ShardingRules, replicated, row_ranks, rows_sharding
 from mmjax.planning.memory import LOADED, DeviceBatch
 from mmjax.planning.remat import RunPlan
-from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport, batch_shardings
 from mmjax.runtime.executor import Executor
@@ -104,6 +104,7 @@ def _executor(config: Config, devices: Sequence[jax.Device], context: int) -> Ex
         stages,
         sources=1,
         schedule=schedule_name(config),
+        stage_times=stage_times(config),
         loss=config.loss,
         loss_chunks=config.training.loss_chunks or 1,
         accumulates=len(stages) > 1 or config.batch.microbatches > 1,
@@ -153,7 +154,7 @@ class RunPrograms:
 
     def batch(self, number: int) -> Microbatch:
         """Return the shapes of a stage's microbatch."""
-        _, stage, mesh, rules = self.executor.stages[number]
+        _, stage, mesh, rules, _ = self.executor.stages[number]
         config = self.executor.model.config
         shape = self.shape
 
@@ -180,7 +181,7 @@ class RunPrograms:
             program = executor.programs[producer]
             operands = self.inputs(producer), self.batch(producer), *_scalars(program), program.sums.losses
             output, _ = jax.eval_shape(program.forward_only, merge(*self.parameters(producer)), *operands)
-            taken = {name: x for name, x in output.items() if executor.passes.consumer[name] == number}
+            taken = {name: x for name, x in output.items() if number in executor.passes.consumers[name]}
             layouts = executor.programs[number].layouts
             inputs |= put_shapes(taken, {name: layouts[name] for name in taken})
         return inputs

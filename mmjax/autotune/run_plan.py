@@ -39,7 +39,7 @@ from mmjax.planning.remat import (
     least_seconds,
     smallest_policy,
 )
-from mmjax.planning.schedules import Schedule, make_schedule, schedule_name, unit_graph
+from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import resolve_attention, row_work
@@ -57,7 +57,23 @@ def plan_run(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimi
     by_devices: dict[range, list[int]] = {}
     for number, sharded in enumerate(stages):
         by_devices.setdefault(sharded.devices, []).append(number)
-    plans = [_plan_devices(config, stages, numbers, layout, speed, limit, schedule) for numbers in by_devices.values()]
+    # Copies of a stage have the policies of the first.
+    pieces = [listed.pieces for listed in list_stages(config)]
+    first_copy = [pieces.index(of_stage) for of_stage in pieces]
+    bounds = [schedule.in_flight_bound(number) for number in range(len(stages))]
+    in_flight = [max(b for b, other in zip(bounds, first_copy, strict=True) if other == first) for first in first_copy]
+    plans: list[RunPlan] = []
+    chosen: dict[tuple[int, str], tuple[Remat, ...]] = {}
+    for numbers in by_devices.values():
+        given = {
+            (number, tower): policies
+            for number in numbers
+            for (first, tower), policies in chosen.items()
+            if first == first_copy[number]
+        }
+        plans.append(_plan_devices(config, stages, numbers, layout, speed, limit, in_flight, given))
+        for number, stage in zip(numbers, plans[-1].stages, strict=True):
+            chosen |= {(number, tower): stage.policies[tower] for tower in stage.activations}
     planned = {
         number: stage
         for numbers, plan in zip(by_devices.values(), plans, strict=True)
@@ -79,9 +95,13 @@ def _plan_devices(
     layout: RankLayout,
     speed: Speed,
     limit: MemoryLimit,
-    schedule: Schedule,
+    in_flight: Sequence[int],
+    given: Mapping[tuple[int, str], tuple[Remat, ...]],
 ) -> RunPlan:
-    """Plan the stages with these numbers, which share their devices."""
+    """Plan the stages with these numbers, which share their devices.
+
+    in_flight: microbatches, by stage. given: policies of stages' towers that are chosen already.
+    """
     (head,) = [n for n in numbers if "llm" in stages[n].stage.losses] or [None]
     chunks_choices = (config.training.loss_chunks or 1,)
     if head is not None:
@@ -89,7 +109,7 @@ def _plan_devices(
     options = {
         (number, tower): of_tower
         for number in numbers
-        for tower, of_tower in _stage_options(config, stages, number, layout, speed, schedule)
+        for tower, of_tower in _stage_options(config, stages, number, layout, speed, in_flight[number])
     }
     logits = 0.0
     if head is not None and max(chunks_choices) > 1:
@@ -100,7 +120,7 @@ def _plan_devices(
 
     def with_chunks(chunks: int) -> RunPlan:
         again = logits if chunks > 1 else 0.0
-        return _choose(config, stages, numbers, layout, limit, schedule, options, chunks, again)
+        return _choose(config, stages, numbers, layout, limit, in_flight, given, options, chunks, again)
 
     # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
     return min(
@@ -117,7 +137,8 @@ def _choose(
     numbers: Sequence[int],
     layout: RankLayout,
     limit: MemoryLimit,
-    schedule: Schedule,
+    in_flight: Sequence[int],
+    given: Mapping[tuple[int, str], tuple[Remat, ...]],
     options: LayerOptions,
     chunks: int,
     logits: float,
@@ -126,14 +147,16 @@ def _choose(
     towers = towers_of(config.model)
     shapes = range(len(layout.shapes))
     layers = {(n, p.piece.tower): p.piece.layers for n in numbers for p in stages[n].pieces if p.piece.tower in towers}
-    stated = {
+    stated = {key: given[key] for key in layers if key in given} | {
         key: tuple(layer_policies(towers[key[1]])[span.start : span.stop])
         for key, span in layers.items()
         if towers[key[1]].remat != "auto"
     }
     free = {key: len(span) for key, span in layers.items() if key not in stated}
     unsaved = {key: by_policy["none"].device for key, by_policy in options.items()}
-    fixed = {n: [fixed_bytes(config, stages, n, layout, s, schedule, unsaved, chunks) for s in shapes] for n in numbers}
+    fixed = {
+        n: [fixed_bytes(config, stages, n, layout, s, in_flight, unsaved, chunks) for s in shapes] for n in numbers
+    }
 
     def saved(policies: Mapping[tuple[int, str], Sequence[Remat]], s: int, memory: str = "device") -> float:
         return float(sum(getattr(options[key][p], memory)[s] for key, chosen in policies.items() for p in chosen))
@@ -172,7 +195,7 @@ def _choose(
                 layers={p.piece.tower: p.piece.layers for p in sharded.pieces},
                 policies={p.piece.tower: (layer_by_layer | unets)[p.piece.tower] for p in sharded.pieces},
                 parameters=sum(part.parameters for part in sharded.pieces),
-                in_flight=schedule.in_flight_bound(n),
+                in_flight=in_flight[n],
                 fixed=fixed[n][largest],
                 activations={tower: saved({(n, tower): chosen}, largest) for tower, chosen in layer_by_layer.items()},
                 largest_shape=largest,
@@ -199,7 +222,7 @@ def _stage_options(
     number: int,
     layout: RankLayout,
     speed: Speed,
-    schedule: Schedule,
+    in_flight: int,
 ) -> Iterator[tuple[str, dict[Remat, Option]]]:
     """Compute what each policy costs a layer of each tower of a stage, for all microbatches in flight."""
     sharded = stages[number]
@@ -231,7 +254,7 @@ def _stage_options(
         ]
         options = layer_options(model, tower, shapes, saved, speed, parts, activation)
         # Without a backward pass nothing is kept of a microbatch.
-        microbatches = schedule.in_flight_bound(number) if part.has_backward else 0
+        microbatches = in_flight if part.has_backward else 0
         yield (
             tower,
             {

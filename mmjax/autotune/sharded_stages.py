@@ -120,6 +120,8 @@ def shard_stages(config: Config) -> list[ShardedStage]:
         mesh = AbstractMesh(tuple(getattr(unit, axis) for axis in AXES), AXES)
         first = firsts[in_unit.unit] + in_unit.part * count
         pieces = tuple(_shard_piece(config, model, piece, mesh, rules, trained) for piece in stage.pieces)
+        if in_unit.copy[0]:  # the first copy alone has the moments
+            pieces = tuple(piece._replace(parameters=0, moments=0.0) for piece in pieces)
         sharded.append(ShardedStage(in_unit.name, stage, unit, mesh, range(first, first + count), pieces))
     return sharded
 

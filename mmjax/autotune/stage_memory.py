@@ -39,7 +39,6 @@ from mmjax.planning.memory import (
     unet_bytes,
     vae_bytes,
 )
-from mmjax.planning.schedules import Schedule
 from mmjax.planning.unet import unet_saved_bytes
 from mmjax.planning.work import row_work
 
@@ -50,14 +49,14 @@ def fixed_bytes(
     number: int,
     layout: RankLayout,
     shape: int,
-    schedule: Schedule,
+    microbatches_in_flight: Sequence[int],
     unsaved: Mapping[tuple[int, str], Sequence[float]],
     chunks: int,
 ) -> dict[str, float]:
     """Count the bytes of a stage on each device by kind in one of the shapes, apart from activations that layers save.
 
-    unsaved: bytes that one layer of each stage's tower saves without remat, in every shape, of all microbatches in
-    flight. chunks: of the vocabulary in the loss.
+    microbatches_in_flight: by stage. unsaved: bytes that one layer of each stage's tower saves without remat, in every
+    shape, of all microbatches in flight. chunks: of the vocabulary in the loss.
     `gradients`: float32; where a step has one microbatch and one stage, those of layers' matrices are in the precision
     of the computation.
     `copies`: weights cast for computation and their gradients until they are added to the others. In a program of the
@@ -77,7 +76,7 @@ def fixed_bytes(
     model = config.model
     activation = ACTIVATION[config.training.precision]
     frozen = frozen_modules(model)
-    in_flight = schedule.in_flight_bound(number)
+    in_flight = microbatches_in_flight[number]
     is_whole = sharded.is_whole
     accumulates = config.batch.microbatches > 1 or not is_whole
     cast = 0 if activation == MASTER else activation  # computing in float32 needs no cast copy
@@ -150,7 +149,7 @@ def fixed_bytes(
             messages_held = in_flight + (repeats_forward(config.loss) and runs_twice(tower, model))
             kinds["messages"] += 2 * messages_held * numbers * activation
     kinds["copies"] += (activation + cast) / MASTER * largest_layer
-    kinds["messages"] += _deepstack_bytes(config, stages, number, layout, shape, schedule)
+    kinds["messages"] += _deepstack_bytes(config, stages, number, layout, shape, microbatches_in_flight)
     if is_whole:
         # The embedding's gradient is made last, and XLA uses its buffer until then.
         embedding = 0.0
@@ -170,7 +169,12 @@ def fixed_bytes(
 
 
 def _deepstack_bytes(
-    config: Config, stages: Sequence[ShardedStage], number: int, layout: RankLayout, shape: int, schedule: Schedule
+    config: Config,
+    stages: Sequence[ShardedStage],
+    number: int,
+    layout: RankLayout,
+    shape: int,
+    in_flight: Sequence[int],
 ) -> float:
     """Count the bytes of deepstack tokens that wait on each device of an LLM's stage for their layers' outputs."""
     producers = {name: n for n, placed in enumerate(stages) for name in placed.stage.outputs}
@@ -185,7 +189,7 @@ def _deepstack_bytes(
             tokens = row_work(config.model, batch.shape)[encoder].tokens * made_on / added_on
             size_of_token = config.model.llm.width * ACTIVATION[config.training.precision]
             # Those of a microbatch come before all stages between, and its maker has it in flight as long.
-            bytes_ += schedule.in_flight_bound(producers[name]) * tokens * size_of_token
+            bytes_ += in_flight[producers[name]] * tokens * size_of_token
     return bytes_
 
 

@@ -64,9 +64,12 @@ class Unit(Layout):
     modules: tuple[str, ...] = ()  # llm and encoders, connectors with their encoder; empty: the one of the unit's name
     _: KW_ONLY
     pipeline: int = 1  # stages, one after the other, each with as many devices
-    virtual: int = 1  # parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved
+    # Parts of the layers that each stage's devices have; more than 1 is for schedule=interleaved, or with `beside`.
+    virtual: int = 1
     # Layers before which stages begin, as "vision.16"; numbers: of the LLM, or the one module. Empty: balanced.
     cuts: tuple[int | str, ...] = ()
+    # The LLM's unit: encoders have a copy on the devices of each of its stages, which takes microbatches in turn.
+    beside: str = ""
 
 
 def unit_modules(name: str, unit: Unit) -> tuple[str, ...]:
@@ -75,8 +78,8 @@ def unit_modules(name: str, unit: Unit) -> tuple[str, ...]:
 
 
 def unit_devices(unit: Unit) -> int:
-    """Count a unit's devices."""
-    return unit.ranks * unit.context * unit.tensor * unit.pipeline
+    """Count a unit's own devices."""
+    return 0 if unit.beside else unit.ranks * unit.context * unit.tensor * unit.pipeline
 
 
 def unit_layout(unit: Unit, mesh: MeshConfig) -> Unit:
@@ -143,8 +146,11 @@ Carrier = Literal["auto", "sockets", "device", "collective"]
 class PipelineConfig:
     """Order of forward and backward passes, where modules have units."""
 
-    # auto: interleaved where a unit has virtual stages, else 1f1b. eager: twice as many microbatches ahead as 1f1b.
-    schedule: Literal["auto", "1f1b", "eager", "gpipe", "interleaved"] = "auto"
+    # auto: nested where a unit is beside another, interleaved where one has virtual stages, else 1f1b. eager: twice as
+    # many microbatches ahead as 1f1b.
+    schedule: Literal["auto", "1f1b", "eager", "gpipe", "interleaved", "nested"] = "auto"
+    # Forward and backward time of every stage, by which a nested schedule is made. Empty: of FLOPs.
+    stage_times: tuple[int, ...] = ()
     # Order a step's microbatches, where they differ in shape, so that stages are simulated to wait least.
     reorder: bool = True
     # Between processes. auto: sockets between CPUs, else device, the runtime's own transfers; collective: ppermute.

@@ -308,10 +308,6 @@ def _check_units(config: Config) -> None:
         f"mesh.{(changed or [''])[0]}: modules with units have their devices from these; leave mesh as it is, or units "
         "empty" + (f", or set {settings}" if changed == in_units else ""),
     )
-    check(
-        config.pipeline.schedule != "interleaved" or any(unit.virtual > 1 for unit in config.units.values()),
-        "pipeline.schedule=interleaved: no unit has several parts of its layers on a stage; set units.llm.virtual=2",
-    )
     owners: dict[str, str] = {}
     for name, unit in config.units.items():
         where = f"units.{name}"
@@ -326,21 +322,79 @@ def _check_units(config: Config) -> None:
             )
             owners[tower] = name
         modules = unit_modules(name, unit)
-        check_layout(where, unit_layout(unit, config.mesh), config.model, modules, config.batch.alignment)
+        if unit.beside:
+            _check_beside(config, where, unit, modules)
+        towers_here = [tower for n, u in config.units.items() if name in (n, u.beside) for tower in unit_modules(n, u)]
+        check_layout(where, unit_layout(unit, config.mesh), config.model, towers_here, config.batch.alignment)
         if "llm" not in modules:
             _check_without_llm(where, unit)
         check(
-            unit.encoders == "tensor" or any(tower != "llm" for tower in modules),
+            unit.encoders == "tensor" or any(tower != "llm" for tower in towers_here),
             f"{where}.encoders={unit.encoders}: this unit has no encoder; set it in the units of the encoders",
         )
         # After the modules are known to be there.
         _check_stages(config, where, unit, modules)
+    _check_schedule(config)
     missing = [tower for tower in towers if tower not in owners]
     check(
         not missing,
         f"units: {(missing or [''])[0]} has no devices; add units.{(missing or [''])[0]}.data=1, or name it in another "
         "unit's modules",
     )
+
+
+def _check_schedule(config: Config) -> None:
+    """Check that the units are such as the schedule is for."""
+    schedule = config.pipeline.schedule
+    beside = next((name for name, unit in config.units.items() if unit.beside), "")
+    check(
+        schedule != "interleaved" or any(unit.virtual > 1 for unit in config.units.values()),
+        "pipeline.schedule=interleaved: no unit has several parts of its layers on a stage; set units.llm.virtual=2",
+    )
+    check(
+        schedule != "nested" or bool(beside),
+        "pipeline.schedule=nested: no unit is beside another; set beside=llm in the units of encoders",
+    )
+    check(
+        not beside or schedule in ("auto", "nested"),
+        f"units.{beside}.beside is for pipeline.schedule=nested, not {schedule}; leave the schedule auto",
+    )
+    times = config.pipeline.stage_times
+    stages = 0
+    for unit in config.units.values():
+        stages += unit.virtual * (config.units[unit.beside].pipeline if unit.beside else unit.pipeline)
+    check(
+        not times or (len(times) == 2 * stages and min(times) >= 0),
+        f"pipeline.stage_times has {len(times)} numbers: {stages} stages need {2 * stages}, forward and backward of "
+        "each in turn, none below 0; leave it empty for times by FLOPs",
+    )
+
+
+def _check_beside(config: Config, where: str, unit: Unit, modules: Sequence[str]) -> None:
+    """Check a unit of encoders that has a copy on the devices of each stage of another."""
+    beside = unit.beside
+    setting = f"{where}.beside={beside}"
+    hint = did_you_mean(beside, config.units)
+    check(beside in config.units, f"{setting}, which is no unit{hint}")
+    host = config.units[beside]
+    has_llm = "llm" in unit_modules(beside, host)
+    check(has_llm, f"{setting}: units.{beside} is without the LLM; name the unit that has it")
+    decoder = next((tower for tower in modules if tower not in config.model.encoders), "")
+    check(not decoder, f"{setting}: {decoder} is no encoder; give it a unit of its own, or name it in the LLM's")
+    check(
+        host.pipeline > 1,
+        f"{setting}: units.{beside} is one stage, where nothing waits; name {', '.join(modules)} in its modules",
+    )
+    check(
+        host.virtual == 1,
+        f"{setting}: units.{beside} has virtual={host.virtual}, and encoders are nested in 1f1b's order; leave it at 1",
+    )
+    for field in fields(Unit):
+        value = getattr(unit, field.name)
+        check(
+            field.name in ("modules", "virtual", "cuts", "beside") or value == getattr(Unit(), field.name),
+            f"{setting} and {where}.{field.name}={value}: a copy has the layout of units.{beside}; leave {field.name}",
+        )
 
 
 def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]) -> None:
@@ -357,17 +411,17 @@ def _check_stages(config: Config, where: str, unit: Unit, modules: Sequence[str]
     setting = f"{where}.pipeline={unit.pipeline}" + (f" x virtual={unit.virtual}" if unit.virtual > 1 else "")
     check(stages <= layers, f"{setting} makes {stages} stages of {layers} layers; use at most {layers}")
     check(
-        unit.virtual == 1 or config.pipeline.schedule in ("auto", "interleaved"),
+        unit.virtual == 1 or bool(unit.beside) or config.pipeline.schedule in ("auto", "interleaved"),
         f"{where}.virtual={unit.virtual} is for pipeline.schedule=interleaved, not {config.pipeline.schedule}",
     )
     check(
-        unit.virtual == 1 or (unit.pipeline > 1 and modules == ("llm",)),
+        unit.virtual == 1 or bool(unit.beside) or (unit.pipeline > 1 and modules == ("llm",)),
         f"{where}.virtual={unit.virtual} divides the layers of an LLM that is alone in its unit, with pipeline above 1",
     )
     count = config.batch.microbatches
     nearest = max(1, round(count / unit.pipeline)) * unit.pipeline
     check(
-        unit.virtual == 1 or count % unit.pipeline == 0,
+        unit.virtual == 1 or bool(unit.beside) or count % unit.pipeline == 0,
         f"batch.microbatches={count} is no multiple of {where}.pipeline={unit.pipeline}, as interleaved stages need; "
         f"set batch.microbatches={nearest}",
     )

@@ -25,7 +25,7 @@ from mmjax.planning.balanced_cuts import with_balanced_cuts
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import ACTIVATION, GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit, RunPlan, StagePlan
-from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph, unit_links
+from mmjax.planning.schedules import list_stages, make_schedule, schedule_name, unit_graph, unit_links
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.stage_time import StageRun, edge_seconds, pass_seconds, reduce_seconds, update_seconds
 from mmjax.planning.step_time import ClusterRun, Speed
@@ -149,7 +149,7 @@ def _place_stages(
     unsaved = unsaved_bytes(replace(config, model=model), layout)
     activation = ACTIVATION[config.training.precision]
     runs = []
-    for sharded, stage in zip(shard_stages(config), plan.stages, strict=True):
+    for listed, sharded, stage in zip(list_stages(config), shard_stages(config), plan.stages, strict=True):
         mesh = dict(sharded.mesh.shape)
         form, reference = sharded.layout.context_attention, repeats_forward(config.loss)
         machine = ClusterRun(cluster, mesh, sharded.sharding, speed, activation, plan.loss_chunks, form, reference)
@@ -167,6 +167,7 @@ def _place_stages(
                     has_backward=part.has_backward,
                     unsaved=unsaved[part.piece.tower],
                     experts=part.experts,
+                    copies=listed.copy[1],
                 )
                 for part in sharded.pieces
             ]

@@ -1,6 +1,7 @@
 """Cut the modules of units into stages that take equally long, where a config does not say where (OmniBal 4.2).
 
-Times are FLOPs in whole numbers, so that every process cuts alike.
+What stages take is also what a nested schedule is made by. Times are FLOPs in whole numbers, so that every process cuts
+alike.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from mmjax.config.unit_stages import chain_of
 from mmjax.planning.flops import layer_flops
 from mmjax.planning.memory import ACTIVATION
 from mmjax.planning.partition import Chain, fastest_partition, partition
+from mmjax.planning.reorder import time_stages
+from mmjax.planning.schedules import schedule_name
 from mmjax.planning.work import row_work
 
 LONGEST = 2**30  # of a layer's passes, in units of time
+LONGEST_PASS = 10**6  # of a stage, for a nested schedule
 
 
 def with_balanced_cuts(
@@ -27,7 +31,7 @@ def with_balanced_cuts(
     lengths: Sequence[Sequence[int]],
     resumed: Mapping[str, Unit] | None = None,
 ) -> Config:
-    """Return the config with cuts of every unit of several stages that names none.
+    """Return the config with cuts of every unit of several stages that names none, and times for a nested schedule.
 
     rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module. resumed: units with
     which the run went on so far; those that are as they were are cut as they were.
@@ -41,7 +45,16 @@ def with_balanced_cuts(
             units[name] = last_start
         else:
             units[name] = replace(unit, cuts=_balance(config, name, unit, rows, lengths))
-    return replace(config, units=units)
+    return _with_stage_times(replace(config, units=units), rows, lengths)
+
+
+def _with_stage_times(config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]]) -> Config:
+    """Return the config with the times of its stages where its schedule is nested and it states none."""
+    if schedule_name(config) != "nested" or config.pipeline.stage_times:
+        return config
+    seconds = time_stages(config, rows, lengths, by_content=False)[0].mean(2)
+    times = np.rint(seconds * (LONGEST_PASS / seconds.max())).astype(int)
+    return replace(config, pipeline=replace(config.pipeline, stage_times=tuple(times.T.ravel().tolist())))
 
 
 def _balance(

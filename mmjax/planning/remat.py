@@ -164,14 +164,14 @@ class RunPlan:
     @property
     def policies(self) -> dict[str, tuple[Remat, ...]]:
         """Return the policies of every layer of each tower."""
-        # A UNet has no layers.
-        parts = sorted(
-            (stage.layers[tower].start, tower, stage.policies[tower])
+        # A UNet has no layers; those of copies are the same.
+        parts = {
+            (tower, stage.layers[tower].start): stage.policies[tower]
             for stage in self.stages
             for tower in stage.activations
-        )
+        }
         policies: dict[str, tuple[Remat, ...]] = {}
-        for _, tower, chosen in parts:
+        for (tower, _), chosen in sorted(parts.items()):
             policies[tower] = policies.get(tower, ()) + chosen
         return policies
 

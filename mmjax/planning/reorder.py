@@ -28,7 +28,7 @@ from mmjax.planning.schedules import (
     schedule_name,
     unit_graph,
 )
-from mmjax.planning.simulate import list_needs, total_order
+from mmjax.planning.simulate import total_order
 
 SIMULATIONS = 512  # of exchanges, for one step
 UNITS = 2**30  # of time, in the longest pass
@@ -64,6 +64,20 @@ def make_reordering(
     rows: of each module on all ranks, the LLM first. lengths: of the rows, by shape and module. by_content: attention
     counts by the pairs of each microbatch, else as in rows that one sample fills.
     """
+    seconds, pair = time_stages(config, rows, lengths, by_content)
+    scale = UNITS / seconds.max()
+    # Whole numbers, which all processes add up alike.
+    forward, backward = np.rint(seconds * scale).astype(np.int64)
+    return Reordering(schedule_name(config), unit_graph(config), forward, backward, pair * scale)
+
+
+def time_stages(
+    config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]], by_content: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return FLOPs by device of stages' passes, `[2, stages, shapes]`, and of a pair, `[2, stages, modules]`.
+
+    Arguments as of `make_reordering`.
+    """
     stages = list_stages(config)
     names = ["llm", *config.model.item_modules]
     seconds = np.zeros((2, len(stages), len(lengths)))
@@ -81,10 +95,7 @@ def make_reordering(
                 # As many FLOPs of products would take less time where a kernel computes attention.
                 slower = SHEET.flops / SHEET.attention if some.attention > none.attention else 1.0
                 pair[:, number, module] = (np.array(some[:2]) - np.array(none[:2])) / many * slower / devices
-    scale = UNITS / seconds.max()
-    # Whole numbers, which all processes add up alike.
-    forward, backward = np.rint(seconds * scale).astype(np.int64)
-    return Reordering(schedule_name(config), unit_graph(config), forward, backward, pair * scale)
+    return seconds, pair
 
 
 def _flops_of_row(config: Config, piece: LayerRange, shape: Sequence[int], pairs: float | None) -> Flops:
@@ -119,7 +130,7 @@ def _program(name: ScheduleName, graph: StageGraph, microbatches: int) -> _Progr
     schedule = make_schedule(name, graph, microbatches)
     actions = total_order(schedule)
     number = {action: n for n, action in enumerate(actions)}
-    needs = [[number[need] for need, _ in list_needs(schedule, action)] for action in actions]
+    needs = [[number[need] for need, _ in graph.needs(action)] for action in actions]
     return _Program(
         stage=np.array([a.stage for a in actions]),
         microbatch=np.array([a.microbatch for a in actions]),
@@ -143,7 +154,8 @@ def reorder(name: ScheduleName, graph: StageGraph, forward: np.ndarray, backward
     if m < 2 or bool(np.all((forward == forward[:, :1]) & (backward == backward[:, :1]))):
         return planned
     seconds = np.stack([forward, backward]).astype(np.int64)
-    order = _algorithm_3(name, graph, seconds)
+    # Which microbatches a copy has is a matter of their numbers: from the planned order there are only exchanges.
+    order = planned.copy() if name == "nested" else _algorithm_3(name, graph, seconds)
     program = _program(name, graph, m)
     makespan = _exchange(order, seconds, SIMULATIONS, program)
     if makespan >= _simulate(planned, seconds, np.zeros(len(program.stage), np.int64), program):

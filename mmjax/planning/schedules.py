@@ -1,9 +1,10 @@
-"""Order the forward and backward passes of a pipeline's stages: GPipe, 1F1B, eager 1F1B and interleaved 1F1B.
+"""Order the forward and backward passes of a pipeline's stages: GPipe, 1F1B (eager, interleaved, nested).
 
 Stages form a directed acyclic graph that ends in stages which compute losses, the sinks: encoders that do not depend
 on each other run side by side before the LLM (modality parallelism, Cornstarch section 4.1), generators behind it,
 whose backward passes then come before that of the LLM's last stage. Each group of devices, a worker, runs one stage,
 or several chunks of layers where the schedule is interleaved (Megatron-LM, Narayanan et al. 2021; MMScale section 4.3).
+Encoders may have a copy on every worker of the LLM, whose passes are nested in the LLM's idle time (BigMac).
 All functions are pure, so every process computes the same order.
 """
 
@@ -11,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, lru_cache
+from itertools import pairwise, product
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from mmjax.config import Config
 from mmjax.config.model import layers_of
 from mmjax.config.unit_stages import LayerRange, cut_unit
+from mmjax.planning.nesting import NestedPasses, nest
 
-ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "eager", "interleaved", "nested"]
 Pass = Literal["forward", "backward"]
 
 
@@ -30,30 +34,36 @@ class UnitStage(NamedTuple):
     name: str  # "vision[16:24] + llm[0:8]", and of whole towers "vision"
     unit: str
     part: int  # of the unit's devices, which its stages take in turn
+    copy: tuple[int, int] = (0, 1)  # its number and the count of copies, as in `StageGraph`
 
 
 def list_stages(config: Config) -> list[UnitStage]:
     """List the stages of all units, in the order of their devices."""
-    return [
-        UnitStage(
-            pieces=pieces,
-            name=" + ".join(
+    stages = []
+    for name, unit in config.units.items():
+        copies = config.units[unit.beside].pipeline if unit.beside else 1
+        for copy, (number, pieces) in product(range(copies), enumerate(cut_unit(config.model, name, unit))):
+            layers = " + ".join(
                 tower if layers_of(config.model, tower) == stop - start else f"{tower}[{start}:{stop}]"
                 for tower, start, stop in pieces
-            ),
-            unit=name,
-            part=number % unit.pipeline,  # with virtual stages, n and n + pipeline are on the same devices
-        )
-        for name, unit in config.units.items()
-        for number, pieces in enumerate(cut_unit(config.model, name, unit))
-    ]
+            )
+            stage = UnitStage(
+                pieces=pieces,
+                name=f"{layers} copy {copy}" if unit.beside else layers,
+                unit=unit.beside or name,
+                # With virtual stages, n and n + pipeline are on the same devices.
+                part=copy if unit.beside else number % unit.pipeline,
+                copy=(copy, copies),
+            )
+            stages.append(stage)
+    return stages
 
 
 def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the layers before which each tower is cut."""
     cuts: dict[str, tuple[int, ...]] = {}
     for stage in list_stages(config):
-        for tower, start, _ in stage.pieces:
+        for tower, start, _ in stage.pieces if stage.copy[0] == 0 else ():
             cuts[tower] = cuts.get(tower, ()) + (start,) * (start > 0)
     return cuts
 
@@ -61,8 +71,17 @@ def stage_cuts(config: Config) -> dict[str, tuple[int, ...]]:
 def schedule_name(config: Config) -> ScheduleName:
     """Resolve the schedule."""
     schedule = config.pipeline.schedule
-    virtual = any(unit.virtual > 1 for unit in config.units.values())
-    return schedule if schedule != "auto" else "interleaved" if virtual else "1f1b"
+    if schedule != "auto":
+        return schedule
+    if any(unit.beside for unit in config.units.values()):
+        return "nested"
+    return "interleaved" if any(unit.virtual > 1 for unit in config.units.values()) else "1f1b"
+
+
+def stage_times(config: Config) -> tuple[tuple[int, int], ...]:
+    """Return the forward and backward time of every stage by which a nested schedule is made."""
+    times = config.pipeline.stage_times
+    return tuple(zip(times[::2], times[1::2], strict=True))
 
 
 class Action(NamedTuple):
@@ -83,6 +102,10 @@ class StageGraph:
 
     edges: tuple[tuple[int, int], ...]  # (producer, consumer) of activations; gradients go the other way
     workers: tuple[int, ...]  # of every stage; equal numbers share devices
+    # By stage: of a copy its number and their count; copy 1 of 4 runs microbatches 1, 5, 9, ... Empty: no copies.
+    copies: tuple[tuple[int, int], ...] = ()
+    # Forward and backward time of every stage in whole numbers, for a nested schedule. Empty: 1 and 2.
+    times: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         stages = range(len(self.workers))
@@ -135,6 +158,20 @@ class StageGraph:
             depths[stage] = max(lengths, default=0)
         return tuple(depths)
 
+    def runs(self, stage: int, microbatch: int) -> bool:
+        """Tell whether a microbatch goes through a stage: of copies it takes one."""
+        copy, copies = self.copies[stage] if self.copies else (0, 1)
+        return microbatch % copies == copy
+
+    def needs(self, action: Action) -> list[tuple[Action, tuple[int, int] | None]]:
+        """List the actions whose results an action takes, with the edge over which they come, None within a stage."""
+        kind, stage, microbatch = action
+        if kind == "forward":
+            producers = [s for s in self.producers[stage] if self.runs(s, microbatch)]
+            return [(Action(kind, s, microbatch), (s, stage)) for s in producers]
+        needs: list[tuple[Action, tuple[int, int] | None]] = [(Action("forward", stage, microbatch), None)]
+        return [*needs, *((Action(kind, s, microbatch), (stage, s)) for s in self.consumers[stage])]
+
     @cached_property
     def by_worker(self) -> StageGraph:
         """The graph of the workers. Raises ValueError where others lie between the stages of one."""
@@ -160,7 +197,12 @@ def unit_graph(config: Config) -> StageGraph:
     stages = list_stages(config)
     devices = list(dict.fromkeys((stage.unit, stage.part) for stage in stages))
     edges = dict.fromkeys((sender, receiver) for (sender, _), (receiver, _) in unit_links(config))
-    return StageGraph(tuple(edges), tuple(devices.index((stage.unit, stage.part)) for stage in stages))
+    return StageGraph(
+        edges=tuple(edges),
+        workers=tuple(devices.index((stage.unit, stage.part)) for stage in stages),
+        copies=tuple(stage.copy for stage in stages),
+        times=stage_times(config),
+    )
 
 
 PieceNumber = tuple[int, int]  # of a stage, and of a piece in it
@@ -171,14 +213,16 @@ def unit_links(config: Config) -> list[tuple[PieceNumber, PieceNumber]]:
 
     A deepstack's further edges are no constraint: what is added later leaves the encoder before its last layer does.
     """
-    pieces = {(n, k): piece for n, stage in enumerate(list_stages(config)) for k, piece in enumerate(stage.pieces)}
-    begins = {(piece.tower, piece.start): number for number, piece in pieces.items()}
+    stages = list_stages(config)
+    pieces = {(n, k): piece for n, stage in enumerate(stages) for k, piece in enumerate(stage.pieces)}
+    begins = {(piece.tower, piece.start, stages[number[0]].copy): number for number, piece in pieces.items()}
+    only = (0, 1)
     links = []
     for number, (tower, _, stop) in pieces.items():
-        following = [(tower, stop)]
+        following = [(tower, stop, stages[number[0]].copy)]
         if stop == layers_of(config.model, tower):
-            following = [("llm", 0)] if tower in config.model.encoders else []
-            following += [(name, 0) for name in config.model.generators if tower == "llm"]
+            following = [("llm", 0, only)] if tower in config.model.encoders else []
+            following += [(name, 0, only) for name in config.model.generators if tower == "llm"]
         links += [(number, begins[key]) for key in following if begins[key][0] != number[0]]
     return links
 
@@ -209,8 +253,11 @@ def make_schedule(name: ScheduleName, graph: StageGraph, microbatches: int) -> S
     the time of transfers at the cost of memory. `interleaved` is for workers with several chunks of the LLM; the other
     stages run ahead as far as their consumers need. Otherwise a worker's stages, an encoder beside another or before
     the LLM's first layers, or generators behind its last, run as one. Raises ValueError where others lie between a
-    worker's stages, and where an interleaved schedule's chunks do not go round its workers.
+    worker's stages, and where an interleaved schedule's chunks do not go round its workers. `nested` is for encoders
+    with copies beside the LLM's stages, whose order is that of 1f1b.
     """
+    if name == "nested":
+        return _nested(graph, microbatches)
     if name == "interleaved":
         return _interleaved(graph, microbatches)
     ahead = {"gpipe": lambda depth: microbatches if depth else 0, "1f1b": lambda depth: depth, "eager": lambda d: 2 * d}
@@ -237,6 +284,50 @@ def _one_forward_one_backward(graph: StageGraph, worker: int, warmup: int, micro
     for i in range(microbatches - warmup):
         order += [*forward(warmup + i), *backward(i)]
     return (*order, *(action for i in range(microbatches - warmup, microbatches) for action in backward(i)))
+
+
+@lru_cache
+def _nested(graph: StageGraph, microbatches: int) -> Schedule:
+    """Order the other stages as 1f1b does without copies, and place the copies' passes where workers would wait."""
+    stages = range(len(graph.workers))
+    hosts = [stage for stage in stages if not graph.copies or graph.copies[stage][1] == 1]
+    edges = ((hosts.index(a), hosts.index(b)) for a, b in graph.edges if a in hosts and b in hosts)
+    without = make_schedule("1f1b", StageGraph(tuple(edges), tuple(graph.workers[s] for s in hosts)), microbatches)
+    nested = [stage for stage in stages if stage not in hosts]
+    if not nested:
+        return Schedule(graph, microbatches, without.orders)
+    first = max((c for s in nested for c in graph.consumers[s] if c in hosts), key=graph.depths.__getitem__)
+    sequences: list[tuple[list[Action], ...]] = []
+    outer: set[int] = set()  # the first of every worker's copies, and the last to run backward
+    for worker, order in enumerate(without.orders):
+        beside = [stage for stage in nested if graph.workers[stage] == worker]
+        turns = [m for m in range(microbatches) if beside and graph.runs(beside[0], m)]
+        outer.update(beside[:1])
+        sequences.append(
+            (
+                [action._replace(stage=hosts[action.stage]) for action in order],
+                [Action("forward", stage, m) for m in turns for stage in beside],
+                [Action("backward", stage, m) for m in turns for stage in reversed(beside)],
+            )
+        )
+    actions = [action for parts in sequences for part in parts for action in part]
+    number = {action: n for n, action in enumerate(actions)}
+    needs = [[number[need] for need, _ in graph.needs(action)] for action in actions]
+    ends = np.cumsum([len(part) for parts in sequences for part in parts])
+    times = graph.times or ((1, 2),) * len(stages)
+    passes = NestedPasses(
+        queue=np.arange(len(actions)),
+        bounds=np.stack([np.array([0, *ends[:-1]]), ends], 1).reshape(-1, 3, 2),
+        length=np.array([times[a.stage][a.kind == "backward"] for a in actions]),
+        need_start=np.cumsum([0, *map(len, needs)]),
+        needs=np.array([n for numbers in needs for n in numbers], np.int64),
+        microbatch=np.array([a.microbatch for a in actions]),
+        takes_tokens=np.array([a.kind == "forward" and a.stage == first for a in actions]),
+        opens=np.array([a.kind == "forward" and a.stage in outer for a in actions]),
+        closes=np.array([a.kind == "backward" and a.stage in outer for a in actions]),
+    )
+    orders = nest(passes, graph.copies[nested[0]][1], graph.depths[first])
+    return Schedule(graph, microbatches, tuple(tuple(actions[n] for n in order) for order in orders))
 
 
 def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:

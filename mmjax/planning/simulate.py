@@ -62,7 +62,7 @@ def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
         order = schedule.orders[worker]
         while position[worker] < len(order):
             action = order[position[worker]]
-            needs = list_needs(schedule, action)
+            needs = graph.needs(action)
             if missing := next((need for need, _ in needs if need not in ends), None):
                 waiting.setdefault(missing, []).append(worker)
                 break
@@ -105,22 +105,13 @@ def total_order(schedule: Schedule) -> tuple[Action, ...]:
     return simulate(schedule, StageTimes(np.ones(shape), np.full(shape, 2.0))).actions
 
 
-def list_needs(schedule: Schedule, action: Action) -> list[tuple[Action, tuple[int, int] | None]]:
-    """List the actions whose results an action takes, with the edge over which they come, None within a stage."""
-    kind, stage, microbatch = action
-    if kind == "forward":
-        return [(Action(kind, s, microbatch), (s, stage)) for s in schedule.graph.producers[stage]]
-    needs: list[tuple[Action, tuple[int, int] | None]] = [(Action("forward", stage, microbatch), None)]
-    return [*needs, *((Action(kind, s, microbatch), (stage, s)) for s in schedule.graph.consumers[stage])]
-
-
 def _outputs(schedule: Schedule, action: Action) -> list[tuple[int, int]]:
     """List the edges between workers over which the results of an action are sent."""
     graph, stage = schedule.graph, action.stage
     if action.kind == "forward":
         edges = [(stage, consumer) for consumer in graph.consumers[stage]]
     else:
-        edges = [(producer, stage) for producer in graph.producers[stage]]
+        edges = [(p, stage) for p in graph.producers[stage] if graph.runs(p, action.microbatch)]
     return [edge for edge in edges if graph.workers[edge[0]] != graph.workers[edge[1]]]
 
 

@@ -46,6 +46,7 @@ class StageRun:
     has_backward: bool
     unsaved: float  # bytes that one position of a layer saves without remat, before tensor parallelism
     experts: float = 0.0  # of trainable and frozen, those of experts
+    copies: int = 1  # of the layers, each on as many devices
 
     @property
     def ranks(self) -> int:
@@ -169,10 +170,15 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
 
 
 def reduce_seconds(stage: StageRun) -> float:
-    """Estimate the seconds in which the ranks of `data` add up a step's float32 gradients: an all-reduce."""
+    """Estimate the seconds in which the ranks of `data` add up a step's float32 gradients: an all-reduce.
+
+    Copies of a stage have another one for their gradients, and one for the updated values.
+    """
     mesh = stage.machine.mesh
+    cluster = stage.machine.cluster
     stride = stage.machine.parameter_shards * mesh["tensor"]
-    return collective_seconds(2 * stage.trainable, mesh["data"], stride, stage.machine.cluster)
+    between_copies = collective_seconds(2 * 2 * stage.trainable, stage.copies, len(stage.devices), cluster)
+    return collective_seconds(2 * stage.trainable, mesh["data"], stride, cluster) + between_copies
 
 
 def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConfig) -> float:

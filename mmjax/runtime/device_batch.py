@@ -101,12 +101,18 @@ def without_tables(text: TextBatch) -> TextBatch:
 
 
 def padding_microbatches(
-    shapes: Sequence[Shape], first: Microbatch, encoders: Mapping[str, Encoder | Generator]
+    shapes: Sequence[Shape],
+    first: Microbatch,
+    encoders: Mapping[str, Encoder | Generator],
+    tower_rows: Mapping[str, TowerRows] | None = None,
 ) -> list[Microbatch]:
-    """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows."""
+    """Make an all-padding microbatch of every shape, to compile ahead; `first` gives dtypes and rows.
 
-    def resize(x: np.ndarray, length: int) -> np.ndarray:
-        return np.zeros((x.shape[0], length, *x.shape[2:]), x.dtype)
+    tower_rows: that this process packs, where `first` may lack items that go to copies of encoders elsewhere.
+    """
+
+    def resize(x: np.ndarray, length: int, rows: int | None = None) -> np.ndarray:
+        return np.zeros((x.shape[0] if rows is None else rows, length, *x.shape[2:]), x.dtype)
 
     batches = []
     for shape in shapes:
@@ -114,7 +120,8 @@ def padding_microbatches(
         widths = zip(first.text.send.items(), shape.widths, strict=True)
         lengths = zip(first.items.items(), shape.lengths[1:], strict=True)
         send = {e: np.zeros((*x.shape[:2], width), x.dtype) for (e, x), width in widths}
-        items = {e: jax.tree.map(partial(resize, length=length), x) for (e, x), length in lengths}
+        counts = {e: rows.per_rank * len(rows.local) for e, rows in (tower_rows or {}).items()}
+        items = {e: jax.tree.map(partial(resize, length=length, rows=counts.get(e)), x) for (e, x), length in lengths}
         condition = {
             e: resize(x, encoders[e].most_images(items[e].item.shape[1]) * encoders[e].condition_tokens)
             for e, x in first.text.condition.items()

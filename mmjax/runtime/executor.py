@@ -46,7 +46,7 @@ from mmjax.runtime.objectives import TextObjective
 from mmjax.runtime.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.runtime.placement import put_batch
 from mmjax.runtime.program_cache import CachedProgram
-from mmjax.runtime.shared import add_on_mesh, tied_table
+from mmjax.runtime.shared import CopiedParameters, add_on_mesh, find_shared
 from mmjax.runtime.stage_program import Sums, zeros_like
 from mmjax.runtime.stage_state import StageState
 from mmjax.runtime.state import Hyperparameters, Optimizer, TrainState, all_parameters, parameter_shardings
@@ -84,6 +84,7 @@ class Executor:
         *,
         sources: int,
         schedule: ScheduleName = "1f1b",
+        stage_times: tuple[tuple[int, int], ...] = (),
         carrier: Carrier = "auto",
         loss: LossConfig = CrossEntropy(),
         loss_chunks: int = 1,
@@ -91,7 +92,9 @@ class Executor:
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
         rows: Mapping[str, TowerRows] | None = None,
     ) -> None:
-        """accumulates: False where one stage has steps of one microbatch, so that no gradients are kept between them.
+        """stage_times: forward and backward, by which a nested schedule is made.
+
+        accumulates: False where one stage has steps of one microbatch, so that no gradients are kept between them.
 
         A step that must have more all the same adds them up in the precision of the computation, for want of memory.
         rows: which of each tower's rows this process packs; None: all. Of one stage it packs those of its ranks.
@@ -116,6 +119,7 @@ class Executor:
             objective=self.objective,
             context=context,
             compiler_options=compiler_options,
+            times=stage_times,
         )
         self.programs = self.passes.programs
         self.graph = self.passes.graph
@@ -128,7 +132,9 @@ class Executor:
         united = Mesh(devices.reshape(1, -1, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
         self.mesh = stages[0].mesh if self.is_one_stage else united
         self.per_device = NamedSharding(self.mesh, PartitionSpec(AXES))
-        self.shared = tied_table([placed.stage for placed in stages], self.programs)
+        self.shared = find_shared(self.stages, self.programs)
+        is_copied = any(shared.united and shared.trained for shared in self.shared)
+        self.copied = CopiedParameters(self.stages, self.programs) if is_copied else None
         self.states = [
             StageState(program, optimizer, partial(self._own, n), context) for n, program in enumerate(self.programs)
         ]
@@ -192,7 +198,7 @@ class Executor:
         """Raise UserError where processes would walk other passes: they would wait for each other for ever."""
         stages = [
             (name, stage.description, mesh.shape_tuple, [device.id for device in mesh.devices.flat], rules)
-            for name, stage, mesh, rules in self.stages
+            for name, stage, mesh, rules, _ in self.stages
         ]
         # The order of passes is a function of these and of a step's microbatches, which its plan's digest covers.
         if not coordination.all_equal(repr((stages, self.graph, self.schedule))):
@@ -255,9 +261,24 @@ class Executor:
         )
         return State(states, self._copies(states))
 
-    def _copies(self, states: Sequence[TrainState]) -> tuple[Params, ...]:
+    def _copies(self, states: Sequence[TrainState], copies: Sequence[Params] = ()) -> tuple[Params, ...]:
+        """Return what holders have of the owners' parameters. copies: of before; those that are frozen stay."""
         self._walks += 1
-        return tuple(self.passes.wait(shared.spread(states, (self._walks,))) for shared in self.shared)
+        united = {}
+        if copies and self.copied:
+            self._meet(states)
+            pairs = zip(self.shared, copies, strict=True)
+            earlier = {shared.holder: copy for shared, copy in pairs if shared.trained and shared.united}
+            united = self.passes.wait(self.copied.spread(states, earlier))
+        spread = []
+        for n, shared in enumerate(self.shared):
+            if copies and not shared.trained:
+                spread.append(copies[n])
+            elif shared.united and shared.holder in united:
+                spread.append(united[shared.holder])
+            else:
+                spread.append(self.passes.wait(shared.spread(states, (self._walks, n))))
+        return tuple(spread)
 
     def zeros(self) -> list[Sums | None]:
         """Make zero gradients and losses, by stage; None where no gradients are kept between steps."""
@@ -270,11 +291,14 @@ class Executor:
 
     # ----------------------------------------------------------------------------------------------------- a step
 
-    def put(self, batch: Microbatch) -> StagedBatch:
-        """Bring a packed microbatch to the devices: to each stage what its towers take, of this process's ranks."""
+    def put(self, batch: Microbatch, number: int | None = None) -> StagedBatch:
+        """Bring a packed microbatch to the devices: to each stage what its towers take, of this process's ranks.
+
+        number: of the microbatch in its step, of which one copy of an encoder takes the items; None: all copies do.
+        """
         if self.is_one_stage:
             return (put_local_rows(batch, self.mesh, self.rules),)
-        return put_batch(self.stages, batch, self.rows)
+        return put_batch(self.stages, batch, self.rows, number)
 
     def step(
         self,
@@ -323,16 +347,23 @@ class Executor:
         self,
         state: State,
         sums: Sequence[Sums],
-        batches: Sequence[StagedBatch],
+        batches: Sequence[StagedBatch | None],
         weights: Mapping[str, jax.Array],
         noise: np.ndarray | None,
     ) -> Gradients:
-        """Add up the gradients of a step's microbatches; donates `sums`. weights: as `weigh_batches` returns them."""
+        """Add up the gradients of a step's microbatches, but those that are None; donates `sums`.
+
+        weights: as `weigh_batches` returns them.
+        """
         self._walks += 1
         parameters = [self._parameters(state, number) for number in range(len(self.stages))]
         run = self.passes.run(parameters, sums, batches, weights, noise, self._walks)
-        for shared in self.shared:
-            shared.gather(run.sums, self.local, (self._walks,), self.passes.wait)
+        for n, shared in enumerate(self.shared):
+            shared.gather(run.sums, self.local, (self._walks, n), self.passes.wait)
+        if self.copied:
+            self._meet([sums.gradients for sums in run.sums])
+            self.copied.gather(run.sums)
+            self.passes.wait([sums.gradients for sums in run.sums])
         return run
 
     def _parameters(self, state: State, number: int) -> tuple[Params, Params]:
@@ -373,7 +404,7 @@ class Executor:
                 cleared = shared.with_zeros(number, cleared)
             sums.append(cleared)
         updated = any(shared.trained for shared in self.shared)
-        copies = self._copies(states) if updated else state.copies
+        copies = self._copies(states, state.copies) if updated else state.copies
         return State(tuple(states), copies), sums, report
 
     def _settle_gradients(
@@ -467,12 +498,14 @@ class Executor:
         reports = self.put_report(ProcessReport(unreadable=unreadable))
         weights, batches, _ = self.weigh_batches(batches, reports)
         samples: list[int] = []
-        for batch in batches:
+        for number, batch in enumerate(batches):
             owner = self.owners(batch)
             numbers = np.arange(len(owner))
+            # Alone, at its place: another copy of an encoder has not its items.
+            single = [batch if n == number else None for n in range(len(batches))]
 
-            def bad(rows: list[int], batch: Any = batch, numbers: np.ndarray = numbers) -> bool:
-                return not self.is_finite(state, batch, np.isin(numbers, rows), weights, noise)
+            def bad(rows: list[int], single: Any = single, numbers: np.ndarray = numbers) -> bool:
+                return not self.is_finite(state, single, np.isin(numbers, rows), weights, noise)
 
             rows = bisect_bad(numbers.tolist(), bad, MAX_TRIALS)
             samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
@@ -493,17 +526,22 @@ class Executor:
     def is_finite(
         self,
         state: State,
-        batch: StagedBatch,
+        batches: Sequence[StagedBatch | None],
         rows: np.ndarray,
         weight: Mapping[str, jax.Array],
         noise: np.ndarray | None,
     ) -> bool:
-        """Return whether the gradients of these rows, bool `[R]`, are finite; `weigh_batches` returned `batch`."""
+        """Return whether the gradients of these rows, bool `[R]`, are finite.
+
+        batches: as `weigh_batches` returned them, all but one None.
+        """
+        batch = next(batch for batch in batches if batch is not None)
         owners = self.owners(batch)
         isolated = tuple(
             isolate_rows(part, owners, rows) if local else part for local, part in zip(self.local, batch, strict=True)
         )
-        gradients = self.gradients(state, self.zeros(), [isolated], weight, noise if self.model.is_random else None)
+        single = [None if batch is None else isolated for batch in batches]
+        gradients = self.gradients(state, self.zeros(), single, weight, noise if self.model.is_random else None)
         report, _ = self._settle_gradients(gradients, self.put_report(ProcessReport()), self._none_unreadable())
         return bool(report.finite)
 
@@ -530,10 +568,11 @@ class Executor:
             self.update_whole.compile(part, self.sums, hyper, weights, reports, unreadable)
             self.parts(state)  # moments in host memory are loaded by programs of their own
             return self.zeros()
+        # Twice through each copy, since sums of a first microbatch and of a later one are two programs.
+        count = 2 * max(placed.copy[1] for placed in self.stages)
         for batch in batches:
             put = self.put(batch)
-            # Twice, since sums of a first microbatch and of a later one are two programs.
-            weights, weighed, unreadable = self.weigh_batches([put, put], reports)
+            weights, weighed, unreadable = self.weigh_batches([put] * count, reports)
             gradients = self.gradients(state, self.zeros(), weighed, weights, noise)
         # The update is lowered and not run, which would give the state's buffers away.
         self._settle_gradients(gradients, reports, unreadable)
@@ -550,7 +589,7 @@ class Executor:
             if self.local[shared.holder]:
                 shared.with_zeros(shared.holder, gradients.sums[shared.holder])
         if trained:
-            self._copies(state.stages)
+            self._copies(state.stages, state.copies)
         return self.zeros()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -35,19 +35,40 @@ class PlacedStage(NamedTuple):
     stage: Stage
     mesh: Mesh
     rules: ShardingRules = ShardingRules()
+    copy: tuple[int, int] = (0, 1)  # its number and the count of copies, as in `StageGraph`
 
 
-StagedBatch = tuple[Microbatch, ...]  # by stage; of shapes alone where the stage is of other processes
+# By stage; of shapes alone where the stage is of other processes, empty where another copy has the microbatch.
+StagedBatch = tuple[Microbatch, ...]
 
 
-def stage_graph(stages: Sequence[PlacedStage]) -> StageGraph:
-    """Link every stage to those that take what it makes."""
+def stage_graph(stages: Sequence[PlacedStage], times: tuple[tuple[int, int], ...] = ()) -> StageGraph:
+    """Link every stage to those that take what it makes. times: as in `StageGraph`."""
     meshes = list(dict.fromkeys(placed.mesh for placed in stages))
-    consumers = {name: number for number, placed in enumerate(stages) for name in placed.stage.inputs}
-    produced = ((number, name) for number, placed in enumerate(stages) for name in placed.stage.outputs)
-    # Of a deepstack, several arrays may go from one stage to another.
-    edges = dict.fromkeys((number, consumers[name]) for number, name in produced if name in consumers)
-    return StageGraph(tuple(edges), tuple(meshes.index(placed.mesh) for placed in stages))
+    consumers = _stages_by_name(placed.stage.inputs for placed in stages)
+    # Of a deepstack, several arrays may go from one stage to another. What a copy makes it takes itself, or the LLM.
+    edges = dict.fromkeys(
+        (producer, consumer)
+        for producer, placed in enumerate(stages)
+        for name in placed.stage.outputs
+        for consumer in consumers.get(name, ())
+        if stages[consumer].copy in (placed.copy, (0, 1))
+    )
+    return StageGraph(
+        edges=tuple(edges),
+        workers=tuple(meshes.index(placed.mesh) for placed in stages),
+        copies=tuple(placed.copy for placed in stages),
+        times=times,
+    )
+
+
+def _stages_by_name(names: Iterable[Sequence[str]]) -> dict[str, list[int]]:
+    """List the stages, by number, that have a name among these."""
+    stages: dict[str, list[int]] = defaultdict(list)
+    for number, of_stage in enumerate(names):
+        for name in of_stage:
+            stages[name].append(number)
+    return dict(stages)
 
 
 def trained_activations(stages: Sequence[Stage]) -> frozenset[str]:
@@ -106,16 +127,18 @@ class Passes:
         objective: TextObjective,
         context: str | None = None,
         compiler_options: Mapping[str, bool | int | float | str] | None,
+        times: tuple[tuple[int, int], ...] = (),
     ) -> None:
+        """times: of stages, as in `StageGraph`."""
         self.stages = tuple(stages)
-        self.graph = stage_graph(stages)
+        self.graph = stage_graph(stages, times)
         name = schedule if len(stages) > 1 else "1f1b"  # of one stage all are the same
         self.order = lru_cache(lambda count: total_order(make_schedule(name, self.graph, count)))
         self.local = [any(d.process_index == jax.process_index() for d in s.mesh.devices.flat) for s in stages]
         self.synchronous = len(stages) > 1 and stages[0].mesh.devices.flat[0].platform == "cpu"
-        # The one stage that takes an array, and the one that makes it, by the array's name.
-        self.consumer = {name: n for n, placed in enumerate(stages) for name in placed.stage.inputs}
-        self.producer = {name: n for n, placed in enumerate(stages) for name in placed.stage.outputs}
+        # The stages that take an array, and those that make it, by the array's name: of copies one has a microbatch.
+        self.consumers = _stages_by_name(placed.stage.inputs for placed in stages)
+        self.producers = _stages_by_name(placed.stage.outputs for placed in stages)
         trained = trained_activations([stages[number].stage for number in self.graph.topological])
         self.programs = [
             StageProgram(
@@ -153,12 +176,12 @@ class Passes:
         self,
         parameters: Sequence[tuple[Params, Params]],
         sums: Sequence[Sums],
-        batches: Sequence[StagedBatch],
+        batches: Sequence[StagedBatch | None],
         weights: Mapping[str, jax.Array],
         noise: np.ndarray | None,
         step: int,
     ) -> Gradients:
-        """Add up the gradients of a step's microbatches; donates `sums`.
+        """Add up the gradients of a step's microbatches; donates `sums`. None stands for one that is left out.
 
         parameters: trainable and frozen ones, by stage. weights: of the step's losses, by tower, on the stage that
         makes each. step: names the step's transfers, by the same number in all processes.
@@ -166,6 +189,8 @@ class Passes:
         run = Gradients(sums, step)
         for position, action in enumerate(self.order(len(batches))):
             number, batch = action.stage, batches[action.microbatch]
+            if batch is None:
+                continue
             arrivals = self._arrivals(run, action)
             self._position = (position, action, arrivals)
             timed = self.times is not None and self.local[number]
@@ -200,10 +225,18 @@ class Passes:
         if not self.local[number]:
             return position, self._describe_wait(kind, number, microbatch)  # for what it makes: a checked transfer
         where = f"in the {kind} pass of {self.stages[number].name}"
-        sender = self.producer if kind == "forward" else self.consumer
-        senders = dict.fromkeys(sender[name] for name, x in arrivals.items() if not x.is_ready())
+        find = self.find_producer if kind == "forward" else self.find_consumer
+        senders = dict.fromkeys(find(name, microbatch) for name, x in arrivals.items() if not x.is_ready())
         waits = [self._describe_wait(kind, stage, microbatch) for stage in senders]
         return position, ", ".join([where, *waits] if waits else [where, f"microbatch {microbatch}"])
+
+    def find_consumer(self, name: str, microbatch: int) -> int:
+        """Return the one stage that takes an array of a microbatch."""
+        return next(stage for stage in self.consumers[name] if self.graph.runs(stage, microbatch))
+
+    def find_producer(self, name: str, microbatch: int) -> int:
+        """Return the one stage that makes an array of a microbatch."""
+        return next(stage for stage in self.producers[name] if self.graph.runs(stage, microbatch))
 
     def _describe_wait(self, kind: str, sender: int, microbatch: int) -> str:
         name = self.stages[sender].name
@@ -264,7 +297,7 @@ class Passes:
                 )
             run.sums[number] = run.sums[number]._replace(losses=losses)
         for name in self.stages[number].stage.outputs:
-            consumer = self.consumer[name]
+            consumer = self.find_consumer(name, microbatch)
             arrived = move_array(outputs[name], self.programs[consumer].layouts[name], (run.step, *action, name))
             run.inputs[consumer, microbatch][name] = arrived
 
@@ -311,7 +344,7 @@ class Passes:
                 # A gradient has the shape of what it is the gradient of.
                 if gradient is None:
                     gradient = without_shards(structs[name], self.programs[number].layouts[name])
-                producer = self.producer[name]
+                producer = self.find_producer(name, microbatch)
                 arrived = move_array(gradient, self.programs[producer].layouts[name], (run.step, *action, name))
                 # Every array has one consumer: where a stage made several, its backward pass adds up their gradients.
                 run.output_gradients[producer, microbatch][name] = arrived

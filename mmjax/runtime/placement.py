@@ -33,6 +33,7 @@ def place_stages(config: Config, model: Model, devices: Sequence[jax.Device]) ->
             Stage.of_layers(model, placed.pieces),
             meshes[placed.unit][placed.part],
             ShardingRules.of(unit_layout(config.units[placed.unit], config.mesh)),
+            placed.copy,
         )
         for placed in list_stages(config)
     ]
@@ -48,10 +49,13 @@ def tower_rows(config: Config, layout: RankLayout, ranks: UnitRanks) -> dict[str
     return rows
 
 
-def put_batch(stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[str, TowerRows] | None) -> StagedBatch:
+def put_batch(
+    stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[str, TowerRows] | None, number: int | None = None
+) -> StagedBatch:
     """Bring a packed microbatch to the devices: to each stage what its towers take.
 
-    rows: which of each tower's rows this process packs; None: all. Stages of other processes get shapes alone.
+    rows: which of each tower's rows this process packs; None: all. Stages of other processes get shapes alone. number:
+    of the microbatch in its step, which goes to one of the copies of a stage; None: to all.
     """
     done: dict[Any, TextBatch | ItemBatch] = {}  # stages that share devices share it
 
@@ -69,6 +73,10 @@ def put_batch(stages: Sequence[PlacedStage], batch: Microbatch, rows: Mapping[st
     batches = []
     for placed in stages:
         stage = placed.stage
+        copy, copies = placed.copy
+        if number is not None and number % copies != copy:
+            batches.append(Microbatch(None, {}))
+            continue
         text = None
         if stage.text:
             read = (stage.encoders, stage.embeds_queries, stage.exchanges_states)

@@ -32,7 +32,7 @@ def unit_meshes(config: Config, devices: Sequence[jax.Device]) -> dict[str, list
     """
     needed = sum(map(unit_devices, config.units.values()))
     if needed != len(devices):
-        parts = " + ".join(f"{name} {unit_devices(unit)}" for name, unit in config.units.items())
+        parts = " + ".join(f"{name} {unit_devices(unit)}" for name, unit in config.units.items() if not unit.beside)
         raise UserError(
             f"the units need {needed} devices ({parts}) and there are {len(devices)}; change data, fsdp, context, "
             "tensor or pipeline of a unit"
@@ -40,6 +40,8 @@ def unit_meshes(config: Config, devices: Sequence[jax.Device]) -> dict[str, list
     meshes: dict[str, list[Mesh]] = {}
     first = 0
     for name, unit in config.units.items():
+        if unit.beside:
+            continue
         size = unit_devices(unit) // unit.pipeline
         meshes[name] = []
         for _ in range(unit.pipeline):
@@ -54,6 +56,8 @@ class UnitRanks(NamedTuple):
     ranks: range  # of the LLM's rows
     encoder_ranks: dict[str, range]
     own: tuple[frozenset[int], dict[str, frozenset[int]]]  # of these, whose rows count here
+    # Encoder ranks and those that count by microbatch in turn, where encoders have copies: one has its items.
+    copies: tuple[tuple[dict[str, range], tuple[frozenset[int], dict[str, frozenset[int]]]], ...] = ()
 
 
 def unit_ranks(config: Config, devices: Sequence[jax.Device]) -> UnitRanks:
@@ -62,6 +66,20 @@ def unit_ranks(config: Config, devices: Sequence[jax.Device]) -> UnitRanks:
     A unit of 2 ranks has the rows of 6 encoder ranks: its rank 0 those of 0 to 2. The rows of a tower lie on each of
     its stages; on the first stage's processes they count.
     """
+    count = max(stage.copy[1] for stage in list_stages(config))
+    *by_copy, of_all = (_ranks_of_copy(config, devices, copy) for copy in (*range(count), None))
+    if count == 1:
+        return of_all
+    # Where a process has devices of several copies it loads for each the ranks that it has of any.
+    copies = [
+        ({e: of_all.encoder_ranks[e] if has else has for e, has in of_copy.encoder_ranks.items()}, of_copy.own)
+        for of_copy in by_copy
+    ]
+    return of_all._replace(copies=tuple(copies))
+
+
+def _ranks_of_copy(config: Config, devices: Sequence[jax.Device], copy: int | None) -> UnitRanks:
+    """Return the ranks of `unit_ranks` where of encoders with copies there is this one alone; None: all of them."""
     topology = units_topology(config.units)
     local: dict[str, range] = {}
     own: dict[str, frozenset[int]] = {}
@@ -69,12 +87,18 @@ def unit_ranks(config: Config, devices: Sequence[jax.Device]) -> UnitRanks:
     stages = list_stages(config)
     for tower in ("llm", *config.model.item_modules):
         # The LLM's tokens are packed with their rows, whichever of the context devices they go to.
-        unit = next(unit for name, unit in config.units.items() if tower in unit_modules(name, unit))
-        rules = ShardingRules.of(unit)
+        named = next(name for name, unit in config.units.items() if tower in unit_modules(name, unit))
+        rules = ShardingRules.of(config.units[config.units[named].beside or named])
         axes = rules.rows if tower == "llm" else rules.item_rows
         total = topology.ranks * (1 if tower == "llm" else topology.encoders_per_rank)
         # Of the stages that have layers of the tower, from its first on.
-        on = [meshes[stage.unit][stage.part] for stage in stages for piece in stage.pieces if piece.tower == tower]
+        on = [
+            meshes[stage.unit][stage.part]
+            for stage in stages
+            if copy in (None, stage.copy[0]) or stage.copy[1] == 1
+            for piece in stage.pieces
+            if piece.tower == tower
+        ]
         per_rank = total // row_ranks(on[0], axes)
         by_stage = [set(local_ranks(mesh, axes) if mesh.local_devices else ()) for mesh in on]
         # One range for all stages that are here, since a tower's rows are packed once for them.

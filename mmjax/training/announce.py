@@ -267,11 +267,17 @@ def describe_stages(
     for name, unit in config.units.items():
         if unit.sequence_parallel in ("on", "overlap"):
             described.append(f"       units.{name}.sequence_parallel={unit.sequence_parallel}")
-    in_turn = unit_graph(config).workers_in_turn
+    graph = unit_graph(config)
+    in_turn = graph.workers_in_turn
     if microbatches < in_turn:
         described.append(
             f"       {microbatches} microbatch(es) cannot fill {in_turn} stages, one behind the other; raise "
             "batch.microbatches to several times as many"
+        )
+    if microbatches % (copies := max(copies for _, copies in graph.copies)):
+        described.append(
+            f"       {microbatches} microbatch(es) are no multiple of the {copies} copies of encoders, whose work is "
+            f"unequal; set batch.microbatches={max(1, round(microbatches / copies)) * copies}"
         )
     for stage in stages:
         for piece, policies in zip(stage.name.split(" + "), stage.policies.values(), strict=True):

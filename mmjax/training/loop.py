@@ -31,7 +31,7 @@ from mmjax.errors import UserError, raise_ctrl_c_once
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import check_float8, find_device
-from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
 from mmjax.runtime.checkpoint_commit import saved_steps
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport, padding_microbatches
@@ -231,6 +231,7 @@ class Trainer:
             stages,
             sources=self.data.sources,
             schedule=schedule_name(config),
+            stage_times=stage_times(config),
             carrier=config.pipeline.carrier,
             loss=config.loss,
             loss_chunks=loss_chunks,
@@ -321,7 +322,9 @@ class Trainer:
         began = time.monotonic()
         with activity("compiling the programs of a step"):
             # One microbatch is enough for the programs of all shapes: they differ only in the rows' lengths.
-            shapes = padding_microbatches(self.loader.layout.shapes, example, self.config.model.item_modules)
+            shapes = padding_microbatches(
+                self.loader.layout.shapes, example, self.config.model.item_modules, self.executor.rows
+            )
             hyper = hyperparameters(self.config, self.first_step)
             accumulated = self.executor.compile(state, shapes, hyper)
         with activity("compiling those of saving and answering"):
@@ -351,7 +354,7 @@ class Trainer:
                     loaded = next(self.batches)
                 self.metrics.add_wait(time.monotonic() - began)
                 self.watchdog.set_phase("running", step)
-                batches = [self.executor.put(batch) for batch in loaded.microbatches]
+                batches = [self.executor.put(batch, n) for n, batch in enumerate(loaded.microbatches)]
 
                 if self.executor.synchronous:  # so that no step is timed with the next one
                     self.finish_step(state, progress)

@@ -45,6 +45,8 @@ def write_planned(
         "microbatches": microbatches,
         "edges": executor.graph.edges,
         "workers": executor.graph.workers,
+        "copies": executor.graph.copies,
+        "times": executor.graph.times,
         "stages": [stage.name for stage in stages],
         "forward": [stage.forward for stage in stages],
         "backward": [stage.backward for stage in stages],
@@ -91,7 +93,8 @@ def read_timelines(folder: Path) -> StepTimelines | None:
     plan = read_sealed(folder / PLANNED)
     if plan is None:
         return None
-    graph = StageGraph(tuple(map(tuple, plan["edges"])), tuple(plan["workers"]))
+    linked = {key: tuple(map(tuple, plan.get(key, ()))) for key in ("edges", "copies", "times")}
+    graph = StageGraph(workers=tuple(plan["workers"]), **linked)
     microbatches = plan["microbatches"]
     forward, backward = (np.repeat(np.array(plan[kind])[:, None], microbatches, 1) for kind in ("forward", "backward"))
     planned = simulate(make_schedule(plan["schedule"], graph, microbatches), StageTimes(forward, backward))

@@ -11,12 +11,13 @@ from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import CONTEXT, RANKS, TENSOR, ShardingRules
 from mmjax.planning.reorder import make_reordering
-from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.planning.schedules import list_stages, schedule_name, stage_cuts, unit_graph
 from mmjax.runtime.passes import stage_graph
 from mmjax.runtime.placement import place_stages
 from mmjax.runtime.units import unit_meshes, units_topology
 
 ALL = "units.all.modules=llm,vision,audio"
+BESIDE = ("units.vision.beside=llm", "units.audio.beside=llm", "units.llm.pipeline=3")
 GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
 
 
@@ -71,6 +72,19 @@ GOOD = ("units.vision.data=2", "units.audio.fsdp=1", "units.llm.pipeline=3")
         ),
         ((*GOOD[:2], "units.llm.context=0"), "units.llm.context=0: must be at least 1"),
         ((*GOOD, "pipeline.schedule=interleaved"), "set units.llm.virtual=2"),
+        ((*BESIDE, "units.vision.data=4"), "units.vision.data=4: a copy has the layout of units.llm; leave data"),
+        ((*BESIDE[:2], "units.llm.data=2"), "units.llm is one stage, where nothing waits; name vision in its modules"),
+        (
+            (*BESIDE[:2], "units.llm.pipeline=2", "units.llm.virtual=2", "model.llm.layers=4"),
+            "units.vision.beside=llm: units.llm has virtual=2, and encoders are nested in 1f1b's order; leave it at 1",
+        ),
+        (("units.vision.beside=lm", *BESIDE[1:]), "units.vision.beside=lm, which is no unit: did you mean 'llm'"),
+        (("units.vision.beside=audio", *GOOD[1:]), "units.audio is without the LLM; name the unit that has it"),
+        (("units.vision.beside=llm", "units.text.modules=llm", "units.text.beside=vision", GOOD[1]), "is no unit"),
+        ((*BESIDE, "pipeline.schedule=eager"), "is for pipeline.schedule=nested, not eager; leave the schedule auto"),
+        ((*GOOD, "pipeline.schedule=nested"), "no unit is beside another; set beside=llm in the units of encoders"),
+        ((*BESIDE, "pipeline.stage_times=(1,2)"), "has 2 numbers: 9 stages need 18, forward and backward of"),
+        ((*BESIDE, "units.vision.virtual=3"), "units.vision.pipeline=1 x virtual=3 makes 3 stages of 2 layers"),
         (("units.vision.virtual=2", *GOOD[1:]), "divides the layers of an LLM that is alone in its unit"),
         (
             (*GOOD[:2], "units.llm.pipeline=2", "units.llm.virtual=2", "model.llm.layers=4", "batch.microbatches=3"),
@@ -177,3 +191,23 @@ def test_devices_that_share_a_row_of_the_llm_take_as_many_encoder_rows_each():
     assert [dict(mesh.shape) for mesh in meshes["llm"]] == [
         {"data": 2, "fsdp": 1, "expert": 1, "context": 2, "tensor": 1}
     ]
+
+
+def test_encoders_beside_the_llm_have_a_copy_on_each_of_its_stages_and_no_devices_of_their_own():
+    config = load(find_config("tiny_omni"), (*BESIDE, "units.vision.virtual=2", "units.llm.data=2"))
+    assert schedule_name(config) == "nested"
+    assert sum(map(unit_devices, config.units.values())) == 6
+    stages = list_stages(config)
+    assert [stage.name for stage in stages[:4]] == [
+        "vision[0:1] copy 0",
+        "vision[1:2] copy 0",
+        "vision[0:1] copy 1",
+        "vision[1:2] copy 1",
+    ]
+    assert stage_cuts(config)["vision"] == (1,)
+    model = Model.build(config.model, "float32", stage_cuts(config))
+    graph = stage_graph(place_stages(config, model, jax.devices()[:6]))
+    assert graph == unit_graph(config)
+    (first,) = (number for number, stage in enumerate(stages) if stage.name == "llm[0:1]")
+    assert len(graph.producers[first]) == 6
+    assert {graph.workers[s] for s in graph.producers[first]} == {0, 1, 2}

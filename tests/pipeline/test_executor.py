@@ -34,10 +34,10 @@ from mmjax.config import (
 from mmjax.config.training import unit_devices
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
-from mmjax.planning.schedules import schedule_name, stage_cuts
+from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter, enable_compilation_cache
-from mmjax.runtime.executor import Executor
+from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.placement import place_stages
 from mmjax.runtime.state import hyperparameters, make_optimizer
 from mmjax.runtime.transfer import Transfer
@@ -71,6 +71,13 @@ UNITS = {
         "encoders": Unit(modules=("vision", "audio"), tensor=2, context=2, sequence_parallel="overlap"),
         "llm": Unit(fsdp=2, context=2, context_attention="heads"),
     },
+    "beside": {"vision": Unit(beside="llm"), "audio": Unit(beside="llm"), "llm": Unit(pipeline=4)},
+    "one beside": {"vision": Unit(beside="llm"), "audio": Unit(), "llm": Unit(pipeline=3)},
+    "beside, in parts": {
+        "encoders": Unit(modules=("vision", "audio"), virtual=2, beside="llm"),
+        "llm": Unit(pipeline=2, data=2, tensor=2),
+    },
+    "beside, data": {"vision": Unit(beside="llm"), "audio": Unit(beside="llm"), "llm": Unit(pipeline=3, data=2)},
     # Cut inside a deepstack, as `deepstack_config_of` makes it.
     "deep": {"vision": Unit(pipeline=2), "audio": Unit(), "llm": Unit(pipeline=2, cuts=(1,))},
     "deeper": {"vision": Unit(pipeline=3), "audio": Unit(), "llm": Unit(pipeline=4)},
@@ -132,6 +139,7 @@ def make_pipeline(config: Config, schedule: str = "auto") -> Executor:
         place_stages(config, model, jax.devices()[:devices]),
         sources=len(config.data.sources),
         schedule=schedule_name(config),
+        stage_times=stage_times(config),
         loss=config.loss,
         loss_chunks=config.training.loss_chunks or 1,
     )
@@ -181,7 +189,7 @@ def assert_gradients_of_one_mesh(
     expected = jax.device_get(one.gradients(state, one.zeros(), put, weights(plain), noise).sums[0])
 
     staged = fill_adapters(pipeline.init(jax.random.key(0)))
-    put = [pipeline.put(batch) for batch in batches]
+    put = [pipeline.put(batch, number) for number, batch in enumerate(batches)]
     report = pipeline.put_report(ProcessReport())
     total, weighed, unreadable = pipeline.weigh_batches(put, report)
     run = pipeline.gradients(staged, pipeline.zeros(), weighed, total, noise)
@@ -269,8 +277,9 @@ def test_learned_positions_belong_to_the_first_stage(units, tied, tmp_path):
 def test_between_stages_with_context_everything_goes_once_and_each_device_gets_its_part():
     pipeline = make_pipeline(config_of("context"))
     shape = 12, 8, 4  # rows, tokens, width
-    for name, consumer in pipeline.passes.consumer.items():
-        source, target = (pipeline.programs[n].layouts[name] for n in (pipeline.passes.producer[name], consumer))
+    for name, (consumer,) in pipeline.passes.consumers.items():
+        (producer,) = pipeline.passes.producers[name]
+        source, target = (pipeline.programs[n].layouts[name] for n in (producer, consumer))
         arrived = Counter()
         for move in Transfer(shape, np.float32, source, target).moves:
             arrived[move.target] += math.prod(last - first for first, last in move.placed)
@@ -302,7 +311,7 @@ def test_a_deepstack_is_cut_anywhere(units, schedule, remat, frozen, tmp_path):
     assert [bool(program.gradient_inputs) for program in encoder] == [False, *[layers] * (len(encoder) - 1)]
     skipped = {name for program in programs.values() for name in program.stage.inputs if "deeper" in name}
     assert skipped == {f"vision.deeper.{n}" for n in range(3)}
-    assert len({(pipeline.passes.producer[name], pipeline.passes.consumer[name]) for name in skipped}) > 1
+    assert len({(*pipeline.passes.producers[name], *pipeline.passes.consumers[name]) for name in skipped}) > 1
 
 
 LORA = {"adapters": LoraConfig(("llm.*.attention.*",), 4)}
@@ -357,8 +366,8 @@ def test_updates_are_those_of_one_program(optimizer, tmp_path):
     assert_updates_of_one_mesh(config, make_pipeline(config), steps)
 
 
-def assert_updates_of_one_mesh(config: Config, pipeline: Executor, steps: Sequence[Sequence[Microbatch]]) -> None:
-    """Its losses, norms and parameters are one device's, step by step."""
+def assert_updates_of_one_mesh(config: Config, pipeline: Executor, steps: Sequence[Sequence[Microbatch]]) -> State:
+    """Its losses, norms and parameters are one device's, step by step; returns its last state."""
     optimizer = replace(config.optimizer, offload=False)
     one = make_executor(replace(config, optimizer=optimizer), MeshConfig(1))
     state, accumulated = one.init(jax.random.key(0)), one.zeros()
@@ -367,7 +376,8 @@ def assert_updates_of_one_mesh(config: Config, pipeline: Executor, steps: Sequen
         hyper = hyperparameters(config, number)
         put = [one.put(batch) for batch in batches]
         state, accumulated, expected = one.step(state, accumulated, put, hyper)
-        staged, sums, report = pipeline.step(staged, sums, [pipeline.put(batch) for batch in batches], hyper)
+        put = [pipeline.put(batch, n) for n, batch in enumerate(batches)]
+        staged, sums, report = pipeline.step(staged, sums, put, hyper)
         np.testing.assert_allclose(report.losses.loss.sum(), expected.losses.loss.sum(), rtol=1e-4)
         np.testing.assert_allclose(report.gradient_norm, expected.gradient_norm, rtol=1e-4 if number else 1e-6)
         assert report.gradient_norm > config.training.clip
@@ -378,6 +388,7 @@ def assert_updates_of_one_mesh(config: Config, pipeline: Executor, steps: Sequen
     assert ("pinned_host" in kinds) == config.optimizer.offload
     (table,) = (s.trainable["llm"]["embed"]["weight"] for s in staged.stages if "embed" in s.trainable.get("llm", {}))
     assert np.array_equal(jax.device_get(table), jax.device_get(staged.copies[0]["llm"]["embed"]["weight"]))
+    return staged
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +417,7 @@ def test_a_step_that_is_not_finite_updates_no_stage_and_its_rows_are_found(spoil
     named = np.unique(batches[0].items["audio"].owner[row])
     touched = np.array([bool(np.isin(owner, named[named >= 0]).any()) for owner in owners])
     assert touched.any()
-    assert not pipeline.is_finite(after, weighed[0], touched, weight_, None)
+    assert not pipeline.is_finite(after, weighed[:1], touched, weight_, None)
 
 
 @pytest.mark.exhaustive

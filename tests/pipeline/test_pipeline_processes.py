@@ -40,6 +40,17 @@ LAYOUTS = {
             "units.all.cuts=(audio.0,llm.1)",
         ),
     ),
+    # Each copy of the encoders, and each stage, in two processes.
+    "encoders beside the LLM": (
+        4,
+        (
+            "units.encoders.modules=vision,audio",
+            "units.encoders.beside=llm",
+            "units.llm.pipeline=2",
+            "units.llm.data=2",
+            "units.llm.tensor=2",
+        ),
+    ),
     "carried by collectives": (4, (*MODULES, "pipeline.carrier=collective")),
     "spanning four": (4, ("units.vision.data=1", "units.llm.tensor=2", "units.llm.pipeline=2", "units.audio.fsdp=3")),
 }

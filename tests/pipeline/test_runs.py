@@ -21,7 +21,6 @@ from started import Ended, finish, launch, process_of, wait_until
 
 from mmjax import inspect, train
 from mmjax.disk import read_sealed, write_sealed
-from mmjax.planning.simulate import list_needs
 from mmjax.report import report
 from mmjax.runtime.run_dir import RunFolder
 from mmjax.training.pass_times import read_timelines
@@ -52,7 +51,7 @@ def assert_passes_are_timed(folder: Path, stages: int) -> None:
     # The last stage's backward passes are in one program with its forward passes.
     assert empty == {a for a in spans if a.kind == "backward" and a.stage in measured.schedule.graph.sinks}
     for action, (start, _) in spans.items():
-        assert all(spans[need][1] <= start for need, _ in list_needs(measured.schedule, action))
+        assert all(spans[need][1] <= start for need, _ in measured.schedule.graph.needs(action))
     for order in measured.schedule.orders:
         assert all(spans[before][1] <= spans[after][0] for before, after in pairwise(order))
 

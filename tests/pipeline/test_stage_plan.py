@@ -15,6 +15,7 @@ from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import UserError
+from mmjax.planning.balanced_cuts import with_balanced_cuts
 from mmjax.planning.hardware import Rates
 from mmjax.planning.remat import MemoryLimit, StagePlan
 from mmjax.planning.step_time import Speed
@@ -164,3 +165,24 @@ def test_stages_inside_a_deepstack_share_its_connectors_time_and_hold_the_tokens
     assert [cut[name].in_flight for name in ("vision[0:2]", "vision[2:4]")] == [4, 3]
     assert extra["vision[0:2]"] == extra["vision[2:4]"] == 0 < extra["llm[0:1]"]
     assert extra["llm[1:4]"] / extra["llm[0:1]"] == pytest.approx((4 + 3) / 4)
+
+
+def test_copies_of_encoders_hold_as_much_whatever_the_microbatches_and_the_first_alone_has_moments(tmp_path):
+    config = config_of("beside", ("audio",), remat="auto")
+    index = build_index(open_sources(config, "train", tmp_path), config.model.encoders)
+    layout = make_planner(index, config, [1.0], units_topology(config.units))[1]
+    by_count = {}
+    for count in (12, 64):
+        many = with_balanced_cuts(
+            replace(config, batch=replace(config.batch, microbatches=count)), *layout.rows_and_lengths
+        )
+        plan = plan_run(many, layout, SPEED, MemoryLimit(math.inf))
+        by_count[count] = {stage.name: stage for stage in plan.stages}
+        assert {tower: len(p) for tower, p in plan.policies.items()} == {"llm": 4, "vision": 2, "audio": 2}
+    few, many = by_count[12], by_count[64]
+    for name in (f"{tower} copy {copy}" for tower in ("vision", "audio") for copy in range(4)):
+        assert many[name].memory["activations"] == few[name].memory["activations"]
+        assert many[name].in_flight == few[name].in_flight <= 3
+        assert many[name].policies == many[name.replace(name[-1], "0")].policies
+        assert (many[name].memory["optimizer"] > 0) == name.endswith("0")
+        assert many[name].memory["parameters"] == many[name.replace(name[-1], "0")].memory["parameters"]

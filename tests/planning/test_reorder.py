@@ -14,6 +14,8 @@ from mmjax.planning.simulate import StageTimes, simulate
 MODALITIES = StageGraph(((0, 2), (1, 2), (2, 3), (3, 4)), (0, 1, 2, 3, 4))
 CHAIN = StageGraph(((0, 1), (1, 2), (2, 3)), (0, 1, 2, 3))
 CHUNKS = StageGraph(((0, 1), (1, 2), (2, 3), (3, 4)), (0, 1, 2, 1, 2))  # an encoder, and an LLM in two chunks a worker
+# An LLM in two stages, and beside each a copy of an encoder.
+BESIDE = StageGraph(((0, 1), (2, 0), (3, 0)), (0, 1, 0, 1), ((0, 1), (0, 1), (0, 2), (1, 2)))
 
 
 def encoder_times(graph: StageGraph, microbatches: int, spread: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -32,7 +34,14 @@ def makespan(name: ScheduleName, graph: StageGraph, forward: np.ndarray, backwar
 
 @pytest.mark.parametrize(
     ("name", "graph"),
-    [("1f1b", CHAIN), ("1f1b", MODALITIES), ("eager", MODALITIES), ("gpipe", CHAIN), ("interleaved", CHUNKS)],
+    [
+        ("1f1b", CHAIN),
+        ("1f1b", MODALITIES),
+        ("eager", MODALITIES),
+        ("gpipe", CHAIN),
+        ("interleaved", CHUNKS),
+        ("nested", BESIDE),
+    ],
 )
 def test_any_order_is_a_permutation_that_is_never_slower_and_always_the_same(name, graph):
     rng = np.random.default_rng(0)

@@ -135,6 +135,7 @@ class StepLoader:
     leads: bool = True  # whether this process writes down what is found out about chunks
     encoder_ranks: EncoderRanks | None = None  # whose rows of items are loaded here; None = those of the ranks
     own: Own | None = None  # ranks and encoder ranks that no process before this one holds; None = all
+    copies: Sequence[tuple[EncoderRanks, Own]] = ()  # the last two by microbatch in turn, where encoders have copies
     segment: Segment = WHOLE_RUN
     # Of images to be made, stored for sources and generators by their names.
     latents: Mapping[tuple[str, str], Path] = field(default_factory=dict)
@@ -147,8 +148,8 @@ class StepLoader:
         unreadable: dict[int, str] = {}
         reader = replace(self.reader, item=partial(self._item, int(step))) if self.latents else self.reader
         batches = tuple(
-            pack_microbatch(m, self.arrays, reader, self.ranks, self.encoder_ranks, unreadable)
-            for m in plan.microbatches
+            pack_microbatch(m, self.arrays, reader, self.ranks, self._held(n)[0], unreadable)
+            for n, m in enumerate(plan.microbatches)
         )
         useful, moved = zip(*map(self._useful_and_moved, plan.microbatches), strict=True)
         return LoadedStep(
@@ -164,7 +165,7 @@ class StepLoader:
             source_epochs=self.planner.grouper.source_epochs_after(int(step)),
             plan_seconds=np.float64(planned - begin),
             load_seconds=np.float64(time.perf_counter() - planned),
-            needed_flops=np.float64(sum(map(self._needed_flops, batches))),
+            needed_flops=np.float64(sum(self._needed_flops(n, batch) for n, batch in enumerate(batches))),
             tokens=sum(self._tokens(m) for m in plan.microbatches),
             useful=np.stack(useful),
             lengths=np.array([m.shape.lengths for m in plan.microbatches], np.int64),
@@ -286,20 +287,25 @@ class StepLoader:
             with suppress(OSError):  # the disk is full: it only saves time
                 write_sealed(self._chunks, {"first_steps": grouper.first_steps})
 
-    def _content(self, batches: Sequence[Microbatch]) -> int:
+    def _held(self, number: int) -> tuple[EncoderRanks, Own]:
+        """Return the encoder ranks of a microbatch that are loaded here, and those whose rows count."""
+        if self.copies:
+            return self.copies[number % len(self.copies)]
         parts = self.layout.topology.encoders_per_rank
         encoder_ranks = self.encoder_ranks or range(self.ranks.start * parts, self.ranks.stop * parts)
-        counted = self.own or (self.ranks, encoder_ranks)
-        return reduce(plus, (content_of(b, m, self.ranks, encoder_ranks, counted) for m, b in enumerate(batches)))
+        return encoder_ranks, self.own or (self.ranks, encoder_ranks)
 
-    def _needed_flops(self, batch: Microbatch) -> float:
+    def _content(self, batches: Sequence[Microbatch]) -> int:
+        return reduce(plus, (content_of(b, n, self.ranks, *self._held(n)) for n, b in enumerate(batches)))
+
+    def _needed_flops(self, number: int, batch: Microbatch) -> float:
         """Count the FLOPs of this process's ranks; encoder ranks that other processes hold count as its own."""
         model = self.config.model
         frozen, reference = frozen_modules(model), repeats_forward(self.config.loss)
         if isinstance(self.encoder_ranks, Mapping):  # a unit's rows lie on each of its stages, and count on the first
-            counted = self.own or (self.ranks, self.encoder_ranks)
-            local = {"llm": self.ranks, **self.encoder_ranks}
-            owned = {"llm": counted[0], **{e: _of_encoder(counted[1], e) for e in self.encoder_ranks}}
+            encoder_ranks, counted = self._held(number)
+            local = {"llm": self.ranks, **encoder_ranks}
+            owned = {"llm": counted[0], **{e: _of_encoder(counted[1], e) for e in encoder_ranks}}
             part = {tower: sum(r in owned[tower] for r in ranks) / max(1, len(ranks)) for tower, ranks in local.items()}
             flops = needed_by_tower(model, batch.text, batch.items, frozen, reference)
             return sum(flops[tower] * part[tower] for tower in flops)
