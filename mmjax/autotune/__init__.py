@@ -1,1 +1,1 @@
-"""Fit a run into memory by traced, compiled and measured figures; forecast its speed."""
+"""Plan a run stage by stage, fit it into memory, compile it, and forecast its speed."""

@@ -39,7 +39,7 @@ from mmjax.planning.remat import (
     least_seconds,
     smallest_policy,
 )
-from mmjax.planning.schedules import make_schedule, schedule_name, unit_graph
+from mmjax.planning.schedules import list_stages, make_schedule, schedule_name, unit_graph
 from mmjax.planning.simulate import StageTimes, Timeline, simulate
 from mmjax.planning.step_time import Speed
 from mmjax.planning.work import resolve_attention, row_work
@@ -59,19 +59,20 @@ def plan_run(config: Config, layout: RankLayout, speed: Speed, limit: MemoryLimi
         by_devices.setdefault(sharded.devices, []).append(number)
     # Copies of a stage have the policies of the first.
     pieces = [listed.pieces for listed in list_stages(config)]
-    first_copy = [pieces.index(of_stage) for of_stage in pieces]
     bounds = [schedule.in_flight_bound(number) for number in range(len(stages))]
-    in_flight = [max(b for b, other in zip(bounds, first_copy, strict=True) if other == first) for first in first_copy]
+    in_flight = [
+        max(bound for bound, copy in zip(bounds, pieces, strict=True) if copy == of_stage) for of_stage in pieces
+    ]
     plans: list[RunPlan] = []
     chosen: dict[tuple[int, str], tuple[Remat, ...]] = {}
     for numbers in by_devices.values():
-        given = {
+        decided = {
             (number, tower): policies
             for number in numbers
             for (first, tower), policies in chosen.items()
-            if first == first_copy[number]
+            if first == pieces.index(pieces[number])
         }
-        plans.append(_plan_devices(config, stages, numbers, layout, speed, limit, in_flight, given))
+        plans.append(_plan_devices(config, stages, numbers, layout, speed, limit, in_flight, decided))
         for number, stage in zip(numbers, plans[-1].stages, strict=True):
             chosen |= {(number, tower): stage.policies[tower] for tower in stage.activations}
     planned = {
@@ -96,11 +97,11 @@ def _plan_devices(
     speed: Speed,
     limit: MemoryLimit,
     in_flight: Sequence[int],
-    given: Mapping[tuple[int, str], tuple[Remat, ...]],
+    decided: Mapping[tuple[int, str], tuple[Remat, ...]],
 ) -> RunPlan:
     """Plan the stages with these numbers, which share their devices.
 
-    in_flight: microbatches, by stage. given: policies of stages' towers that are chosen already.
+    in_flight: microbatches, by stage. decided: policies of stages' towers that are chosen already.
     """
     (head,) = [n for n in numbers if "llm" in stages[n].stage.losses] or [None]
     chunks_choices = (config.training.loss_chunks or 1,)
@@ -120,7 +121,7 @@ def _plan_devices(
 
     def with_chunks(chunks: int) -> RunPlan:
         again = logits if chunks > 1 else 0.0
-        return _choose(config, stages, numbers, layout, limit, in_flight, given, options, chunks, again)
+        return _choose(config, stages, numbers, layout, limit, in_flight, decided, options, chunks, again)
 
     # The fastest plan that fits, or the smallest if none does; of equals the one with the fewest chunks.
     return min(
@@ -138,7 +139,7 @@ def _choose(
     layout: RankLayout,
     limit: MemoryLimit,
     in_flight: Sequence[int],
-    given: Mapping[tuple[int, str], tuple[Remat, ...]],
+    decided: Mapping[tuple[int, str], tuple[Remat, ...]],
     options: LayerOptions,
     chunks: int,
     logits: float,
@@ -147,7 +148,7 @@ def _choose(
     towers = towers_of(config.model)
     shapes = range(len(layout.shapes))
     layers = {(n, p.piece.tower): p.piece.layers for n in numbers for p in stages[n].pieces if p.piece.tower in towers}
-    stated = {key: given[key] for key in layers if key in given} | {
+    stated = {key: decided[key] for key in layers if key in decided} | {
         key: tuple(layer_policies(towers[key[1]])[span.start : span.stop])
         for key, span in layers.items()
         if towers[key[1]].remat != "auto"

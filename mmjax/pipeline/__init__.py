@@ -1,1 +1,1 @@
-"""Units, chosen and planned: memory and time of their stages, compiled and forecast."""
+"""Units, chosen for a cluster and forecast."""
