@@ -94,7 +94,9 @@ def compare(forecasts: Sequence[PipelineForecast], mesh: MeshForecast | None) ->
 
 def _describe_units(forecast: PipelineForecast) -> str:
     shape = " + ".join(
-        f"{name} {unit_devices(unit) // unit.pipeline}" + (f" x {unit.pipeline}" if unit.pipeline > 1 else "")
+        f"{name} beside {unit.beside}"
+        if unit.beside
+        else f"{name} {unit_devices(unit) // unit.pipeline}" + (f" x {unit.pipeline}" if unit.pipeline > 1 else "")
         for name, unit in forecast.config.units.items()
     )
     emptiest = min(forecast.fill, key=lambda tower: forecast.fill[tower])
