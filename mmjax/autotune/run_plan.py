@@ -269,6 +269,7 @@ def _stage_options(
 
 def time_stages(config: Config, layout: RankLayout, plan: RunPlan, speed: Speed) -> RunPlan:
     """Estimate the seconds of every stage's passes in the largest shape: as measured, or by their operations."""
+    config = replace(config, training=replace(config.training, loss_chunks=plan.loss_chunks))
     stages = shard_stages(config)
     timed = []
     for number, (sharded, stage) in enumerate(zip(stages, plan.stages, strict=True)):
