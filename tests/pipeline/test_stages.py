@@ -63,7 +63,7 @@ def test_gradients_are_reduced_over_data_once_a_step_and_not_once_a_microbatch()
     pipeline = make_pipeline(config)
     for number, (placed, program) in enumerate(zip(pipeline.stages, pipeline.programs, strict=True)):
         if placed.stage.text:
-            programs, _ = RunPrograms(config, pipeline, SHAPE).compile_passes(number)
+            programs, _ = RunPrograms(config, pipeline, SHAPE._replace(peers=2)).compile_passes(number)
             layer = pipeline.model.config.llm.width**2
             assert all(size < layer for name in programs for size in reduced_sizes(programs[name]))
             reduced = reduced_sizes(program.reduce.lower(program.sums.gradients).compile())

@@ -292,7 +292,8 @@ class StepLoader:
         if self.copies:
             return self.copies[number % len(self.copies)]
         parts = self.layout.topology.encoders_per_rank
-        encoder_ranks = self.encoder_ranks or range(self.ranks.start * parts, self.ranks.stop * parts)
+        of_ranks = range(self.ranks.start * parts, self.ranks.stop * parts)
+        encoder_ranks = of_ranks if self.encoder_ranks is None else self.encoder_ranks
         return encoder_ranks, self.own or (self.ranks, encoder_ranks)
 
     def _content(self, batches: Sequence[Microbatch]) -> int:
