@@ -35,7 +35,7 @@ from mmjax.models.layer_stacks import key_names, split_scanned
 from mmjax.models.model import Model, exclude, modules_of, parameter_group, partition
 from mmjax.models.quantization import cast_frozen, parameter_shapes
 from mmjax.models.stage import Piece, Stage
-from mmjax.parallel.sharding import AXES, RANKS, ShardingRules, row_ranks, sharding
+from mmjax.parallel.sharding import AXES, RANKS, ShardingRules, row_ranks, tree_shardings
 from mmjax.planning.hardware import Cluster, Device
 from mmjax.planning.memory import (
     ACTIVATION,
@@ -132,12 +132,7 @@ def _shard_piece(
     select = partial(piece.select, stacks=model.runs[piece.tower])
     abstract = select(model.abstract)
     axes_of = select(model.axes)
-    layouts = jax.tree.map(
-        lambda axes, leaf: sharding(mesh, rules, leaf.shape, axes),
-        axes_of,
-        abstract,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    layouts = tree_shardings(mesh, rules, abstract, axes_of)
     frozen = frozenset(model.frozen) & modules_of(abstract)
     parts, part_layouts = partition(abstract, frozen), partition(layouts, frozen)
     owned, owned_layouts = parts, part_layouts

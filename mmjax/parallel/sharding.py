@@ -7,7 +7,7 @@ import contextvars
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -331,3 +331,13 @@ def sharding(mesh: Mesh, rules: ShardingRules, shape: tuple[int, ...], axes: Axe
         if shape[i] % size:
             spec[i] = None
     return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def tree_shardings(mesh: Mesh, rules: ShardingRules, shapes: Any, axes: Any) -> Any:
+    """Return the sharding of every array of a tree. axes: the logical axes of each, in a tree of the same nesting."""
+    return jax.tree.map(
+        lambda names, shape: sharding(mesh, rules, shape.shape, names),
+        axes,
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )

@@ -84,12 +84,9 @@ def choose_units(
             try:
                 planned = with_units(config, allocation)
                 validate(planned)
-                forecast = forecast_pipeline(planned, cluster, index, weights, measure_speed)
+                return forecast_pipeline(planned, cluster, index, weights, measure_speed)
             except UserError:  # a stage does not fit
                 continue
-            # Stages whose remat the config states are forecast as they are.
-            if all(stage.bytes <= forecast.plan.limit.device for stage in forecast.stages):
-                return forecast
         return None
 
     families = fastest(allocate), fastest(allocate_chain)

@@ -24,8 +24,8 @@ from mmjax.parallel.sharding import (
     activations_on,
     replicated,
     rows_sharding,
-    sharding,
     tokens_sharding,
+    tree_shardings,
 )
 from mmjax.runtime.device_batch import weigh, weigh_images
 from mmjax.runtime.losses import (
@@ -116,12 +116,7 @@ class StageProgram:
         self.is_sink = bool(stage.losses) and not stage.outputs
         abstract = stage.select(model.abstract)
         axes = stage.select(model.axes)
-        shardings = jax.tree.map(
-            lambda names, leaf: sharding(mesh, rules, leaf.shape, names),
-            axes,
-            abstract,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
+        shardings = tree_shardings(mesh, rules, abstract, axes)
         frozen = frozenset(model.frozen) & modules_of(abstract)
         self.abstract = partition(abstract, frozen)  # trainable and frozen, as the next
         self.shardings = partition(shardings, frozen)

@@ -18,7 +18,7 @@ from mmjax.config.model import rated_modules
 from mmjax.models.layer_stacks import Params, key_names, split_layers
 from mmjax.models.model import Model, merge, parameter_group, partition
 from mmjax.models.quantization import cast_frozen
-from mmjax.parallel.sharding import Axes, ShardingRules, replicated, sharding
+from mmjax.parallel.sharding import Axes, ShardingRules, replicated, tree_shardings
 from mmjax.runtime.moments import store_moments
 from mmjax.runtime.muon import scale_by_muon
 
@@ -205,10 +205,7 @@ def split(model: Model, frozen: frozenset[str], params: Params) -> tuple[Params,
 
 def parameter_shardings(model: Model, mesh: Mesh, rules: ShardingRules) -> Params:
     """Return the sharding of every parameter of the model."""
-    is_axes = lambda x: isinstance(x, tuple)  # noqa: E731
-    axes, structure = jax.tree.flatten(model.axes, is_leaf=is_axes)
-    shapes = jax.tree.leaves(model.abstract)
-    return jax.tree.unflatten(structure, [sharding(mesh, rules, s.shape, a) for s, a in zip(shapes, axes, strict=True)])
+    return tree_shardings(mesh, rules, model.abstract, model.axes)
 
 
 def shardings_with_moments(
