@@ -7,37 +7,25 @@ that were measured on such a cluster, in place of those that plans assume.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from itertools import groupby
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 
 from mmjax.autotune.absent import aot_devices
-from mmjax.autotune.compile_run import CompiledProgram, compile_run
-from mmjax.autotune.forecast import (
-    BalanceForecast,
-    MeshForecast,
-    RunForecast,
-    compile_forecast,
-    describe_links,
-    forecast_best_mesh,
-    forecast_run,
-)
+from mmjax.autotune.choose_units import choose_units
+from mmjax.autotune.compile_run import compile_run
+from mmjax.autotune.forecast import Forecast, RunForecast, forecast_best_mesh, forecast_run
 from mmjax.autotune.layer_profile import MeasureSpeed, Shapes
-from mmjax.autotune.memory_plan import apply_memory_plan, describe_shortage, device_speed
-from mmjax.config import Config, ExpertsConfig, UnetConfig
+from mmjax.autotune.memory_plan import apply_memory_plan, device_speed, in_units
+from mmjax.config import Config
 from mmjax.config.codec import key_of
 from mmjax.config.loading import config_parameters, copy_config, default_config, find_config, load
 from mmjax.config.other_names import parse_words
-from mmjax.console import count, duration, print_lines, size, table
-from mmjax.cost.table import active_parameters, parameters
+from mmjax.console import print_lines
 from mmjax.data.plan.length_index import (
     LengthIndex,
     build_index,
@@ -49,24 +37,14 @@ from mmjax.data.plan.length_index import (
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.sources.opening import open_sources
 from mmjax.errors import PLOT_SUFFIXES, CommandParser, UserError, check_output, exit_process, run_command
-from mmjax.parallel.sharding import mesh_sizes
-from mmjax.pipeline.choose_units import choose_units
-from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
-from mmjax.planning.hardware import USABLE, Cluster, check_float8, parse_cluster
-from mmjax.planning.measured_file import layers_record, read_measured
-from mmjax.planning.memory import ACTIVATION, LOADED, saved_bytes
+from mmjax.planning.hardware import Cluster, check_float8, parse_cluster
+from mmjax.planning.measured_file import read_measured
 from mmjax.planning.plan_file import plan_text
 from mmjax.planning.schedules import schedule_name
-from mmjax.planning.step_time import LayerTimes, Speed
-from mmjax.planning.unet import unet_blocks
-from mmjax.runtime.compiler_options import GPU
+from mmjax.planning.speed import LayerTimes, Speed
 from mmjax.runtime.devices import local_cluster
 from mmjax.runtime.run_trust import sign_text
-from mmjax.training.announce import describe_memory_plan, replication_warning
-from mmjax.training.pipeline_report import (
-    pipeline_numbers,
-    report_pipeline,
-)
+from mmjax.training.describe_plan import describe_plan, plan_numbers
 
 SYNTHETIC_SAMPLES = 200_000  # lengths drawn from a seed where a config names no data
 # Compile time of a gradient program for H100 on one core, JAX 0.10.2, and of each stack of layers in it; fitted to 7
@@ -106,50 +84,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     devices = aot_devices(cluster) if args.compile else None
     index, weights, source = _open_lengths(config, path, args.lengths)
     measure_speed = _speed_by(config, cluster, layers, on_this_machine, args.profile)
-    lengths = index, weights, source
-    if config.units or chooses:
-        planned = _plan_units(
-            args, config, cluster, lengths, chooses=chooses, measure_speed=measure_speed, devices=devices
-        )
+    forecast, compared = _forecast(config, cluster, (index, weights), measure_speed, chooses=chooses)
+    plan = forecast.chosen.plan
+    planned = apply_memory_plan(forecast.chosen.config, plan.policies, plan.loss_chunks)
+    compiled = None
+    if devices is not None:
+        compiled = compile_run(in_units(planned, forecast.chosen.mesh), forecast.chosen.layout, plan, devices)
+    if args.json:
+        print_lines(json.dumps(plan_numbers(forecast, price, compiled, compared)))
     else:
-        planned = _plan_mesh(args, config, cluster, lengths, price, measure_speed=measure_speed, devices=devices)
+        print_lines(*describe_plan(forecast, source, price, compiled, compared))
+    if args.picture is not None:
+        _plot(args.picture, forecast)
     if args.out is not None:
-        _write_plan(args.out, path, config, overrides, cluster, planned)
+        _write_plan(args.out, path, config, overrides, planned, forecast.chosen)
 
 
-class Planned(NamedTuple):
-    """The planned run, for a plan file: the config, None where it does not fit, and the expected results."""
-
-    config: Config | None
-    expected: dict[str, float]
+def _forecast(
+    config: Config,
+    cluster: Cluster,
+    lengths: tuple[LengthIndex, list[float]],
+    measure_speed: MeasureSpeed,
+    *,
+    chooses: bool,
+) -> tuple[RunForecast, list[Forecast | None]]:
+    """Forecast a run as it is configured, or as `units=auto` finds it fastest, and what it is compared with."""
+    arguments = config, cluster, *lengths
+    if not (config.units or chooses):
+        return forecast_run(*arguments, measure_speed), []
+    if not chooses:  # units that a person wrote are wanted
+        forecast = forecast_run(*arguments, measure_speed)
+        return forecast, [forecast_best_mesh(*arguments, forecast.chosen.speed), forecast.chosen]
+    units, mesh = choose_units(*arguments, measure_speed)
+    compared = [mesh, *(forecast.chosen for forecast in units)]
+    if units and (mesh is None or units[0].chosen.seconds < mesh.seconds):
+        return units[0], compared
+    if mesh is None:
+        raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
+    return forecast_run(mesh.config, cluster, *lengths, measure_speed), compared
 
 
 Lengths = tuple[LengthIndex, list[float], str]  # index, weight of each source, and a description for the report
-
-
-def _plan_mesh(
-    args: argparse.Namespace,
-    config: Config,
-    cluster: Cluster,
-    lengths: Lengths,
-    price: float | None,
-    *,
-    measure_speed: MeasureSpeed,
-    devices: Sequence[jax.Device] | None,
-) -> Planned:
-    """Forecast a run on one mesh, and report and draw it as the command line says."""
-    index, weights, source = lengths
-    forecast = forecast_run(config, cluster, index, weights, measure_speed)
-    compiled = None if devices is None else compile_forecast(forecast, devices)
-    if args.json:
-        print_lines(json.dumps(as_numbers(forecast, price, compiled)))
-    else:
-        print_lines(*report(forecast, price, source, compiled))
-    if args.picture is not None:
-        from mmjax.reporting.plan_plot import plot_plan  # matplotlib looks for fonts when it is first imported
-
-        plot_plan(args.picture, forecast)
-    return _planned_mesh(forecast)
 
 
 def _speed_by(
@@ -166,56 +141,40 @@ def _speed_by(
     return measure
 
 
-def _plot_step(path: Path, forecast: PipelineForecast) -> None:
+def _plot(path: Path, forecast: RunForecast) -> None:
+    """Draw memory, time and each rank's work; of units, the passes of a step."""
+    chosen = forecast.chosen
+    if not chosen.config.units:
+        from mmjax.reporting.plan_plot import plot_plan  # matplotlib looks for fonts when it is first imported
+
+        plot_plan(path, forecast)
+        return
     from mmjax.reporting.timeline_plot import plot_timelines  # as above
 
-    name = schedule_name(forecast.config)
-    headings = {f"planned: {name}, {forecast.config.batch.microbatches} microbatches": forecast.timeline}
-    subtitle = f"one step on {forecast.cluster}, transfers included"
-    plot_timelines(path, forecast.config.name, subtitle, headings, [stage.name for stage in forecast.stages])
-
-
-def _planned_mesh(forecast: RunForecast) -> Planned:
-    """Return the config with the mesh and the memory plan of a forecast."""
-    chosen = forecast.chosen
-    memory = chosen.memory_plan
-    expected = {"seconds": chosen.time.total, "mfu": forecast.mfu(chosen), "memory": memory.device}
-    if not memory.fits:
-        return Planned(None, expected)
-    # What the tokens between layers do is chosen for tensor-parallel devices alone.
-    config = forecast.config
-    sequence_parallel = config.mesh.sequence_parallel if forecast.mesh["tensor"] > 1 else "auto"
-    mesh = replace(config.mesh, **forecast.mesh, sequence_parallel=sequence_parallel)
-    return Planned(apply_memory_plan(replace(config, mesh=mesh), memory.policies, memory.loss_chunks), expected)
-
-
-def _planned_units(forecast: PipelineForecast) -> Planned:
-    config = forecast.config
-    plan = forecast.plan
-    expected = {"seconds": forecast.seconds, "mfu": forecast.mfu, "memory": plan.predicted}
-    return Planned(apply_memory_plan(config, plan.policies, plan.loss_chunks), expected)
-
-
-def _planned_best_mesh(forecast: MeshForecast, devices: int) -> Planned:
-    memory = forecast.memory_plan
-    mesh = replace(forecast.config.mesh, **mesh_sizes(forecast.config.mesh, devices))
-    expected = {"seconds": forecast.time.total, "mfu": forecast.mfu, "memory": memory.device}
-    config = apply_memory_plan(replace(forecast.config, mesh=mesh), memory.policies, memory.loss_chunks)
-    return Planned(config, expected)
+    config = chosen.config
+    heading = f"planned: {schedule_name(config)}, {config.batch.microbatches} microbatches"
+    subtitle = f"one step on {chosen.cluster}, transfers included"
+    names = [stage.name for stage in chosen.plan.stages]
+    plot_timelines(path, config.name, subtitle, {heading: chosen.run_time.timeline}, names)
 
 
 def _write_plan(
-    out: Path, path: Path, config: Config, words: Sequence[str], cluster: Cluster, planned: Planned
+    out: Path, path: Path, config: Config, words: Sequence[str], planned: Config, forecast: Forecast
 ) -> None:
-    """Write the plan file of a config, loaded from `path` with these words."""
-    if planned.config is None:
+    """Write the plan file of a config, loaded from `path` with these words. planned: with its remat policies."""
+    if not forecast.plan.fits:
         raise UserError(f"--out {out}: nothing is written, for the run does not fit; see what limits it")
+    if not planned.units:
+        # What the tokens between layers do is chosen for tensor-parallel devices alone.
+        way = planned.mesh.sequence_parallel if forecast.mesh["tensor"] > 1 else "auto"
+        planned = replace(planned, mesh=replace(planned.mesh, **forecast.mesh, sequence_parallel=way))
     parameters = config_parameters(path)
     arguments = [word for word in words if key_of(word) in parameters]
     overrides = [word for word in words if key_of(word) not in parameters]
     unnamed = [word for word in words if key_of(word) != "name" or word in arguments]
     name = config.name if unnamed == list(words) else load(path, unnamed).name
-    text = plan_text(planned.config, config, name, arguments, overrides, str(cluster), planned.expected)
+    expected = {"seconds": forecast.seconds, "mfu": forecast.mfu, "memory": forecast.plan.device}
+    text = plan_text(planned, config, name, arguments, overrides, str(forecast.cluster), expected)
     out.write_text(sign_text(text))
 
 
@@ -250,43 +209,6 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
-
-
-def _plan_units(
-    args: argparse.Namespace,
-    config: Config,
-    cluster: Cluster,
-    lengths: Lengths,
-    *,
-    chooses: bool,
-    measure_speed: MeasureSpeed,
-    devices: Sequence[jax.Device] | None,
-) -> Planned:
-    """Forecast units, those of the config or chosen, beside one mesh, and report and draw them."""
-    index, weights, source = lengths
-    arguments = config, cluster, index, weights, measure_speed
-    if chooses:
-        pipelines, mesh = choose_units(*arguments)
-    else:
-        pipelines = [forecast_pipeline(*arguments)]
-        mesh = forecast_best_mesh(config, cluster, index, weights, pipelines[0].speed)
-    pipeline = next(iter(pipelines), None)
-    if pipeline is None and mesh is None:
-        raise UserError(f"neither one mesh nor any units fit {cluster}; use more devices, or a smaller model")
-    programs = None
-    if devices is not None and pipeline is not None:
-        plan = pipeline.plan
-        planned = apply_memory_plan(pipeline.config, plan.policies, plan.loss_chunks)
-        programs = compile_run(planned, pipeline.layout, plan, devices)
-    if args.json:
-        print_lines(json.dumps(pipeline_numbers(pipeline, mesh, programs)))
-    else:
-        print_lines(*report_pipeline(config, cluster, pipelines, mesh, source, programs))
-    if args.picture is not None and pipeline is not None:
-        _plot_step(args.picture, pipeline)
-    # Units that a person wrote are wanted; units=auto takes what is faster.
-    units = pipeline is not None and (not chooses or mesh is None or pipeline.seconds < mesh.time.total)
-    return _planned_units(pipeline) if units else _planned_best_mesh(mesh, cluster.devices)
 
 
 def _parse_price(text: str | None) -> float | None:
@@ -326,252 +248,6 @@ def _open_lengths(config: Config, path: Path, files: Sequence[Path]) -> Lengths:
         )
     index = index_of_lengths(lengths, modules, config.model.llm)
     return index, [1.0], "the config names no data: lengths made from a seed"
-
-
-# ----------------------------------------------------------------------------------------------------------- the report
-
-
-Compiled = Mapping[str, CompiledProgram]  # by program, as `compile_forecast` returns them
-
-
-def report(forecast: RunForecast, price: float | None, source: str, compiled: Compiled | None = None) -> list[str]:
-    """Format the plan for a person. source: describes the lengths."""
-    config = forecast.config
-    chosen = forecast.chosen
-    counts = parameters(config.model)
-    axes = " x ".join(f"{axis} {n}" for axis, n in forecast.mesh.items() if n > 1) or "one device"
-    if config.mesh.sequence_parallel != "off":
-        axes += f", mesh.sequence_parallel={config.mesh.sequence_parallel}"
-    total, active = sum(counts.values()), active_parameters(config.model)
-    of_token = f" ({count(active)} of them for a token)" if active < total else ""
-    lines = [
-        f"plan   {config.name}: {count(total)} parameters{of_token}, {config.training.precision}, on "
-        f"{forecast.cluster.devices} x {forecast.cluster.device.name} ({axes})",
-        f"data   {source}; {forecast.samples:,.0f} samples and {count(forecast.tokens)} LLM tokens a step",
-        *table(_module_rows(forecast)),
-    ]
-    if not chosen.memory_plan.fits:
-        reasons = (describe_shortage(chosen.memory_plan), forecast.longest, forecast.nearest)
-        lines.append(f"DOES NOT FIT: {'; '.join(filter(None, reasons))}")
-    lines += describe_memory_plan(chosen.memory_plan)
-    if compiled is not None:
-        lines += _compiled_lines(chosen.memory_plan.predicted, compiled)
-    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in asdict(chosen.time).items() if seconds)
-    lines += [
-        f"step   {duration(chosen.time.total)}, MFU {forecast.mfu(chosen):.1%} ({forecast.basis}): {parts}",
-        *describe_links(forecast.cluster),
-        *expert_lines(config.model.llm.experts, forecast.mesh["expert"]),
-        *table(_balance_rows(forecast)),
-        f"start  about {_one_digit(compile_seconds(chosen)):,.0f} s of compiling, measured for H100 on one CPU core: "
-        f"{len(chosen.layout.shapes)} shape(s), {layer_stacks(chosen)} run(s) of layers",
-    ]
-    return [*lines, *_whole_run(forecast, price), *(f"limits {line}" for line in limits(forecast))]
-
-
-def expert_lines(experts: ExpertsConfig | None, devices: int) -> list[str]:
-    """Say how tokens reach the devices that share a layer's experts."""
-    if experts is None or devices == 1:
-        return []
-    share = experts.sent_at_once(10_000, devices) / 10_000
-    if share == 1:
-        return [
-            f"       experts: the tokens of {devices} devices are gathered, for an even router sends each nearly all"
-        ]
-    return [
-        f"       experts: an all-to-all sends each of {devices} devices up to {share:.0%} of a device's tokens at once"
-    ]
-
-
-def _compiled_lines(predicted: float, compiled: Compiled) -> list[str]:
-    """Format what the compiler says of a step's programs, with a remedy for what it does by itself."""
-    peak = max(program.bytes for program in compiled.values())
-    update = size(compiled["update"].bytes)
-    differs = f"what is predicted differs by {predicted / peak - 1:+.1%}"
-    lines = [f"       {size(peak)} by the compiler, {update} in the update; {differs}"]
-    if computed_again := sum(program.rematerialized for program in compiled.values()):
-        lines.append(
-            f"       XLA COMPUTES {computed_again} INSTRUCTIONS AGAIN BY ITSELF to take less memory: lower "
-            "mesh.memory, so that remat does it, or raise compiler.xla_gpu_memory_limit_slop_factor"
-        )
-    return lines
-
-
-def _module_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
-    chosen = forecast.chosen
-    config = forecast.config
-    rows = [("module", "parameters", "rows a rank", "lengths", "fill", "computed again")]
-    counts = parameters(config.model)
-    for k, name in enumerate(("llm", *config.model.item_modules)):
-        lengths = sorted({shape.lengths[k] for shape in chosen.layout.shapes})
-        policies = chosen.memory_plan.policies.get(name) or _policies_of_blocks(config.model.generators[name])
-        recomputed = sum(policy != "none" for policy in policies)
-        how = getattr({"llm": config.model.llm, **config.model.encoders}.get(name), "quantize", "none")
-        float8 = sum(config.model.llm.float8_layers) if name == "llm" else 0
-        rows.append(
-            (
-                name,
-                count(counts[name]) + (f" {how}" if how != "none" else "") + f", {float8} layers in FP8" * (float8 > 0),
-                str(chosen.layout.rows[k]),
-                "/".join(map(str, lengths)),
-                f"{chosen.fill[name]:.2f}",
-                f"in {recomputed} of {len(policies)} layers" if recomputed else "nothing",
-            )
-        )
-    return rows
-
-
-def _policies_of_blocks(unet: UnetConfig) -> list[str]:
-    """List the remat policies of a UNet's blocks, all of which have one."""
-    return [unet.remat] * len(unet_blocks(unet))
-
-
-def _balance_rows(forecast: RunForecast) -> list[tuple[str, ...]]:
-    ratios = [f"dist ratio {name}" for name in forecast.chosen.dist_ratio]
-    rows = [("balance", *ratios, "fill LLM", "padding", "ranks wait", "step", "MFU")]
-    for kind, chosen in forecast.by_balance.items():
-        figures = [*(f"{ratio:.3f}" for ratio in chosen.dist_ratio.values()), f"{chosen.fill['llm']:.2f}"]
-        waits = [f"{chosen.waits.padding:.1%}", f"{chosen.waits.wait:.1%}"]
-        rows.append((kind, *figures, *waits, duration(chosen.time.total), f"{forecast.mfu(chosen):.1%}"))
-    return rows
-
-
-def layer_stacks(chosen: BalanceForecast) -> int:
-    """Count the stacks of all modules: consecutive layers of one remat policy, compiled once and scanned over."""
-    return sum(len(list(groupby(policies))) for policies in chosen.memory_plan.policies.values())
-
-
-def compile_seconds(chosen: BalanceForecast) -> float:
-    """Estimate the seconds to compile every shape on a cold cache."""
-    return len(chosen.layout.shapes) * (PROGRAM_SECONDS + STACK_SECONDS * layer_stacks(chosen))
-
-
-def _one_digit(number: float) -> float:
-    """Round to one significant digit, for estimates that are no better: 164 to 200, 7.4 to 7."""
-    return float(f"{number:.1g}")
-
-
-def _whole_run(forecast: RunForecast, price: float | None) -> list[str]:
-    """Format the time and cost of the whole run, and the disk that its checkpoints take."""
-    config = forecast.config
-    device_hours = forecast.hours * forecast.cluster.devices
-    cost = "" if price is None else f", {price * device_hours:,.0f} at {price:g} an hour"
-    checkpoint = checkpoint_bytes(forecast)
-    folder = Path(config.run or "runs").absolute()
-    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
-    keep = config.training.keep
-    verdict = "" if keep * checkpoint < free else ": TOO LITTLE HERE"
-    return [
-        f"run    {forecast.steps:,} such steps take {_hours(forecast.hours)}, {device_hours:,.1f} device hours{cost}",
-        f"saves  {size(checkpoint)} x {keep} kept; {size(free)} are free where this plan was made{verdict}",
-    ]
-
-
-def checkpoint_bytes(forecast: RunForecast) -> int:
-    """Compute the bytes of one checkpoint."""
-    config = forecast.config
-    return saved_bytes(config.model, ACTIVATION[config.training.precision], config.optimizer)
-
-
-def limits(forecast: RunForecast) -> list[str]:
-    """List the bottlenecks of the run with a remedy for each."""
-    chosen = forecast.chosen
-    time = chosen.time
-    remedies = []
-    if not chosen.memory_plan.fits:
-        remedies.append("memory: shard over more devices (mesh.fsdp), use more batch.microbatches, or a smaller model")
-    if _rematerializes(forecast):
-        remedies.append(
-            "XLA would compute products again by itself, to take less memory: lower mesh.memory, or raise "
-            "compiler.xla_gpu_memory_limit_slop_factor"
-        )
-    if uneven := replication_warning(chosen.memory_plan):
-        remedies.append(uneven)
-    if time.shards > time.compute + time.recompute:
-        remedies.append("gathering parameters takes longer than computing: more samples a step, or a smaller mesh.fsdp")
-    if time.recompute > 0.05 * time.total:
-        remedies.append(
-            f"{time.recompute / time.total:.0%} of the step is computing again: a larger mesh.fsdp leaves room"
-        )
-    remedies += forecast.waits
-    worst = max(chosen.dist_ratio, key=lambda name: chosen.dist_ratio[name])
-    if chosen.dist_ratio[worst] > 0.05:
-        remedies.append(f"ranks are uneven in {worst} ({chosen.dist_ratio[worst]:.2f}): more samples a step")
-    emptiest = min(chosen.fill, key=lambda name: chosen.fill[name])
-    if chosen.fill[emptiest] < 0.85:
-        ranks = chosen.layout.topology.ranks
-        divides = forecast.config.batch.rows[emptiest] % ranks == 0
-        remedy = "use more samples a step" if divides else f"make batch.rows.{emptiest} a multiple of {ranks}"
-        remedies.append(f"rows of {emptiest} are {chosen.fill[emptiest]:.0%} full: {remedy}, or more batch.shapes")
-    return remedies or ["nothing stands out: the devices compute most of the time"]
-
-
-def _rematerializes(forecast: RunForecast) -> bool:
-    """Predict whether the gradients' program takes more than XLA allows: a share of the memory less its arguments."""
-    target = forecast.cluster.device.cuda
-    if target is None:
-        return False
-    memory = forecast.chosen.memory_plan
-    fixed = memory.fullest.fixed
-    waiting = fixed["batch"] * (1 - 1 / (LOADED * forecast.config.batch.microbatches))
-    arguments = fixed["parameters"] + fixed["gradients"] + fixed["batch"] - waiting
-    temporary = memory.predicted - arguments - fixed["optimizer"] - waiting
-    share = {**GPU, **forecast.config.compiler}["xla_gpu_memory_limit_slop_factor"]
-    return temporary > float(share) / 100 * (USABLE * target.memory - arguments)
-
-
-def _hours(hours: float) -> str:
-    """Format 1.5 as 1.5 hours, 0.5 as 30.0 minutes and 0.001 as 3.6 seconds."""
-    for length, unit in ((1.0, "hours"), (1 / 60, "minutes")):
-        if hours >= length:
-            return f"{hours / length:,.1f} {unit}"
-    return f"{3600 * hours:,.1f} seconds"
-
-
-def as_numbers(forecast: RunForecast, price: float | None, compiled: Compiled | None = None) -> dict[str, Any]:
-    """Build the JSON object of `--json`: times in seconds, memory and checkpoints in bytes."""
-    device_hours = forecast.hours * forecast.cluster.devices
-    memory = forecast.chosen.memory_plan
-    ways = {
-        kind: {
-            "dist_ratio": chosen.dist_ratio,
-            "ranks_wait": chosen.waits.wait,
-            "padding": chosen.waits.padding,
-            "fill": chosen.fill,
-            "seconds": asdict(chosen.time) | {"total": chosen.time.total},
-            "mfu": forecast.mfu(chosen),
-            "fits": chosen.memory_plan.fits,
-            "memory": chosen.memory_plan.device,
-        }
-        for kind, chosen in forecast.by_balance.items()
-    }
-    return {
-        "config": forecast.config.name,
-        "cluster": str(forecast.cluster),
-        "mesh": forecast.mesh,
-        "parameters": parameters(forecast.config.model),
-        "samples": forecast.samples,
-        "tokens": forecast.tokens,
-        "memory": memory.fullest.fixed | {"activations": memory.fullest.activations},
-        "room": memory.limit.device,
-        "compiled": None if compiled is None else max(program.bytes for program in compiled.values()),
-        "programs": {
-            name: {"bytes": p.bytes, "rematerialized": p.rematerialized, "synchronous": p.synchronous}
-            for name, p in (compiled or {}).items()
-        },
-        "remat": memory.policies,
-        "loss_chunks": memory.loss_chunks,
-        "balance": forecast.config.batch.balance.kind,
-        "ways": ways,
-        "nearest": forecast.nearest,
-        "basis": forecast.basis,
-        "layers": layers_record(forecast.speed.measured),
-        "compile": compile_seconds(forecast.chosen),
-        "hours": forecast.hours,
-        "device_hours": device_hours,
-        "cost": None if price is None else price * device_hours,
-        "checkpoint": checkpoint_bytes(forecast),
-        "limits": limits(forecast),
-    }
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from mmjax.config import Config
 from mmjax.parallel.sharding import AXES
 from mmjax.planning.hardware import Rates
 from mmjax.planning.remat import MemoryLimit, RunPlan
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 
 SPEED = Speed(Rates(1e11, 1e10, 1e9))
 Rows = Mapping[str, tuple[int, int]]  # (rows, row length) of every tower on a rank

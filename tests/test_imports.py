@@ -151,16 +151,9 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         ),
         frozenset({"jax", "numpy", "rapidfuzz", "PIL"}),
     ),
-    "pipeline": May(
-        (
-            *(f"mmjax.{part}" for part in ("pipeline", "autotune", "runtime", "models", "parallel", "distributed")),
-            *(f"mmjax.{part}" for part in ("data.plan", "planning", "cost", "batch", "config", "console", "errors")),
-        ),
-        frozenset({"jax", "numpy"}),
-    ),
     "training": May(
         (
-            *(f"mmjax.{part}" for part in ("training", "pipeline", "inference", "autotune", "runtime", "models")),
+            *(f"mmjax.{part}" for part in ("training", "inference", "autotune", "runtime", "models")),
             "mmjax.parallel",
             *(f"mmjax.{part}" for part in ("distributed", "data", "planning", "cost", "balance", "batch")),
             *BASE,

@@ -15,6 +15,7 @@ from started import ROOT
 from mmjax import plan, train
 from mmjax.config import ExpertsConfig
 from mmjax.config.loading import config_parameters, describe_with_meanings, find_config, shipped_configs
+from mmjax.training.describe_plan import expert_lines
 
 
 def told(capsys, *words: str) -> str:
@@ -70,8 +71,9 @@ def test_the_report_tells_memory_time_balance_and_cost(capsys):
 def test_its_numbers_agree_with_each_other(small):
     chosen = small["ways"]["post"]
     seconds = chosen["seconds"]
-    parts = max(seconds["compute"] + seconds["recompute"], seconds["shards"])
-    assert seconds["total"] == pytest.approx(parts + seconds["tensor"] + seconds["exchange"] + seconds["update"])
+    assert seconds["total"] == pytest.approx(sum(seconds.values()) - seconds["total"])
+    assert small["seconds"] == seconds
+    assert seconds["idle"] == seconds["transfers"] == 0  # which one mesh has none of
     assert small["hours"] == pytest.approx(1550 * seconds["total"] / 3600)
     assert small["device_hours"] == pytest.approx(8 * small["hours"])
     assert small["cost"] == pytest.approx(2 * small["device_hours"])
@@ -117,10 +119,10 @@ def test_rates_that_a_file_states_replace_the_assumed_ones_and_the_report_says_w
     out = told(capsys, *words, "--measured", str(path))
     assert f"(measured ({path}): 32% of peak; assumes 40% in attention, 3 us a kernel): compute " in out
     assert f"links  measured ({path}): 300 GB/s between devices of a node; assumes 25 GB/s to other nodes, 80%" in out
-    path.write_text('{"products": 0.325, "link": 3e11, "network": 1e10, "launch": 0}')
+    path.write_text('{"products": 0.325, "link": 3e11, "network": 1e7, "launch": 0}')
     stated = numbers(capsys, *words, "--measured", str(path))["ways"]["post"]["seconds"]
     assert stated["compute"] < assumed["compute"]  # kernels take longest in so small a model
-    assert stated["shards"] == pytest.approx(2 * assumed["shards"])  # 20 GB/s to other nodes were assumed
+    assert stated["shards"] > 0 == assumed["shards"]  # 20 GB/s to other nodes were assumed, which computing hides
     path.write_text('{"produkts": 0.5}')
     refused = run(capsys, plan.main, *words, "--measured", str(path))
     assert refused.code == 2
@@ -191,6 +193,7 @@ def test_products_in_float8_take_less_time_where_a_device_has_them_and_are_refus
     )
 
 
+@pytest.mark.default_cases("9b")
 @pytest.mark.parametrize("size", ["9b", "15b", "72b"])
 def test_models_that_make_images_are_planned_with_their_unet_as_a_module_of_rows(capsys, size):
     found = numbers(capsys, f"mllm_{size}", "cluster=a800x120x8")
@@ -385,6 +388,6 @@ def recipes(tmp_path_factory) -> dict[str, object]:
 
 def test_the_plan_says_how_tokens_reach_their_experts():
     experts = ExpertsConfig((0,), count=128, per_token=8, width=8)
-    assert plan.expert_lines(experts, 1) == plan.expert_lines(None, 8) == []
-    assert "the tokens of 4 devices are gathered" in plan.expert_lines(experts, 4)[0]
-    assert "an all-to-all sends each of 32 devices up to 29% of a device's tokens" in plan.expert_lines(experts, 32)[0]
+    assert expert_lines(experts, 1) == expert_lines(None, 8) == []
+    assert "the tokens of 4 devices are gathered" in expert_lines(experts, 4)[0]
+    assert "an all-to-all sends each of 32 devices up to 29% of a device's tokens" in expert_lines(experts, 32)[0]

@@ -54,12 +54,13 @@ def test_stages_are_planned_on_the_clusters_devices_in_order_with_one_mesh_besid
         ("llm[2:3]", [5, 6]),
     ]
     seconds = numbers["seconds"]
-    assert seconds["total"] == pytest.approx(seconds["passes"] + seconds["reduction"] + seconds["update"])
-    assert 0 < seconds["transfers"] < seconds["passes"]
+    assert seconds["total"] == pytest.approx(sum(seconds.values()) - seconds["total"])
+    passes = seconds["total"] - seconds["reduction"] - seconds["update"]
+    assert 0 < seconds["transfers"] < seconds["idle"] < passes
     # Two replicas of the vision tower add up their gradients.
     assert seconds["reduction"] > 0
     busiest = max(4 * (stage["forward"] + stage["backward"]) for stage in numbers["stages"])
-    assert busiest < seconds["passes"]
+    assert busiest < passes
     assert all(sum(stage["memory"].values()) < numbers["room"] for stage in numbers["stages"])
     assert numbers["one_mesh"]["seconds"] > 0
     assert numbers["one_mesh"]["mfu"] / numbers["mfu"] == pytest.approx(
@@ -118,9 +119,9 @@ def test_units_auto_plans_units_that_fit_and_writes_what_is_faster(capsys, tmp_p
     assert all(sum(stage["memory"].values()) < numbers["room"] for stage in numbers["stages"])
     read = read_plan(path)
     config = load(find_config(read.config), planned=read.words)
-    one_mesh = numbers["one_mesh"]["seconds"] <= numbers["seconds"]["total"]
-    assert bool(config.units) != one_mesh
-    assert config.mesh.fsdp == (numbers["one_mesh"]["fsdp"] if one_mesh else 1)
+    assert set(config.units) == set(numbers["units"])
+    assert config.mesh.fsdp == (1 if config.units else numbers["one_mesh"]["fsdp"])
+    assert numbers["seconds"]["total"] <= 1.01 * numbers["one_mesh"]["seconds"]  # both of other planned steps
 
 
 @pytest.mark.exhaustive
@@ -192,7 +193,7 @@ def test_every_stage_is_compiled_beside_its_plan_and_equal_ones_once(capsys, mon
     assert ended.code == 0, ended.err
     numbers = json.loads(ended.out)
     programs = {"forward", "backward", "update"}
-    assert {name: set(found) for name, found in numbers["compiled"].items()} == {
+    assert {name: set(found) for name, found in numbers["programs"].items()} == {
         "vision": programs | {"reduce"},
         "audio": programs,
         "llm[0:1]": programs,
@@ -202,7 +203,9 @@ def test_every_stage_is_compiled_beside_its_plan_and_equal_ones_once(capsys, mon
     }
     # Two stages in the middle are one program, of which the first has one microbatch more in flight.
     assert len(compiled) == 5
-    first, second = (numbers["compiled"][name] for name in ("llm[1:2]", "llm[2:3]"))
+    first, second = (
+        {name: of["bytes"] for name, of in numbers["programs"][stage].items()} for stage in ("llm[1:2]", "llm[2:3]")
+    )
     assert first["update"] == second["update"]
     assert first["backward"] > second["backward"]
 
@@ -245,5 +248,5 @@ def test_a_unet_is_behind_the_llm_in_the_units_that_are_chosen(capsys, words):
     assert towers_of(numbers) == {"vision", "llm", "picture"}
     assert [stage["in_flight"] for stage in numbers["stages"] if "picture" in stage["layers"]] == [1]
     assert all(sum(stage["memory"].values()) <= numbers["room"] for stage in numbers["stages"])
-    assert 0 < numbers["bubble"] < 1
-    assert 0.5 < numbers["seconds"]["total"] / numbers["one_mesh"]["seconds"] < 2
+    assert 0 <= numbers["bubble"] < 1
+    assert numbers["seconds"]["total"] <= 1.05 * numbers["one_mesh"]["seconds"]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from mmjax.autotune.compile_run import Programs, compile_run
 from mmjax.autotune.layer_profile import MeasureSpeed
-from mmjax.autotune.memory_plan import apply_memory_plan, profiled_shapes, suggest_settings
+from mmjax.autotune.memory_plan import in_units, profiled_shapes, suggest_settings
 from mmjax.autotune.run_plan import plan_run
-from mmjax.autotune.sharded_stages import choose_sequence_parallel, device_microbatch, on_one_mesh
-from mmjax.autotune.stage_memory import unsaved_bytes
+from mmjax.autotune.run_time import RunTime, StepTime, time_run
+from mmjax.autotune.sharded_stages import choose_sequence_parallel, resolve_units
 from mmjax.balance.parts import dist_ratio
 from mmjax.balance.waits import Waits, mean_waits
 from mmjax.config import (
@@ -23,115 +22,234 @@ from mmjax.config import (
     Layout,
     LlmBalance,
     MeshConfig,
-    ModelConfig,
     NoBalance,
     PostBalance,
     Samples,
-    UnetConfig,
 )
 from mmjax.config.model import towers_of
-from mmjax.config.training import repeats_forward
+from mmjax.config.training import repeats_forward, unit_devices
 from mmjax.config.validation import check_layout
 from mmjax.data.plan.grouping import Budget, StepGrouper, make_budget
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology, waits_of
-from mmjax.data.plan.step_plan import RankLayout, StepPlan, make_planner
+from mmjax.data.plan.placement import Balance, Topology, waits_of
+from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, make_planner, make_step_planner
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
 from mmjax.errors import UserError
-from mmjax.parallel.sharding import RANKS, mesh_sizes
+from mmjax.parallel.sharding import AXES, RANKS, mesh_sizes
+from mmjax.planning.balanced_cuts import with_balanced_cuts
 from mmjax.planning.flops import frozen_modules, model_flops, pair_costs
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
-from mmjax.planning.memory import ACTIVATION, GB
+from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, RunPlan
-from mmjax.planning.step_time import ClusterRun, Speed, StepTime, step_time
-from mmjax.planning.work import length_work, resolve_attention, visited_pairs
+from mmjax.planning.speed import Speed
+from mmjax.planning.work import length_work, resolve_attention
 from mmjax.runtime.devices import make_topology
+from mmjax.runtime.units import units_topology
 
 SAMPLES = 50_000  # about so many, in 2 to 32 steps, are planned to see what a step is like
 DRY_RUN = 100_000  # samples of the first steps, about, by which shapes are chosen
-# Of the meshes that are compared with a pipeline: microbatches that are planned, shards, and powers of two of a step's
-# microbatches.
-MICROBATCHES = 64
+MICROBATCHES = 256  # so many at most are planned and timed
+# Of the meshes that are compared: microbatches that are planned, shards, and powers of two of a step's microbatches.
+COMPARED_MICROBATCHES = 64
 FSDP = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_DOUBLINGS = 9
 
 
 @dataclass(frozen=True)
-class BalanceForecast:
-    """Forecast of the run under one balancing method. By module: dist_ratio and fill, means over steps, and work.
+class Forecast:
+    """Forecast of a run on units or on one mesh, under one balancing method. Means are over the planned steps.
 
-    work: `[steps, ranks]`. Several encoder ranks may share one LLM rank; the LLM's work then stands at each of them.
+    work: of each module, `[steps, ranks]`. Several encoder ranks may share one LLM rank; the LLM's work then stands at
+    each of them.
     """
 
+    config: Config  # with cuts, and the resolved `sequence_parallel`
+    cluster: Cluster
+    mesh: dict[str, int]  # sizes of the axes where there are no units
     layout: RankLayout
-    memory_plan: RunPlan
-    time: StepTime  # mean over steps
-    dist_ratio: dict[str, float]
-    fill: dict[str, float]
+    run_time: RunTime
+    dist_ratio: dict[str, float]  # by module
+    fill: dict[str, float]  # by module: useful share of its rows' positions
     waits: Waits
     work: dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class RunForecast:
-    """Forecast of a run on a cluster.
-
-    by_balance: by kind of `batch.balance`; all have the same samples in every step.
-    """
-
-    config: Config
-    cluster: Cluster
-    mesh: dict[str, int]
-    by_balance: dict[str, BalanceForecast]
-    epoch: int  # samples
     samples: float  # per step
     tokens: float  # of the LLM, per step
     needed: float  # FLOPs per step, over all devices
     speed: Speed  # that the times rest on
-    nearest: str = ""  # where it does not fit: the smallest change of settings that would
-    longest: str = ""  # the sample that is much longer than the others
-    waits: tuple[str, ...] = ()  # what makes ranks wait that no placing helps against, and what would help
 
     @property
-    def chosen(self) -> BalanceForecast:
-        """Return the forecast under the config's own balancing."""
-        return self.by_balance[self.config.batch.balance.kind]
+    def plan(self) -> RunPlan:
+        """Return the plan, with the times of a mean microbatch."""
+        return self.run_time.plan
 
-    def mfu(self, chosen: BalanceForecast) -> float:
-        """Return the model FLOPs utilisation."""
+    @property
+    def time(self) -> StepTime:
+        """Return the time of a step."""
+        return self.run_time.step
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        return self.time.total
+
+    @property
+    def mfu(self) -> float:
+        """Return the model FLOPs utilisation, of all of the cluster's devices."""
         peak = self.cluster.device.peak(self.config.training.precision) * self.cluster.devices
-        return self.needed / (chosen.time.total * peak)
+        return self.needed / (self.seconds * peak)
 
     @property
     def basis(self) -> str:
         """Describe what the times rest on."""
         return describe_basis(self.config, self.cluster, self.speed)
 
+
+@dataclass(frozen=True)
+class RunForecast:
+    """Forecast of a run on a cluster. by_balance: by kind of `batch.balance`; all plan the same samples."""
+
+    chosen: Forecast  # under the config's own balancing
+    by_balance: dict[str, Forecast]
+    epoch: int  # samples
+    remedy: str = ""  # where it does not fit: the smallest change of settings that would
+    longest: str = ""  # the sample that is much longer than the others
+    waits: tuple[str, ...] = ()  # what makes ranks wait that no placing helps against, and what would help
+
     @property
     def steps(self) -> int:
         """Return the updates of the whole run; approximate where its length is set in epochs."""
-        training = self.config.training
-        return training.steps or math.ceil(training.epochs * self.epoch / self.samples)
+        training = self.chosen.config.training
+        return training.steps or math.ceil(training.epochs * self.epoch / self.chosen.samples)
 
     @property
     def hours(self) -> float:
         """Return the hours that the whole run takes."""
-        return self.steps * self.chosen.time.total / 3600
+        return self.steps * self.chosen.seconds / 3600
 
 
-def dry_run_steps(budget: Budget) -> int:
+class _Planned(NamedTuple):
+    """A run's config, mesh and ranks, and the plans of its first steps."""
+
+    config: Config
+    mesh: dict[str, int]
+    layout: RankLayout
+    planner: StepPlanner
+    steps: list[StepPlan]
+
+
+def forecast_run(
+    config: Config,
+    cluster: Cluster,
+    index: LengthIndex,
+    weights: Sequence[float],
+    measure_speed: MeasureSpeed | None = None,
+) -> RunForecast:
+    """Forecast a run whose samples have the lengths of this index, and what other balancing would change on one mesh.
+
+    measure_speed: measures the devices' speed with rows of these shapes; None: their data sheet's.
+
+    Raises UserError where the mesh or the units do not go with the cluster, or the batch with the data.
+    """
+    # The config's own balance comes last, so that it replaces the default settings of its kind.
+    compared: tuple[Balance, ...] = () if config.units else (NoBalance(), LlmBalance(), PostBalance())
+    by_kind = {balance.kind: balance for balance in (*compared, config.batch.balance)}
+    budget = make_budget(index, config, weights)
+    count = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
+    count = min(count, max(1, MICROBATCHES // config.batch.microbatches))
+    planned = {
+        kind: _plan_steps(config, balance, cluster, index, weights, budget, count) for kind, balance in by_kind.items()
+    }
+    speed = Speed(cluster.device.rates(config.training.precision))
+    if measure_speed is not None:
+        speed = measure_speed(profiled_shapes(config, [steps.layout for steps in planned.values()]))
+    by_balance = {kind: _forecast(steps, cluster, index, speed) for kind, steps in planned.items()}
+    configured = planned[config.batch.balance.kind]
+    chosen = by_balance[config.batch.balance.kind]
+    remedy = ""
+    if not chosen.plan.fits:
+
+        def layouts(changed: Config) -> RankLayout:
+            return make_planner(index, changed, weights, configured.layout.topology, None, _dry_run_steps(budget))[1]
+
+        remedy = suggest_settings(chosen.config, configured.mesh, layouts, speed, chosen.plan.limit)
+    grouper = configured.planner.grouper
+    return RunForecast(
+        chosen=chosen,
+        by_balance=by_balance,
+        epoch=grouper.epoch_samples,
+        remedy=remedy,
+        longest=index.longest(grouper.budget.longest),
+        waits=_describe_waits(chosen.config, grouper, configured.layout.topology, speed),
+    )
+
+
+def _dry_run_steps(budget: Budget) -> int:
     """Return the number of first steps by which shapes are chosen."""
     return max(2, int(DRY_RUN / budget.samples_per_step))
 
 
-@dataclass(frozen=True)
-class MeshForecast:
-    """Forecast of a run on the best of several meshes for all modules."""
+def _plan_steps(
+    config: Config,
+    balance: Balance,
+    cluster: Cluster,
+    index: LengthIndex,
+    weights: Sequence[float],
+    budget: Budget,
+    steps: int,
+) -> _Planned:
+    """Plan the first steps of a run under one balancing method."""
+    config = replace(config, batch=replace(config.batch, balance=balance))
+    mesh = dict.fromkeys(AXES, 1)
+    if config.units:
+        needed = sum(map(unit_devices, config.units.values()))
+        if needed > cluster.devices:
+            raise UserError(f"the units need {needed} devices and {cluster} has {cluster.devices}")
+        topology = units_topology(config.units)
+    else:
+        mesh = mesh_sizes(config.mesh, cluster.devices)
+        check_layout("mesh", replace(config.mesh, **mesh), config.model, alignment=config.batch.alignment)
+        ranks_on_node = max(1, cluster.per_node // (mesh["tensor"] * mesh["context"]))
+        topology = make_topology(config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh)
+    planner, layout = make_planner(index, config, weights, topology, budget, _dry_run_steps(budget))
+    if config.units:
+        cut = with_balanced_cuts(config, *layout.rows_and_lengths)
+        if cut != config:
+            config, planner = cut, make_step_planner(planner.grouper, cut, layout)
+        config = resolve_units(config, layout, cluster.device)
+    else:
+        config = choose_sequence_parallel(config, mesh, layout, cluster.device)
+    return _Planned(config, mesh, layout, planner, [planner.plan(step) for step in range(steps)])
 
-    config: Config  # with this mesh, and rows and microbatches for it
-    memory_plan: RunPlan
-    time: StepTime  # mean over steps
-    mfu: float
+
+def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Speed) -> Forecast:
+    config, layout = planned.config, planned.layout
+    limit = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
+    on_units = in_units(config, planned.mesh)
+    plan = plan_run(on_units, layout, speed, limit)
+    run_time = time_run(on_units, layout, plan, cluster, speed, [step.microbatches for step in planned.steps])
+    model = resolve_attention(config.model, speed.rates, layout.topology.context)
+    microbatches = [m for step in planned.steps for m in step.microbatches]
+    names = ("llm", *model.item_modules)
+    prices = pair_costs(model, speed.rates, frozen_modules(model), repeats_forward(config.loss))
+    work = np.stack([sum(m.work() for m in step.microbatches) for step in planned.steps], axis=1)
+    useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
+    positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
+    samples = np.concatenate([step.samples() for step in planned.steps])
+    return Forecast(
+        config=config,
+        cluster=cluster,
+        mesh=planned.mesh,
+        layout=layout,
+        run_time=run_time,
+        dist_ratio=dict(zip(names, dist_ratio(work).mean(1).tolist(), strict=True)),
+        fill=dict(zip(names, (useful / positions).tolist(), strict=True)),
+        waits=mean_waits([waits_of(step.microbatches, prices, index) for step in planned.steps]),
+        work=dict(zip(names, work, strict=True)),
+        samples=len(samples) / len(planned.steps),
+        tokens=float(index.llm_tokens[samples].sum()) / len(planned.steps),
+        needed=needed_flops(config, index, samples) / len(planned.steps),
+        speed=speed,
+    )
 
 
 def forecast_best_mesh(
@@ -141,35 +259,35 @@ def forecast_best_mesh(
     weights: Sequence[float],
     speed: Speed,
     proposals: Sequence[tuple[Layout, int]] = (),
-) -> MeshForecast | None:
+) -> Forecast | None:
     """Find the mesh on which a run without units is fastest; None where none fits.
 
     Every module has one row on every rank. Of the least number of microbatches, doubled from 1, with which some
     `mesh.fsdp` fits without tensor parallelism, and of twice as many, the fastest counts. proposals: layouts, and
     numbers of microbatches, that are tried beside these with every `fsdp`.
     """
-    best: MeshForecast | None = None
+    best: Forecast | None = None
     plain = Layout(expert=config.mesh.expert)
     for doublings in range(MAX_DOUBLINGS):
         if _has_too_few_samples(config, cluster.devices * 2**doublings):
             break
-        fastest = _forecast_mesh(config, cluster, index, weights, speed, plain, 2**doublings)
+        fastest = _forecast_meshes(config, cluster, index, weights, speed, plain, 2**doublings)
         if best is not None:
-            best = min((best, fastest or best), key=lambda f: f.time.total)
+            best = min((best, fastest or best), key=lambda f: f.seconds)
             break
         best = fastest
     fastest = [best]
     for proposal in proposals:
         with suppress(UserError):  # such as a number of loss chunks that does not go with `tensor`
-            fastest.append(_forecast_mesh(config, cluster, index, weights, speed, *proposal))
-    return min(filter(None, fastest), key=lambda f: f.time.total, default=None)
+            fastest.append(_forecast_meshes(config, cluster, index, weights, speed, *proposal))
+    return min(filter(None, fastest), key=lambda f: f.seconds, default=None)
 
 
 def _has_too_few_samples(config: Config, count: int) -> bool:
     return isinstance(config.batch.size, Samples) and config.batch.size.count < count
 
 
-def _forecast_mesh(
+def _forecast_meshes(
     config: Config,
     cluster: Cluster,
     index: LengthIndex,
@@ -177,7 +295,7 @@ def _forecast_mesh(
     speed: Speed,
     layout: Layout,
     microbatches: int,
-) -> MeshForecast | None:
+) -> Forecast | None:
     """Forecast a run on the fastest mesh with this expert, context and tensor parallelism; None where none fits.
 
     The LLM has one row on every rank, as encoders and generators have on each of theirs.
@@ -191,22 +309,17 @@ def _forecast_mesh(
     batch = replace(config.batch, microbatches=microbatches, rows=rows)
     config = replace(config, units={}, batch=batch, mesh=mesh)
     budget = make_budget(index, config, weights)
-    steps = max(1, MICROBATCHES // microbatches)
+    steps = max(1, COMPARED_MICROBATCHES // microbatches)
     planner, rank_layout = make_planner(index, config, weights, topology, budget, steps)
     plans = [planner.plan(step) for step in range(min(2, steps))]
-    needed = needed_flops(config, index, np.concatenate([plan.samples() for plan in plans])) / len(plans)
-    peak = cluster.device.peak(config.training.precision) * cluster.devices
     copies = ranks // layout.expert
-    fitting = []
+    forecasts = []
     for fsdp in (n for n in FSDP if copies % n == 0):
         on_mesh = replace(config, mesh=replace(mesh, data=copies // fsdp, fsdp=fsdp))
         sizes = mesh_sizes(on_mesh.mesh, cluster.devices)
         on_mesh = choose_sequence_parallel(on_mesh, sizes, rank_layout, cluster.device)
-        forecast = _forecast(on_mesh, cluster, sizes, rank_layout, plans, index, speed)
-        if forecast.memory_plan.fits:
-            mfu = needed / (forecast.time.total * peak)
-            fitting.append(MeshForecast(on_mesh, forecast.memory_plan, forecast.time, mfu))
-    return min(fitting, key=lambda f: f.time.total, default=None)
+        forecasts.append(_forecast(_Planned(on_mesh, sizes, rank_layout, planner, plans), cluster, index, speed))
+    return min((f for f in forecasts if f.plan.fits), key=lambda f: f.seconds, default=None)
 
 
 def describe_basis(config: Config, cluster: Cluster, speed: Speed) -> str:
@@ -255,155 +368,12 @@ def describe_links(cluster: Cluster) -> list[str]:
     return [f"links  {'; '.join(parts)}"] if parts else []
 
 
-def forecast_run(
-    config: Config,
-    cluster: Cluster,
-    index: LengthIndex,
-    weights: Sequence[float],
-    measure_speed: MeasureSpeed | None = None,
-) -> RunForecast:
-    """Forecast a run whose samples have the lengths of this index.
-
-    measure_speed: measures the devices' speed with rows of these shapes; None: their data sheet's.
-
-    Raises UserError where the mesh does not go with the cluster, or the batch with the data.
-    """
-    mesh = mesh_sizes(config.mesh, cluster.devices)
-    check_layout("mesh", replace(config.mesh, **mesh), config.model, alignment=config.batch.alignment)
-    ranks_on_node = max(1, cluster.per_node // (mesh["tensor"] * mesh["context"]))
-    topology = make_topology(config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh)
-    rates = cluster.device.rates(config.training.precision)
-    budget = make_budget(index, config, weights)
-    # The config's own balance comes last, so that it replaces the default settings of its kind.
-    balances: tuple[Balance, ...] = (NoBalance(), LlmBalance(), PostBalance(), config.batch.balance)
-    configs = {b.kind: replace(config, batch=replace(config.batch, balance=b)) for b in balances}
-    dry_run = dry_run_steps(budget)
-    steps = int(np.clip(SAMPLES / budget.samples_per_step, 2, 32))
-    planners = {k: make_planner(index, c, weights, topology, budget, dry_run) for k, c in configs.items()}
-    layout = planners[config.batch.balance.kind][1]
-    config = choose_sequence_parallel(config, mesh, layout, cluster.device)
-    configs = {kind: replace(c, mesh=config.mesh) for kind, c in configs.items()}
-    speed = Speed(rates)
-    if measure_speed is not None:
-        speed = measure_speed(profiled_shapes(config, [layout for _, layout in planners.values()]))
-    by_balance: dict[str, BalanceForecast] = {}
-    for kind, (planner, layout) in planners.items():
-        plans = [planner.plan(step) for step in range(steps)]
-        by_balance[kind] = _forecast(configs[kind], cluster, mesh, layout, plans, index, speed)
-    # Plans of all balances have the same samples, so those of the last one stand for all.
-    samples = np.concatenate([plan.samples() for plan in plans])
-    remedy = ""
-    memory_plan = by_balance[config.batch.balance.kind].memory_plan
-    if not memory_plan.fits:
-
-        def layouts(changed: Config) -> RankLayout:
-            return make_planner(index, changed, weights, topology, None, dry_run)[1]
-
-        remedy = suggest_settings(config, mesh, layouts, speed, memory_plan.limit)
-    return RunForecast(
-        config=config,
-        cluster=cluster,
-        mesh=mesh,
-        by_balance=by_balance,
-        epoch=planner.grouper.epoch_samples,
-        samples=len(samples) / steps,
-        tokens=float(index.llm_tokens[samples].sum()) / steps,
-        needed=needed_flops(config, index, samples) / steps,
-        speed=speed,
-        nearest=remedy,
-        longest=index.longest(planner.grouper.budget.longest),
-        waits=_describe_waits(config, planner.grouper, topology, speed),
-    )
-
-
 def _describe_waits(config: Config, grouper: StepGrouper, topology: Topology, speed: Speed) -> tuple[str, ...]:
     names = ("llm", *config.model.item_modules)
     model = resolve_attention(config.model, speed.rates, topology.context)
     prices = pair_costs(model, speed.rates, frozen_modules(model), repeats_forward(config.loss))
     advice = waiting_advice(grouper, prices, topology.ranks, names, topology.context)
     return *ranks_without_rows(grouper, topology.ranks, names), *filter(None, [advice])
-
-
-def compile_forecast(forecast: RunForecast, devices: Sequence[jax.Device]) -> Programs:
-    """Compile the run as it is planned, in its fullest shape: its programs, "gradients" and "update"."""
-    plan = forecast.chosen.memory_plan
-    config = apply_memory_plan(forecast.config, plan.policies, plan.loss_chunks)
-    (programs,) = compile_run(config, forecast.chosen.layout, plan, devices).values()
-    return {"gradients": programs["forward_backward"], "update": programs["update"]}
-
-
-def _forecast(
-    config: Config,
-    cluster: Cluster,
-    mesh: dict[str, int],
-    layout: RankLayout,
-    plans: Sequence[StepPlan],
-    index: LengthIndex,
-    speed: Speed,
-) -> BalanceForecast:
-    """Forecast the run under one balancing method from the plans of its first steps."""
-    room = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
-    memory_plan = plan_run(on_one_mesh(config, mesh), layout, speed, room)
-    activation = ACTIVATION[config.training.precision]
-    machine = ClusterRun(
-        cluster,
-        mesh,
-        memory_plan.stages[0].sharding,
-        speed,
-        activation,
-        loss_chunks=memory_plan.loss_chunks,
-        context_attention=config.mesh.context_attention,
-        reference=repeats_forward(config.loss),
-    )
-    model = resolve_attention(config.model, speed.rates, layout.topology.context)
-    microbatches = [m for plan in plans for m in plan.microbatches]
-    topology = layout.topology
-    ranks = {"llm": topology.ranks} | dict.fromkeys(model.item_modules, topology.ranks * topology.encoders_per_rank)
-    batches = [
-        replace(device_microbatch(config, layout, m.shape), pairs=visited_on_device(model, layout, m, ranks))
-        for m in microbatches
-    ]
-    unsaved = unsaved_bytes(replace(config, model=model), layout)
-    time = step_time(memory_plan.applied(model), batches, unsaved, machine, config.optimizer)
-    names = ("llm", *config.model.item_modules)
-    prices = pair_costs(model, speed.rates, frozen_modules(model), repeats_forward(config.loss))
-    work = np.stack([sum(m.work() for m in plan.microbatches) for plan in plans], axis=1)
-    useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
-    positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
-    return BalanceForecast(
-        layout=layout,
-        memory_plan=memory_plan,
-        time=time.mean_over(len(plans)),
-        dist_ratio=dict(zip(names, dist_ratio(work).mean(1).tolist(), strict=True)),
-        fill=dict(zip(names, (useful / positions).tolist(), strict=True)),
-        waits=mean_waits([waits_of(plan.microbatches, prices, index) for plan in plans]),
-        work=dict(zip(names, work, strict=True)),
-    )
-
-
-def visited_on_device(
-    model: ModelConfig, layout: RankLayout, microbatch: MicrobatchPlan, ranks: Mapping[str, int]
-) -> dict[str, float]:
-    """Count the pairs in the blocks that attention visits on the device with most, by tower; not of dense attention.
-
-    ranks: over which each tower's rows lie.
-    """
-    pairs = {}
-    for k, (name, tower) in enumerate({"llm": model.llm, **model.item_modules}.items()):
-        if isinstance(tower, UnetConfig) or tower.attention == "dense":
-            continue
-        parts = microbatch.module == k
-        by_row = visited_pairs(
-            tower,
-            microbatch.row[parts],
-            microbatch.offset[parts],
-            microbatch.length[parts],
-            layout.topology.ranks * layout.rows[k],
-            microbatch.shape.lengths[k],
-        )
-        shared = layout.topology.context if k == 0 else 1  # devices that share a row attend as much each
-        pairs[name] = float(by_row.reshape(ranks[name], -1).sum(1).max()) / shared
-    return pairs
 
 
 def needed_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> float:

@@ -32,7 +32,7 @@ from mmjax.models.generation import latents_of
 from mmjax.models.layers import Context
 from mmjax.models.model import ADAPTER_ATTRIBUTE, Model
 from mmjax.planning.flops import frozen_modules, needed_gradients
-from mmjax.planning.step_time import FORWARD, LayerTimes, Speed, profile_lengths
+from mmjax.planning.speed import FORWARD, LayerTimes, Speed, profile_lengths
 
 VOCAB = 8  # of an isolated LLM, whose embedding and output should cost nothing
 

@@ -28,7 +28,7 @@ from mmjax.errors import UserError
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit, Option, Policies, RunPlan, choose_policies, with_policies
-from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.planning.speed import LayerTimes, Speed
 from mmjax.runtime.devices import device_description, ram_per_device
 
 
@@ -278,12 +278,6 @@ def describe_shortage(fitted: RunPlan) -> str:
         f"{where}the run needs {needs} of each device and there are {available}, with as much computed again as can be "
         f"({parts})"
     )
-
-
-def check_fits(fitted: RunPlan) -> None:
-    """Raise UserError where a run on units does not fit."""
-    if not fitted.fits:
-        raise UserError(f"{describe_shortage(fitted)}; {UNIT_REMEDIES}, or raise batch.microbatches", everywhere=True)
 
 
 UNIT_REMEDIES = "give its unit more devices by fsdp, tensor or pipeline, or move layers by its cuts"

@@ -11,20 +11,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmjax.autotune.sharded_stages import ShardedPiece, ShardedStage, shard_stages, stage_batch, tower_configs
+from mmjax.autotune.sharded_stages import ShardedStage, shard_stages, stage_batch, tower_configs
 from mmjax.autotune.stage_memory import fixed_bytes
 from mmjax.config import (
     Config,
     Remat,
 )
 from mmjax.config.model import towers_of
-from mmjax.config.training import repeats_forward
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.parallel.sharding import loss_choices
-from mmjax.planning.flops import executed_logits, layer_policies, stage_flops
+from mmjax.planning.flops import executed_logits, layer_policies
 from mmjax.planning.memory import (
     ACTIVATION,
-    DeviceBatch,
     divide_by_tensor_parallelism,
     saved_bytes_per_layer,
 )
@@ -40,8 +38,7 @@ from mmjax.planning.remat import (
     smallest_policy,
 )
 from mmjax.planning.schedules import list_stages, make_schedule, schedule_name, unit_graph
-from mmjax.planning.simulate import StageTimes, Timeline, simulate
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 from mmjax.planning.work import resolve_attention, row_work
 
 
@@ -265,50 +262,3 @@ def _stage_options(
                 for policy, o in options.items()
             },
         )
-
-
-def time_stages(config: Config, layout: RankLayout, plan: RunPlan, speed: Speed) -> RunPlan:
-    """Estimate the seconds of every stage's passes in the largest shape: as measured, or by their operations."""
-    config = replace(config, training=replace(config.training, loss_chunks=plan.loss_chunks))
-    stages = shard_stages(config)
-    timed = []
-    for number, (sharded, stage) in enumerate(zip(stages, plan.stages, strict=True)):
-        batch = stage_batch(config, layout, stages, number, layout.shapes[stage.largest_shape])
-        seconds = [_seconds(config, sharded, p, stage.policies[p.piece.tower], batch, speed) for p in sharded.pieces]
-        forward, backward = map(sum, zip(*seconds, strict=True))
-        timed.append(replace(stage, forward=forward, backward=backward))
-    return replace(plan, stages=tuple(timed))
-
-
-def _seconds(
-    config: Config,
-    sharded: ShardedStage,
-    part: ShardedPiece,
-    policies: Sequence[Remat],
-    batch: DeviceBatch,
-    speed: Speed,
-) -> tuple[float, float]:
-    piece = part.piece
-    tower = part.piece.tower
-    parts = sharded.sharding.parts(tower)
-    measured = speed.layer(tower, batch.shape[tower])
-    # Layers that were timed are taken out of the operations, and their times added.
-    counted = () if measured else tuple(policies)
-    chunks = config.training.loss_chunks or 1
-    reference = repeats_forward(config.loss)
-    flops = stage_flops(config.model, tower, piece.layers, counted, batch.shape, chunks, batch.pairs, reference)
-    times = [x / parts / speed.rates.flops for x in flops[:2]]
-    if measured:
-        times[0] += len(piece.layers) * measured["forward"] / parts
-        times[1] += sum(measured[policy] - measured["forward"] for policy in policies) / parts
-    return times[0], times[1] if part.has_backward else 0.0
-
-
-def simulate_stages(config: Config, plans: Sequence[StagePlan]) -> Timeline:
-    """Simulate a step with equal microbatches of the largest shape, transfers not counted."""
-    microbatches = config.batch.microbatches
-    forward, backward = (
-        np.array([[getattr(plan, name)] * microbatches for plan in plans]) for name in ("forward", "backward")
-    )
-    schedule = make_schedule(schedule_name(config), unit_graph(config), microbatches)
-    return simulate(schedule, StageTimes(forward, backward))

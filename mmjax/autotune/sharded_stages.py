@@ -36,6 +36,7 @@ from mmjax.models.model import Model, exclude, modules_of, parameter_group, part
 from mmjax.models.quantization import cast_frozen, parameter_shapes
 from mmjax.models.stage import Piece, Stage
 from mmjax.parallel.sharding import AXES, RANKS, ShardingRules, row_ranks, tree_shardings
+from mmjax.planning.exchange_time import ClusterRun, overlap_pays
 from mmjax.planning.hardware import Cluster, Device
 from mmjax.planning.memory import (
     ACTIVATION,
@@ -47,7 +48,7 @@ from mmjax.planning.remat import (
     with_policies,
 )
 from mmjax.planning.schedules import list_stages, stage_cuts, unit_graph
-from mmjax.planning.step_time import ClusterRun, Speed, overlap_pays
+from mmjax.planning.speed import Speed
 from mmjax.planning.work import row_work
 from mmjax.runtime.passes import trained_activations
 from mmjax.runtime.state import Optimizer, make_optimizer, shardings_with_moments

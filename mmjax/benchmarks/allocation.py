@@ -7,6 +7,7 @@ import math
 import time
 from typing import Any
 
+from mmjax.autotune.choose_units import allocation_problem, choose_units
 from mmjax.benchmarks.allocation_baselines import (
     allocate_by_flops,
     allocate_colocated,
@@ -16,11 +17,10 @@ from mmjax.benchmarks.allocation_baselines import (
 )
 from mmjax.config.loading import load
 from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, omni_corpus
-from mmjax.pipeline.choose_units import allocation_problem, choose_units
 from mmjax.planning.allocate import allocate
 from mmjax.planning.allocate_chain import allocate_chain
 from mmjax.planning.hardware import Cluster, parse_cluster
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 
 CONFIGS = ("omni_10b", "internvl_26b", "omni_84b")
 CLUSTERS = ("h100x8", "h100x8x8", "h100x320x8")
@@ -73,8 +73,8 @@ def _compare(name: str, cluster: Cluster, index: LengthIndex) -> dict[str, Any]:
     chosen_units, mesh = choose_units(config, cluster, index, [1.0], lambda _: speed)
     units = next(iter(chosen_units), None)
     forecast = {
-        "units": None if units is None else units.seconds,
-        "one_mesh": None if mesh is None else mesh.time.total,
+        "units": None if units is None else units.chosen.seconds,
+        "one_mesh": None if mesh is None else mesh.seconds,
     }
     chosen = min(forecast, key=lambda key: _or_never(forecast[key]))
     return {

@@ -73,8 +73,8 @@ def allocate_by_flops(problem: Problem) -> Allocation | None:
         llm = _fastest(problem, "llm", count, budget["llm"], None)
         chosen = {name: _fastest(problem, name, count, budget[name], llm) for name in work if llm and name != "llm"}
         chosen["llm"] = llm
-        found = [choice for choice in chosen.values() if choice is not None]
-        if len(found) < len(work) or sum(int(o.devices[n]) for o, n in found) > problem.cluster.devices:
+        choices = [choice for choice in chosen.values() if choice is not None]
+        if len(choices) < len(work) or sum(int(o.devices[n]) for o, n in choices) > problem.cluster.devices:
             continue
         simulated = simulate_choice(problem, {name: c for name, c in chosen.items() if c is not None}, count)
         best = simulated if best is None or simulated.seconds < best.seconds else best

@@ -26,7 +26,7 @@ from mmjax.parallel.sharding import AXES
 from mmjax.planning.hardware import Rates, parse_cluster
 from mmjax.planning.memory import GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 
 DEVICES = 8
 MIXES = (

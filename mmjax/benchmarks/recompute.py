@@ -29,7 +29,7 @@ from mmjax.models.model import Model
 from mmjax.parallel.sharding import AXES, ShardingRules, make_mesh
 from mmjax.planning.memory import GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit, RunPlan
-from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.planning.speed import LayerTimes, Speed
 from mmjax.runtime.devices import device_description
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import make_optimizer

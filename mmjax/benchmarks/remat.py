@@ -22,7 +22,7 @@ from mmjax.planning.flops import executed, frozen_modules, recompute_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import MemoryLimit
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 from mmjax.planning.work import layer_positions, row_work
 
 PRESETS = ("omni-10b", "omni-18b", "omni-84b")

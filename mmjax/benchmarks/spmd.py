@@ -6,6 +6,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ import numpy as np
 
 from mmjax.autotune.layer_profile import STACK, layer_programs, typical_seconds
 from mmjax.autotune.memory_plan import fit_run
-from mmjax.autotune.sharded_stages import device_microbatch
+from mmjax.autotune.run_time import StepTime, time_run
+from mmjax.autotune.sharded_stages import device_microbatch, on_one_mesh
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -30,14 +32,16 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
+from mmjax.data.plan.placement import MicrobatchPlan
+from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sample import Item, Sample, SampleLengths, Split, Text
 from mmjax.errors import UserError
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.planning.hardware import Cluster, Device
-from mmjax.planning.memory import ACTIVATION, DeviceBatch
+from mmjax.planning.memory import DeviceBatch
 from mmjax.planning.remat import RunPlan
-from mmjax.planning.step_time import ClusterRun, LayerTimes, Speed, StepTime, step_time
+from mmjax.planning.speed import FORWARD, LayerTimes, Speed
 from mmjax.runtime.devices import device_description
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
@@ -81,7 +85,9 @@ class Step(NamedTuple):
 
     config: Config
     mesh: jax.sharding.Mesh
+    layout: RankLayout
     plan: RunPlan
+    microbatches: list[MicrobatchPlan]
     batch: DeviceBatch  # of each microbatch
     run: Callable[[], Any]
 
@@ -169,23 +175,18 @@ def make_step(config: Config, devices: list[jax.Device]) -> Step:
         return state, report
 
     batch = device_microbatch(config, layout, layout.shapes[0])
-    return Step(config=config, mesh=mesh, plan=plan, batch=batch, run=run)
+    microbatches = data.loader.planner.plan(0).microbatches
+    return Step(config=config, mesh=mesh, layout=layout, plan=plan, microbatches=microbatches, batch=batch, run=run)
 
 
 def predict_step(step: Step, layers: Mapping[str, float], device: Device) -> StepTime:
     """Predict the seconds of a step from those of a layer of each tower, with all devices at work."""
-    config, plan = step.config, step.plan
+    # A microbatch's passes are one program, so that all of a layer's time may stand in its forward pass.
     times = {
-        tower: LayerTimes(rows, {length: {POLICY: layers[tower]}}) for tower, (rows, length) in step.batch.shape.items()
+        tower: LayerTimes(rows, {length: {POLICY: layers[tower], FORWARD: layers[tower]}})
+        for tower, (rows, length) in step.batch.shape.items()
     }
-    precision = config.training.precision
-    machine = ClusterRun(
-        cluster=Cluster(device, 1, step.mesh.size),
-        mesh=dict(step.mesh.shape),
-        sharding=plan.sharding,
-        speed=Speed(device.rates(precision), times),
-        activation=ACTIVATION[precision],
-        loss_chunks=plan.loss_chunks,
-    )
-    batches = [step.batch] * config.batch.microbatches
-    return step_time(plan.applied(config.model), batches, plan.unsaved, machine, config.optimizer)
+    config = on_one_mesh(replace(step.config, model=step.plan.applied(step.config.model)), step.mesh.shape)
+    speed = Speed(device.rates(config.training.precision), times)
+    cluster = Cluster(device, 1, step.mesh.size)
+    return time_run(config, step.layout, step.plan, cluster, speed, [step.microbatches]).step

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 from mmjax.config import Remat
 from mmjax.models.expert_routing import Routing
 from mmjax.models.layers import Context, KVCacheView, LayerCache, recomputed_layer
+from mmjax.models.parameter_keys import ParameterKeys
 from mmjax.parallel.sharding import constrain
 
 _ATTENTION = ("attention_output", "attention_logsumexp")
@@ -238,7 +239,7 @@ def _init_stack(make: Callable[[int, nnx.Rngs], nnx.Module], layers: range, key:
     def layer(i: int | Array) -> nnx.Module:
         # The key of the tower, folded with the layer's index in it: under `vmap` i is a tracer, and the values are the
         # same.
-        return make(layers.start, nnx.Rngs(params=jax.random.fold_in(key, i)))
+        return make(layers.start, ParameterKeys(jax.random.fold_in(key, i)))
 
     if len(layers) == 1:
         return layer(layers.start)

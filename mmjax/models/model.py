@@ -20,6 +20,7 @@ from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accu
 from mmjax.models.layers import Noise
 from mmjax.models.lora import attach_adapters, linear_layers
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
+from mmjax.models.parameter_keys import ParameterKeys
 from mmjax.models.quantization import QuantizedMatrix
 
 PARTS = {"connectors": ".connector", "vaes": ".vae"}  # branches of the parameters of what belongs to a tower
@@ -269,7 +270,7 @@ def exclude(params: Params, structure: Params) -> Params:
 def _init_params(
     config: ModelConfig, runs: dict[str, tuple[LayerStack, ...]], dtype: Any, functions: Functions, key: Array
 ) -> MultimodalModel:
-    model = MultimodalModel(config, runs, dtype, nnx.Rngs(params=key), functions)
+    model = MultimodalModel(config, runs, dtype, ParameterKeys(key), functions)
     attach_adapters(model, config, key)
     for name, how in quantized_layers(config).items():
         for linear, _ in linear_layers(model, name):

@@ -19,6 +19,7 @@ from mmjax.models.blockwise_attention import blockwise_attention, dense_attentio
 from mmjax.models.convolution import Convolution, GroupNorm, ResidualBlock, doubled
 from mmjax.models.layer_stacks import Params
 from mmjax.models.layers import Linear
+from mmjax.models.parameter_keys import ParameterKeys
 
 EPS = 1e-6  # of all its norms, written in no config
 LOG_VARIANCE = (-30.0, 20.0)  # limits
@@ -161,7 +162,7 @@ class VaeModel:
     @classmethod
     def build(cls, config: VaeConfig) -> VaeModel:
         """Build the autoencoder of a config. Holds no parameters, so it is cheap."""
-        graph, state = nnx.split(nnx.eval_shape(lambda: Autoencoder(config, nnx.Rngs(0))))
+        graph, state = nnx.split(nnx.eval_shape(lambda: Autoencoder(config, ParameterKeys(jax.random.key(0)))))
         return cls(config, abstract=nnx.to_pure_dict(state), graph=graph)
 
     def encode(

@@ -334,13 +334,14 @@ def stage_flops(
     layers: range,
     policies: Sequence[Remat],
     shape: Mapping[str, tuple[int, int]],
-    loss_chunks: int = 1,
+    logits_again: bool = False,
     pairs: Mapping[str, float] | None = None,
     reference: bool = False,
 ) -> Flops:
-    """Count the FLOPs that a pipeline stage runs for one microbatch; `shape`, `pairs`, `reference` as in `executed`.
+    """Count the FLOPs that a stage runs for one microbatch; `shape`, `pairs`, `reference` as in `executed`.
 
-    layers: of the stage. policies: of those that count, all or none: measured times stand for the others.
+    layers: of the stage. policies: of those that count, all or none: measured times stand for the others. logits_again:
+    whether the last layer's backward makes the logits again, of a loss in chunks or one that waits for generators.
     """
     config = _config(model, tower)
     work = row_work(model, shape, pairs)
@@ -367,8 +368,7 @@ def stage_flops(
         flops = _with_pass(flops, run(*_without_adapters(trace, len(policies))))
     if tower in step_vaes(model) and first:
         flops = _plus(flops, forward=_encoding(model, tower, work[tower], elementwise=True))
-    # Where generators are, the loss waits for their backward pass, and makes logits again.
-    if tower == "llm" and last and (loss_chunks > 1 or model.generators):
+    if tower == "llm" and last and logits_again:
         return _plus(flops, backward=executed_logits(model, work["llm"]))
     return flops
 
@@ -396,8 +396,16 @@ def layer_flops(
             layer in deepstack,
         )
         if key not in flops:
-            layers = range(layer, layer + 1)
-            flops[key] = stage_flops(model, tower, layers, policies[layer : layer + 1], shape, reference=reference)
+            flops[key] = stage_flops(
+                model,
+                tower,
+                range(layer, layer + 1),
+                policies[layer : layer + 1],
+                shape,
+                # Of generators in other stages the loss waits for their backward pass.
+                logits_again=bool(model.generators),
+                reference=reference,
+            )
         keys.append(key)
     return [flops[key] for key in keys]
 

@@ -25,7 +25,7 @@ from mmjax.config.codec import decode
 from mmjax.config.model import towers_of
 from mmjax.errors import UserError
 from mmjax.planning.hardware import Cluster, Device, MeasuredRates, find_device
-from mmjax.planning.step_time import FORWARD, LayerTimes
+from mmjax.planning.speed import FORWARD, LayerTimes
 
 RATES = tuple(f.name for f in fields(MeasuredRates))
 SHARES = ("products", "attention")

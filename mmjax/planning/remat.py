@@ -13,7 +13,7 @@ from mmjax.config.model import with_changes
 from mmjax.planning.flops import recompute_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import ACTIVATION, ModelSharding, SavedBytes, kv_cache_bytes
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 from mmjax.planning.work import Work, row_work
 
 

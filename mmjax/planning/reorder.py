@@ -109,7 +109,15 @@ def _flops_of_row(config: Config, piece: LayerRange, shape: Sequence[int], pairs
     piece_pairs = None if pairs is None else dict.fromkeys(towers, 0.0) | {piece.tower: pairs}
     reference = repeats_forward(config.loss)
     flops = stage_flops(
-        config.model, piece.tower, piece.layers, policies, one_row, pairs=piece_pairs, reference=reference
+        config.model,
+        piece.tower,
+        piece.layers,
+        policies,
+        one_row,
+        # Of generators in other stages the loss waits for their backward pass.
+        logits_again=bool(config.model.generators),
+        pairs=piece_pairs,
+        reference=reference,
     )
     return flops.at_one_rate
 

@@ -1,39 +1,71 @@
-"""Time of a pipeline's stages on a cluster: passes of a microbatch, transfers, and what follows a step's last pass.
+"""Time of a run's stages on a cluster: passes of a microbatch by cause, transfers, and what follows the last pass.
 
-A stage is charged as one mesh is (`planning.step_time`): products, attention, launches, the bytes of activations and
-weights, and collectives. Gathering shards hides behind a pass as far as that lasts.
+Charged are products, attention, launches, the bytes of activations and weights, and collectives. Gathering shards hides
+behind a pass as far as that lasts. One mesh is one stage.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mmjax.config import ModelConfig, Muon, OptimizerConfig, Remat, UnetConfig
 from mmjax.config.generators import Tower
-from mmjax.planning.flops import attention_flops, frozen_modules, runs_twice, stage_flops
-from mmjax.planning.memory import MASTER, DeviceBatch
-from mmjax.planning.step_time import (
-    BACKWARD_KERNELS,
-    FORWARD_KERNELS,
-    PASSES,
+from mmjax.config.model import (
+    adapted_modules,
+    adapters_by_layer,
+    layer_count,
+    linear_layers,
+    module_of_layer,
+    towers_of,
+)
+from mmjax.cost.table import module_parameters
+from mmjax.planning.exchange_time import (
     ClusterRun,
-    adapter_seconds,
+    all_to_all_seconds,
     collective_seconds,
     context_seconds,
     dispatch_seconds,
-    elementwise_update_seconds,
     exchange_seconds,
-    muon_seconds,
+    recomputed_attention,
     recomputed_reduces,
     tensor_seconds,
 )
+from mmjax.planning.flops import Flops, attention_flops, frozen_modules, runs_twice, stage_flops
+from mmjax.planning.memory import MASTER, DeviceBatch
 from mmjax.planning.unet import unet_blocks
-from mmjax.planning.work import connector_mlps, row_work
+from mmjax.planning.work import Work, connector_mlps, layer_sizes, row_work
+
+PASSES = 3  # over activations: written in forward, read in backward, and gradients of the same size
+# That a layer launches, as compiled for H100 without remat: 56 to 60 and 62 to 74.
+FORWARD_KERNELS, BACKWARD_KERNELS = 58, 72
+MUON_ITERATIONS = 5  # of Newton-Schulz
+# Over an adapter's input and output, in forward and backward; its products are too narrow to hide that. Forward reads
+# the input for `a`, writes what `b` returns, and adds it to the layer's output. Backward scales the output's gradient,
+# reads it for the gradients of `b` and of `a`'s output, reads the input for the gradient of `a`, and adds the input's
+# gradient to the layer's.
+ADAPTER_PASSES = ((1, 4), (5, 4))
+
+
+class PassTime(NamedTuple):
+    """Seconds of a pass by cause, which add up to it."""
+
+    compute: float = 0.0
+    recompute: float = 0.0  # beyond saving everything; measured, it may be below 0
+    shards: float = 0.0  # gathering parameters and scattering gradients, beyond what computing hides
+    tensor: float = 0.0  # what tensor-parallel devices exchange with nothing computed beside it
+    exchange: float = 0.0  # of encoder tokens, and of the tokens that go to experts
+    context: float = 0.0  # of context parallelism: keys and values that arrive later than the kernel asks, or heads
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of the pass."""
+        return sum(self)
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """Some layers of a tower on the devices of a cluster. Bytes are those of one device."""
+    """Layers of a tower on the devices of a cluster. Bytes are those of one device."""
 
     tower: str
     layers: range
@@ -47,6 +79,8 @@ class StageRun:
     unsaved: float  # bytes that one position of a layer saves without remat, before tensor parallelism
     experts: float = 0.0  # of trainable and frozen, those of experts
     copies: int = 1  # of the layers, each on as many devices
+    logits_again: bool = False  # whether backward makes the loss's logits again
+    alone: bool = False  # whether it is of the run's only stage, whose gradients every microbatch adds over `data`
 
     @property
     def ranks(self) -> int:
@@ -73,67 +107,136 @@ class StageRun:
         return {"llm": model.llm, **model.item_modules}[self.tower]
 
 
-def pass_seconds(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tuple[float, float]:
-    """Estimate the seconds of a microbatch's forward and backward pass. batch: on each device."""
+def pass_times(model: ModelConfig, stage: StageRun, batch: DeviceBatch) -> tuple[PassTime, PassTime]:
+    """Estimate the time of a microbatch's forward and backward pass. batch: on each device."""
     machine = stage.machine
     config = stage.config(model)
-    rates, parts = machine.speed.rates, stage.parts
     work = row_work(model, batch.shape, batch.pairs)[stage.tower]
-    unet = isinstance(config, UnetConfig)
-    measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
-    # Layers that were timed are taken out of the operations, and their times added.
-    counted = () if measured else stage.policies
-    flops = stage_flops(
-        model, stage.tower, stage.layers, counted, batch.shape, machine.loss_chunks, batch.pairs, machine.reference
-    )
-    attention = 0.0
-    if config.attention in ("flash", "auto"):
-        # One forward pass of it; of a UNet, its share of all.
-        share = flops.forward / (flops.total or 1.0)
-        attention = len(counted) * attention_flops(model, stage.tower, work) if not unet else share * flops.attention
-    forward = rates.seconds(flops.forward, attention, flops.float8_forward) / parts
-    backward = rates.seconds(flops.backward, max(0.0, flops.attention - attention), flops.float8_backward) / parts
-    if measured:
-        forward += len(stage.policies) * measured["forward"] / parts
-        backward += sum(measured[policy] - measured["forward"] for policy in stage.policies) / parts
-    # Written in forward; read in backward, with gradients of the same size.
-    activations = len(counted) * work.positions * stage.unsaved / parts / rates.memory
-    of_tower = 1 if unet else config.layers
-    adapters = [len(counted) / of_tower / parts * s for s in adapter_seconds(model, stage.tower, work, machine)]
-    kernels = len(unet_blocks(config)) if unet else len(counted)
-    # Weights are cast for both passes; in backward, gradients of the computation's precision are added to float32 sums.
-    # Measured layers were timed with their casts and with writing their gradients.
-    elements = stage.trainable / MASTER / rates.memory
-    cast = 0 if machine.activation == MASTER or measured else MASTER + machine.activation
-    written = 0 if measured else machine.activation
-    forward += kernels * FORWARD_KERNELS * rates.launch + activations + adapters[0] + cast * elements
-    backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations + adapters[1]
-    backward += (cast + written + machine.activation + 2 * MASTER) * elements
+    layers = len(stage.policies)
+    compute, recompute = _compute_seconds(model, stage, batch, work)
     # Both passes gather the parameters; backward scatters gradients.
     trained = machine.activation / MASTER * stage.trainable
     is_frozen = "llm" in frozen_modules(model)
     experts = stage.experts if is_frozen else machine.activation / MASTER * stage.experts
     gathered = _gather_seconds(stage, trained + stage.frozen, experts)
     scattered = _gather_seconds(stage, trained, 0.0 if is_frozen else experts)
-    exchange = 0.0
+    if stage.alone:
+        scattered += _add_over_data_seconds(stage)
+    tensor, context, exchanges = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
+    if not isinstance(config, UnetConfig):
+        tensor = tensor_seconds(config, work.positions, stage.parts, machine)
     if stage.tower == "llm":
         # The first ranks send encoders' tokens on to those whose rows they are in; the last ones hidden states.
         first, last = stage.layers.start == 0, stage.layers.stop == config.layers
         widths = {name: n for name, n in batch.widths.items() if (last if name in model.generators else first)}
         exchange = exchange_seconds(model, replace(batch, widths=widths), machine) if widths or first else 0.0
-    late = context_seconds(model.llm, batch, machine) if stage.tower == "llm" else (0.0, 0.0)
-    between = (0.0, 0.0) if unet else tensor_seconds(config, work.positions, parts, machine)
-    dispatch = [0.0, 0.0]
-    if stage.tower == "llm":
-        in_layers = sum(model.llm.expert_layers[stage.layers.start : stage.layers.stop])
-        dispatch = [in_layers * seconds for seconds in dispatch_seconds(model.llm, work, machine)]
-    layers = len(stage.policies)
-    forward = max(forward, gathered) + layers * (between[0] + late[0]) + exchange + dispatch[0]
+        dispatched = sum(model.llm.expert_layers[stage.layers.start : stage.layers.stop])
+        exchanges = tuple(exchange + dispatched * of_layer for of_layer in dispatch_seconds(model.llm, work, machine))
+        context = context_seconds(model.llm, batch, machine)
+    forward = PassTime(
+        compute=compute[0],
+        shards=max(0.0, gathered - compute[0]),
+        tensor=layers * tensor[0],
+        exchange=exchanges[0],
+        context=layers * context[0],
+    )
     if not stage.has_backward:
-        return forward, 0.0
-    waits = layers * (between[1] + late[1]) + recomputed_reduces(stage.policies) * between[0]
-    waits += stage.policies.count("full") * late[0]
-    return forward, max(backward, gathered + scattered) + waits + exchange + dispatch[1]
+        return forward, PassTime()
+    backward = PassTime(
+        compute=compute[1],
+        recompute=recompute,
+        shards=max(0.0, gathered + scattered - compute[1] - recompute),
+        tensor=layers * tensor[1] + recomputed_reduces(stage.policies) * tensor[0],
+        exchange=exchanges[1],
+        context=layers * context[1] + recomputed_attention(stage.policies) * context[0],
+    )
+    return forward, backward
+
+
+def _compute_seconds(
+    model: ModelConfig, stage: StageRun, batch: DeviceBatch, work: Work
+) -> tuple[tuple[float, float], float]:
+    """Estimate the seconds of computing, and of moving what it reads and writes: both passes, and recomputation."""
+    machine = stage.machine
+    config = stage.config(model)
+    rates, parts = machine.speed.rates, stage.parts
+    unet = isinstance(config, UnetConfig)
+    measured = machine.speed.layer(stage.tower, batch.shape[stage.tower])
+    # Layers that were timed are taken out of the operations, and their times added.
+    counted = () if measured else stage.policies
+    saved = stage.policies if unet else ("none",) * len(counted)
+    flops = stage_flops(
+        model, stage.tower, stage.layers, saved, batch.shape, pairs=batch.pairs, reference=machine.reference
+    )
+    attention = 0.0
+    if config.attention in ("flash", "auto"):
+        # One forward pass of it; of a UNet, its share of all.
+        share = flops.forward / (flops.total or 1.0)
+        attention = len(counted) * attention_flops(model, stage.tower, work) if not unet else share * flops.attention
+
+    def backward_seconds(flops: Flops) -> float:
+        return rates.seconds(flops.backward, max(0.0, flops.attention - attention), flops.float8_backward) / parts
+
+    forward = rates.seconds(flops.forward, attention, flops.float8_forward) / parts
+    backward = backward_seconds(flops)
+    recompute = 0.0
+    if saved != counted or stage.logits_again:
+        executed = stage_flops(
+            model,
+            stage.tower,
+            stage.layers,
+            counted,
+            batch.shape,
+            stage.logits_again,
+            batch.pairs,
+            machine.reference,
+        )
+        recompute = backward_seconds(executed) - backward
+    if measured:
+        forward += len(stage.policies) * measured["forward"] / parts
+        backward += len(stage.policies) * (measured["none"] - measured["forward"]) / parts
+        recompute += sum(measured[policy] - measured["none"] for policy in stage.policies) / parts
+    # Written in forward; read in backward, with gradients of the same size.
+    activations = len(counted) * work.positions * stage.unsaved / parts / rates.memory
+    kernels = len(unet_blocks(config)) if unet else len(counted)
+    forward += kernels * FORWARD_KERNELS * rates.launch + activations
+    backward += kernels * BACKWARD_KERNELS * rates.launch + (PASSES - 1) * activations
+    generates = stage.tower in model.generators
+    has_connector = stage.layers.start == 0 if generates else unet or stage.layers.stop == config.layers
+    shares = {
+        stage.tower: len(counted) / (1 if unet else config.layers),
+        f"{stage.tower}.connector": float(has_connector),
+    }
+    for module in adapted_modules(model):
+        if share := shares.get(module):
+            adapters = adapter_seconds(model, module, work, machine)
+            forward += share * adapters[0] / parts
+            backward += share * adapters[1] / parts
+    # Weights are cast for both passes; in backward, gradients of the computation's precision are added to float32 sums.
+    # Measured layers were timed with their casts and with writing their gradients, and are added where there are more.
+    trainable = stage.trainable / MASTER
+    timed = 0.0
+    if measured and stage.tower not in frozen_modules(model):
+        of_layer = module_parameters(model)[stage.tower].layers / config.layers
+        timed = len(stage.policies) * of_layer * machine.sharding.part_of(stage.tower)
+    cast = 0 if machine.activation == MASTER else MASTER + machine.activation
+    added = machine.activation + 2 * MASTER
+    forward += cast * (trainable - timed) / rates.memory
+    backward += (cast + machine.activation + added) * (trainable - timed) / rates.memory
+    if batch.microbatches > 1:
+        backward += added * timed / rates.memory
+    return (forward, backward), recompute
+
+
+def adapter_seconds(model: ModelConfig, module: str, work: Work, machine: ClusterRun) -> tuple[float, float]:
+    """Estimate the seconds in which a module's adapters move activations through memory, (forward, backward)."""
+    sizes = linear_layers(model)
+    names = [name for name in adapters_by_layer(model) if module_of_layer(name) == module]
+    inputs, outputs = (sum(layer_count(model, name) * sizes[name][side] for name in names) for side in (0, 1))
+    positions = work.tokens if module.endswith(".connector") else work.positions
+    value = positions * machine.activation / machine.speed.rates.memory
+    forward, backward = (value * (read * inputs + written * outputs) for read, written in ADAPTER_PASSES)
+    return forward, backward
 
 
 def _gather_seconds(stage: StageRun, size: float, experts: float) -> float:
@@ -170,15 +273,21 @@ def edge_seconds(model: ModelConfig, sender: StageRun, receiver: StageRun, batch
 
 
 def reduce_seconds(stage: StageRun) -> float:
-    """Estimate the seconds in which the ranks of `data` add up a step's float32 gradients: an all-reduce.
+    """Estimate the seconds in which a step's float32 gradients are added up behind its passes.
 
-    Copies of a stage have another one for their gradients, and one for the updated values.
+    Over the ranks of `data`, where not every microbatch's are. Copies of a stage have another all-reduce for their
+    gradients, and one for the updated values.
     """
-    mesh = stage.machine.mesh
+    over_data = 0.0 if stage.alone else _add_over_data_seconds(stage)
     cluster = stage.machine.cluster
-    stride = stage.machine.parameter_shards * mesh["tensor"]
-    between_copies = collective_seconds(2 * 2 * stage.trainable, stage.copies, len(stage.devices), cluster)
-    return collective_seconds(2 * stage.trainable, mesh["data"], stride, cluster) + between_copies
+    return over_data + collective_seconds(2 * 2 * stage.trainable, stage.copies, len(stage.devices), cluster)
+
+
+def _add_over_data_seconds(stage: StageRun) -> float:
+    # An all-reduce is a reduce-scatter and an all-gather: twice the bytes.
+    machine = stage.machine
+    stride = machine.parameter_shards * machine.mesh["tensor"]
+    return collective_seconds(2 * stage.trainable, machine.mesh["data"], stride, machine.cluster)
 
 
 def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConfig) -> float:
@@ -188,3 +297,40 @@ def update_seconds(model: ModelConfig, stage: StageRun, optimizer: OptimizerConf
     if isinstance(optimizer, Muon) and not unet and stage.tower not in frozen_modules(model):
         seconds += muon_seconds(model, len(stage.layers), stage.tower, stage.machine)
     return seconds
+
+
+def elementwise_update_seconds(
+    trainable: float, moments: float, optimizer: OptimizerConfig, machine: ClusterRun
+) -> float:
+    """Estimate the seconds of an update, without Muon's exchanges. trainable, moments: bytes on a device."""
+    rates = machine.speed.rates
+    # Parameters, gradients and moments are read; parameters and moments are written, and gradients cleared. Before,
+    # gradients are read for their norm: AdamW moves 36 bytes a parameter.
+    seconds = (5 * trainable + 2 * moments) / rates.memory
+    if optimizer.over_data:  # each copy updates its share of the parameters, which all then gather
+        stride = machine.parameter_shards * machine.mesh["tensor"]
+        seconds += collective_seconds(trainable, machine.mesh["data"], stride, machine.cluster)
+    # From the host's memory and back.
+    return seconds + (2 * moments / rates.host if optimizer.offload else 0.0)
+
+
+def muon_seconds(model: ModelConfig, layers: int, tower: str, machine: ClusterRun) -> float:
+    """Estimate the seconds of Muon's update of so many layers of a tower."""
+    config = towers_of(model)[tower]
+    layer = layer_sizes(config)
+    matrices = module_parameters(model)[tower].matrices / config.layers
+    parts = machine.sharding.parts(tower)
+    fsdp = machine.parameter_shards
+    layers = -(-layers // (fsdp * parts))  # of the device that has most
+    sides = 2 * [layer.queries] + 2 * [layer.keys] + (2 + layer.gated) * [layer.mlp]
+    sides += 4 * [layer.cross] if layer.cross else []
+    flops = sum(newton_schulz_flops(layer.width, side) for side in sides)
+    size = 2 * layers * matrices * machine.activation
+    links = all_to_all_seconds(size, fsdp, parts, machine.cluster) + all_to_all_seconds(size, parts, 1, machine.cluster)
+    return layers * flops / machine.speed.rates.flops + links
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Count the FLOPs that orthogonalize a matrix: a square, its square, and their product with the matrix."""
+    short = min(rows, columns)
+    return MUON_ITERATIONS * (4 * short**2 * max(rows, columns) + 2 * short**3)

@@ -12,10 +12,10 @@ import numpy as np
 from numba import njit
 
 from mmjax.config import Layout
+from mmjax.planning.exchange_time import collective_seconds
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.partition import partition
 from mmjax.planning.schedules import StageGraph, make_schedule
-from mmjax.planning.step_time import collective_seconds
 
 ENCODER_STAGES = 8  # at most: an encoder that is too slow gets more ranks
 LLM_STAGES = 64  # at most

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mmjax.autotune.forecast import BalanceForecast, RunForecast
+from mmjax.autotune.forecast import Forecast, RunForecast
 from mmjax.console import count, duration, size
 from mmjax.cost.table import parameters
 from mmjax.reporting.plots import (
@@ -59,6 +59,9 @@ PARTS = {
     "tensor": "#c4704f",
     "exchange": "#7a5c99",
     "context": "#5f9e8f",
+    "transfers": "#8c6d46",
+    "idle": "#d8d4cb",
+    "reduction": "#6f8f72",
     "update": "#a3a8a0",
 }
 LABEL_ROOM = 1.2  # an axis is so many times its longest bar, which leaves room for the label behind that
@@ -68,18 +71,18 @@ INVISIBLE = 0.002  # share of an axis; a part that is shorter in all bars is lef
 @matplotlib.rc_context(STYLE)
 def plot_plan(path: Path, forecast: RunForecast) -> None:
     """Plot a run's plan: memory and time of a step by kind of balancing, and ranks' work with and without it."""
-    config = forecast.config
     chosen = forecast.chosen
+    config = chosen.config
     kinds = ["none", config.batch.balance.kind if config.batch.balance.kind != "none" else "post"]
     works = {kind: forecast.by_balance[kind].work for kind in kinds}
     bars = BAR * len(forecast.by_balance)
     memory_top, time_top, work_top = np.cumsum([66, HEADING + bars + 66, HEADING + bars + 50])
-    axes = " x ".join(f"{axis} {n}" for axis, n in forecast.mesh.items() if n > 1) or "one device"
-    speed = f"{duration(chosen.time.total)} a step, MFU {forecast.mfu(chosen):.1%} ({forecast.basis})"
-    title = f"{config.name} on {forecast.cluster}: {speed}"
+    axes = " x ".join(f"{axis} {n}" for axis, n in chosen.mesh.items() if n > 1) or "one device"
+    speed = f"{duration(chosen.seconds)} a step, MFU {chosen.mfu:.1%} ({chosen.basis})"
+    title = f"{config.name} on {chosen.cluster}: {speed}"
     subtitle = (
         f"{count(sum(parameters(config.model).values()))} parameters, {config.training.precision}, mesh {axes}, "
-        f"{forecast.samples:,.0f} samples and {count(forecast.tokens)} LLM tokens a step, "
+        f"{chosen.samples:,.0f} samples and {count(chosen.tokens)} LLM tokens a step, "
         f"balance {config.batch.balance.kind}"
     )
     figure = new_figure(work_top + len(works) * work_height(chosen.work) + 34, title, subtitle)
@@ -94,13 +97,13 @@ def plot_plan(path: Path, forecast: RunForecast) -> None:
 def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
     """Draw a device's memory by what it is for, a bar for each kind of balancing, and its capacity."""
     colours = module_colours(forecast.chosen.work)
-    limit = forecast.chosen.memory_plan.limit.device
-    largest = max(balanced.memory_plan.device for balanced in forecast.by_balance.values())
+    limit = forecast.chosen.plan.limit.device
+    largest = max(balanced.plan.device for balanced in forecast.by_balance.values())
     limit_visible = limit < 4 * largest  # else the bars would be too short to read
     axes = _bar_axes(figure, top, forecast, LABEL_ROOM * max(largest, limit if limit_visible else 0))
     write_text(figure, LEFT, top + 14, "Memory of a device", weight="bold")
     for row, balanced in enumerate(forecast.by_balance.values()):
-        memory = balanced.memory_plan
+        memory = balanced.plan
         segments = [(kind, memory.fullest.fixed[kind], colour) for kind, colour in KINDS.items()]
         segments += [(module_name(name), memory.fullest.activations[name], colour) for name, colour in colours.items()]
         label = size(memory.device) + ("" if memory.fits else ": too large")
@@ -114,8 +117,7 @@ def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
         write_text(figure, WIDTH - RIGHT, top + 14, f"room {size(limit)}, beyond this picture", ha="right", color=PALE)
     bottom = top + HEADING + BAR * len(forecast.by_balance) + 8
     maximum = {
-        kind: max(balanced.memory_plan.fullest.fixed[kind] for balanced in forecast.by_balance.values())
-        for kind in KINDS
+        kind: max(balanced.plan.fullest.fixed[kind] for balanced in forecast.by_balance.values()) for kind in KINDS
     }
     visible = {kind: colour for kind, colour in KINDS.items() if maximum[kind] > INVISIBLE * largest}
     draw_legend(figure, bottom, "always there", visible)
@@ -124,28 +126,26 @@ def _draw_memory(figure: Figure, top: float, forecast: RunForecast) -> None:
 
 def _draw_time(figure: Figure, top: float, forecast: RunForecast) -> None:
     """Draw the time of a step by its parts, a bar for each kind of balancing."""
-    slowest = max(balanced.time.total for balanced in forecast.by_balance.values())
+    slowest = max(balanced.seconds for balanced in forecast.by_balance.values())
     axes = _bar_axes(figure, top, forecast, LABEL_ROOM * slowest)
     write_text(figure, LEFT, top + 14, "Time of a step", weight="bold")
     times = [time_parts(balanced) for balanced in forecast.by_balance.values()]
     for row, (balanced, seconds) in enumerate(zip(forecast.by_balance.values(), times, strict=True)):
         segments = [(part, seconds[part], colour) for part, colour in PARTS.items()]
-        _draw_bar(axes, row, segments, duration, f"{duration(balanced.time.total)}, MFU {forecast.mfu(balanced):.1%}")
+        _draw_bar(axes, row, segments, duration, f"{duration(balanced.seconds)}, MFU {balanced.mfu:.1%}")
     visible = [part for part in PARTS if max(seconds[part] for seconds in times) > INVISIBLE * slowest]
-    names = {("shards, not hidden" if part == "shards" else part): PARTS[part] for part in visible}
+    names = {part: PARTS[part] for part in visible}
     draw_legend(figure, top + HEADING + BAR * len(forecast.by_balance) + 8, "spent on", names)
 
 
-def time_parts(forecast: BalanceForecast) -> dict[str, float]:
+def time_parts(forecast: Forecast) -> dict[str, float]:
     """Split the time of a step into parts that add up to it.
 
-    Gathering shards counts as far as computing does not hide it. `recompute` may be negative, where a layer is faster
-    with remat than without; it is then subtracted from computing.
+    `recompute` may be negative, where a layer is faster with remat than without; it is then subtracted from computing.
     """
     time = forecast.time
     parts = {part: getattr(time, part) for part in PARTS}
-    parts |= {"compute": time.compute + min(time.recompute, 0.0), "recompute": max(time.recompute, 0.0)}
-    return parts | {"shards": max(0.0, time.shards - time.compute - time.recompute)}
+    return parts | {"compute": time.compute + min(time.recompute, 0.0), "recompute": max(time.recompute, 0.0)}
 
 
 def _bar_axes(figure: Figure, top: float, forecast: RunForecast, limit: float) -> Axes:
@@ -155,7 +155,7 @@ def _bar_axes(figure: Figure, top: float, forecast: RunForecast, limit: float) -
     axes.set_ylim(len(forecast.by_balance) - 0.5, -0.5)
     axes.axis("off")
     for row, kind in enumerate(forecast.by_balance):
-        chosen = kind == forecast.config.batch.balance.kind
+        chosen = kind == forecast.chosen.config.batch.balance.kind
         y = top + HEADING + BAR * (row + 0.5) + 4
         write_text(figure, LEFT - 8, y, kind, ha="right", weight="bold" if chosen else "normal")
     return axes

@@ -220,13 +220,14 @@ def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:
 
 
 def describe_memory_plan(memory_plan: RunPlan) -> list[str]:
-    """Describe the predicted memory of a device of one mesh and its remat policies."""
+    """Describe the predicted memory of the fullest device, and all remat policies."""
     kinds = memory_plan.fullest.memory
     # Kinds below 1 % are left out.
     parts = "  ".join(f"{kind} {size(n)}" for kind, n in kinds.items() if n >= 0.01 * memory_plan.predicted)
     limit = "" if math.isinf(memory_plan.limit.device) else f" of {size(memory_plan.limit.device)}"
     predicted = "" if memory_plan.measured is None else " predicted"
-    lines = [f"memory {size(memory_plan.predicted)}{predicted}{limit} a device: {parts}"]
+    stage = f", in {memory_plan.fullest.name}" if len(memory_plan.stages) > 1 else ""
+    lines = [f"memory {size(memory_plan.predicted)}{predicted}{limit} a device{stage}: {parts}"]
     if memory_plan.measured is not None:
         lines.append(f"       {size(memory_plan.measured)} by the compiler, which decided what is computed again")
     if memory_plan.limit.ram:
@@ -279,11 +280,6 @@ def describe_stages(
             f"       {microbatches} microbatch(es) are no multiple of the {copies} copies of encoders, whose work is "
             f"unequal; set batch.microbatches={max(1, round(microbatches / copies)) * copies}"
         )
-    for stage in stages:
-        for piece, policies in zip(stage.name.split(" + "), stage.policies.values(), strict=True):
-            if set(policies) != {"none"}:
-                mix = ", ".join(f"{n} {policy}" for policy, n in Counter(policies).items())
-                described.append(f"       remat of {piece}: {mix}")
     return described
 
 

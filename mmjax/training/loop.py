@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmjax.autotune.memory_plan import MemoryDecision, fit_run, plan_key, read_memory_plan, write_memory_plan
-from mmjax.autotune.run_plan import simulate_stages, time_stages
+from mmjax.autotune.run_time import simulate_stages, time_stages
 from mmjax.autotune.sharded_stages import choose_sequence_parallel, resolve_units
 from mmjax.batch import Microbatch
 from mmjax.config import Config, MeshConfig, ModelConfig
@@ -39,6 +39,7 @@ from mmjax.runtime.devices import (
     CompileCounter,
     choose_devices,
     enable_compilation_cache,
+    local_cluster,
     peak_flops,
     peak_memory_used,
 )
@@ -177,7 +178,9 @@ class Trainer:
             plan, speed = fit_run(
                 config, self.mesh, self.loader.layout, layout_of, profile, self.stored_decision(profile), longest
             )
-            self.memory_plan = time_stages(config, self.loader.layout, plan, speed) if config.units else plan
+            self.memory_plan = plan
+            if config.units:
+                self.memory_plan = time_stages(config, self.loader.layout, plan, local_cluster(), speed)
         self.profiled = bool(speed.measured)  # whether it rests on measured times of layers
         self.executor = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
         if config.units:
@@ -289,13 +292,14 @@ class Trainer:
         return example.microbatches[0]
 
     def describe_devices(self) -> list[str]:
-        """Describe what the devices hold: of one mesh its memory plan, of units a table of stages."""
-        # One mesh has one account of its memory, the same on every device; stages differ.
-        if not self.config.units:
-            return announce.describe_memory_plan(self.memory_plan)
-        stages = self.memory_plan.stages
-        bubble = simulate_stages(self.config, stages).bubble
-        return announce.describe_stages(self.config, stages, self.executor.schedule, bubble, self.profiled)
+        """Describe what the devices hold, with a table of the stages of units."""
+        described = announce.describe_memory_plan(self.memory_plan)
+        if self.config.units:
+            stages = self.memory_plan.stages
+            bubble = simulate_stages(self.config, stages).bubble
+            schedule = self.executor.schedule
+            described = announce.describe_stages(self.config, stages, schedule, bubble, self.profiled) + described
+        return described
 
     def start(self) -> Microbatch:
         """Describe the run and start its data workers, which load while XLA compiles; return the first microbatch."""

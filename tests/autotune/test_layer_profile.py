@@ -12,7 +12,7 @@ from tiny_run import tiny_config
 from mmjax.autotune import layer_profile as measuring
 from mmjax.autotune.layer_profile import layer_times, profile_folder, typical_seconds
 from mmjax.disk import with_checksum
-from mmjax.planning.step_time import FORWARD
+from mmjax.planning.speed import FORWARD
 
 SHAPES = {"llm": (1, (16, 40)), "vision": (2, (16,)), "audio": (1, (16,))}
 POLICIES = {FORWARD, "none", "products", "attention_mlp", "attention", "full"}

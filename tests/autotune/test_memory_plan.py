@@ -28,7 +28,7 @@ from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import Device, Rates, parse_cluster
 from mmjax.planning.memory import DeviceBatch, ModelSharding
 from mmjax.planning.remat import MemoryLimit, RunPlan
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 from mmjax.runtime import devices
 from mmjax.training.announce import describe_memory_plan, replication_warning
 

@@ -18,7 +18,7 @@ from mmjax.config import DecoderConfig, ExpertsConfig, MeshConfig
 from mmjax.models.experts import Experts
 from mmjax.models.layers import recomputed_layer
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
-from mmjax.planning.step_time import expert_bytes
+from mmjax.planning.exchange_time import expert_bytes
 
 WIDTH, ROWS, LENGTH, COUNT = 20, 8, 12, 16
 EXPERTS = ExpertsConfig((0,), count=COUNT, per_token=2, width=8)

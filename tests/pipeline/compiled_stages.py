@@ -20,9 +20,8 @@ from mmjax.data.plan.length_index import index_of_lengths, omni_corpus
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.remat import MemoryLimit
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 from mmjax.runtime.units import units_topology
-from mmjax.training.pipeline_report import compiled_bytes
 
 ENCODERS = ("vision", "audio")
 UNITS = {
@@ -52,8 +51,12 @@ def main(policy: Remat, layout_name: str = "plain") -> None:
     layout = make_planner(index, config, [1.0], units_topology(config.units), max_steps=4)[1]
     speed = Speed(cluster.device.rates(config.training.precision))
     plan = plan_run(config, layout, speed, MemoryLimit(math.inf))
-    compiled = compiled_bytes(compile_run(config, layout, plan, devices))
-    print(json.dumps({stage.name: {"planned": stage.bytes, "compiled": compiled[stage.name]} for stage in plan.stages}))
+    programs = compile_run(config, layout, plan, devices)
+    found = {}
+    for stage in plan.stages:
+        compiled = {name: program.bytes for name, program in programs[stage.name].items()}
+        found[stage.name] = {"planned": stage.bytes, "compiled": compiled}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -8,26 +8,27 @@ from dataclasses import replace
 import pytest
 from test_executor import config_of, deepstack_config_of, with_experts
 
-from mmjax.autotune.memory_plan import check_fits
-from mmjax.autotune.run_plan import plan_run, simulate_stages, time_stages
+from mmjax.autotune.memory_plan import describe_shortage
+from mmjax.autotune.run_plan import plan_run
+from mmjax.autotune.run_time import simulate_stages, time_stages
 from mmjax.config import Config, Unit
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import RankLayout, make_planner
 from mmjax.data.sources.opening import open_sources
-from mmjax.errors import UserError
 from mmjax.planning.balanced_cuts import with_balanced_cuts
-from mmjax.planning.hardware import Rates
+from mmjax.planning.hardware import Rates, parse_cluster
 from mmjax.planning.remat import MemoryLimit, StagePlan
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 from mmjax.runtime.units import units_topology
 
+CLUSTER = parse_cluster("h100x8")
 SPEED = Speed(Rates(1e9, 1e9, 1e9))
 
 
 def stages_of(config: Config, layout: RankLayout, limit: float = math.inf) -> tuple[StagePlan, ...]:
     plan = plan_run(config, layout, SPEED, MemoryLimit(limit))
-    check_fits(plan)
-    return time_stages(config, layout, plan, SPEED).stages
+    assert plan.fits, describe_shortage(plan)
+    return time_stages(config, layout, plan, CLUSTER, SPEED).stages
 
 
 def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_path):
@@ -53,7 +54,7 @@ def test_deep_stages_hold_more_and_recompute_first_and_none_fits_nothing(tmp_pat
     timeline = simulate_stages(config, list(ample.values()))
     assert 0 < timeline.bubble < 1
     assert timeline.in_flight.tolist() == [p.in_flight for p in ample.values()]
-    with pytest.raises(UserError, match=r"stage .* needs .* of each device and there are 0\.3 MB"):
+    with pytest.raises(AssertionError, match=r"stage .* needs .* of each device and there are 0\.3 MB"):
         plan(3e5)
 
 

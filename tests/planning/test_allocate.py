@@ -19,11 +19,11 @@ from mmjax.benchmarks.allocation_baselines import (
 )
 from mmjax.config import Layout
 from mmjax.planning.allocate import Allocation, allocate
+from mmjax.planning.exchange_time import collective_seconds
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, Cluster, parse_cluster
 from mmjax.planning.partition import partition
 from mmjax.planning.schedules import StageGraph, make_schedule
 from mmjax.planning.simulate import StageTimes, simulate
-from mmjax.planning.step_time import collective_seconds
 from mmjax.planning.tower_options import SUMMED, Problem, RowLengths, TowerCosts, interleaved_in_flight
 
 ROOM = 80e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmjax.planning.hardware import Rates
-from mmjax.planning.step_time import FORWARD, LayerTimes, Speed, profile_lengths
+from mmjax.planning.speed import FORWARD, LayerTimes, Speed, profile_lengths
 
 
 def quadratic(n: int) -> dict[str, float]:

@@ -11,9 +11,9 @@ import pytest
 
 from mmjax.config.loading import default_config, load
 from mmjax.errors import UserError
+from mmjax.planning.exchange_time import collective_seconds
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.measured_file import Probed, probed_text, read_measured, read_probed
-from mmjax.planning.step_time import collective_seconds
 
 CONFIG = load(default_config(), ())
 CLUSTER = parse_cluster("h100x2x8")

@@ -13,7 +13,7 @@ from mmjax.config import AdamW, Config, ModelConfig
 from mmjax.config.loading import load
 from mmjax.planning.hardware import Rates
 from mmjax.planning.remat import RunPlan
-from mmjax.planning.step_time import LayerTimes, Speed
+from mmjax.planning.speed import LayerTimes, Speed
 
 CONFIG = replace(with_settings(load("omni_10b"), "bfloat16"), optimizer=AdamW())
 MODEL = CONFIG.model

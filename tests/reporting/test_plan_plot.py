@@ -11,11 +11,11 @@ import pytest
 from matplotlib.image import imread
 
 from mmjax.autotune.forecast import RunForecast, forecast_run
+from mmjax.autotune.run_time import StepTime
 from mmjax.balance.parts import dist_ratio
 from mmjax.config.loading import find_config, load
 from mmjax.data.plan.length_index import index_of_lengths
 from mmjax.planning.hardware import parse_cluster
-from mmjax.planning.step_time import StepTime
 from mmjax.reporting.plan_plot import KINDS, PARTS, plot_plan, time_parts
 
 
@@ -55,5 +55,5 @@ def test_work_has_a_row_for_every_encoder_rank_and_the_ratios_are_of_it(forecast
 def test_bars_hold_every_kind_of_memory_and_every_part_of_the_time(forecast: RunForecast) -> None:
     assert list(PARTS) == [f.name for f in fields(StepTime)]
     for chosen in forecast.by_balance.values():
-        assert list(KINDS) == list(chosen.memory_plan.fullest.fixed)
+        assert list(KINDS) == list(chosen.plan.fullest.fixed)
         assert sum(time_parts(chosen).values()) == pytest.approx(chosen.time.total)

@@ -15,7 +15,7 @@ from tiny_run import MESHES, make_executor, tiny_config
 
 from mmjax.config import Muon
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh, sharding
-from mmjax.planning.step_time import MUON_ITERATIONS
+from mmjax.planning.stage_time import MUON_ITERATIONS
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.muon import ITERATIONS, newton_schulz, orthogonalize
 from mmjax.runtime.state import hyperparameters

@@ -25,12 +25,12 @@ def main(gigabytes: float) -> None:
     config = replace(load("omni_10b"), model=model, batch=batch, mesh=MeshConfig(data=8, memory=gigabytes))
     index = index_of_lengths(omni_corpus(20_000, 0), model.encoders)
     refused = forecast_run(config, NODE, index, [1.0])
-    changed = apply_overrides(config, re.findall(r"(?:mesh|batch)\.\w+=\d+", refused.nearest))
+    changed = apply_overrides(config, re.findall(r"(?:mesh|batch)\.\w+=\d+", refused.remedy))
     chosen = forecast_run(changed, NODE, index, [1.0]).chosen
-    plan = chosen.memory_plan
+    plan = chosen.plan
     shape = device_microbatch(changed, chosen.layout, chosen.layout.shapes[plan.fullest.largest_shape])
     compiled = compiled_bytes(apply_memory_plan(changed, plan.policies, plan.loss_chunks), shape, aot_devices(NODE))
-    fits = [refused.chosen.memory_plan.fits, plan.fits]
+    fits = [refused.chosen.plan.fits, plan.fits]
     print(json.dumps({"fits": fits, "room": plan.limit.device, "planned": plan.device, "compiled": compiled}))
 
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from mmjax.autotune.choose_units import _is_allowed, _list_layouts, choose_units
 from mmjax.config import Config, ExpertsConfig
 from mmjax.config.loading import find_config, load
 from mmjax.config.training import Unit
 from mmjax.config.validation import validate
 from mmjax.data.plan.length_index import index_of_lengths, interleaved_corpus
-from mmjax.pipeline.choose_units import _is_allowed, _list_layouts, choose_units
 from mmjax.planning.hardware import parse_cluster
-from mmjax.planning.step_time import Speed
+from mmjax.planning.speed import Speed
 
 CLUSTER = parse_cluster("a100x2x4")
 
@@ -56,6 +56,7 @@ def test_units_of_two_generators_are_chosen_and_fit():
     chosen = choose_units(config, CLUSTER, index, [1.0], lambda _: speed)
     assert len(chosen.units) == 2
     for forecast in chosen.units:
-        validate(forecast.config)
-        assert {"picture", "sketch"} < {tower for stage in forecast.stages for tower in stage.layers}
-        assert all(stage.bytes <= forecast.limit.device for stage in forecast.stages)
+        validate(forecast.chosen.config)
+        plan = forecast.chosen.plan
+        assert {"picture", "sketch"} < {tower for stage in plan.stages for tower in stage.layers}
+        assert plan.fits

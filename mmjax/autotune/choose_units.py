@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.autotune.forecast import MeshForecast, forecast_best_mesh
+from mmjax.autotune.forecast import Forecast, RunForecast, forecast_best_mesh, forecast_run
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.sharded_stages import model_sharding, resolve_sequence_parallel
 from mmjax.config import Config, Layout, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
@@ -20,9 +21,9 @@ from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import AXES
-from mmjax.pipeline.forecast import PipelineForecast, forecast_pipeline
 from mmjax.planning.allocate import Allocation, allocate
 from mmjax.planning.allocate_chain import allocate_chain, allocate_meshes
+from mmjax.planning.exchange_time import ClusterRun
 from mmjax.planning.flops import frozen_modules, needed_gradients, recompute_flops
 from mmjax.planning.hardware import USABLE, Cluster
 from mmjax.planning.memory import (
@@ -40,8 +41,8 @@ from mmjax.planning.memory import (
     token_bytes,
     unet_bytes,
 )
-from mmjax.planning.stage_time import StageRun, pass_seconds
-from mmjax.planning.step_time import ClusterRun, Speed, elementwise_update_seconds
+from mmjax.planning.speed import Speed
+from mmjax.planning.stage_time import StageRun, elementwise_update_seconds, pass_times
 from mmjax.planning.tower_options import Problem, RowLengths, TowerCosts
 from mmjax.planning.work import Work, resolve_attention, row_work, visited_pairs
 from mmjax.runtime.units import units_topology
@@ -62,8 +63,8 @@ DRAWN = 20_000  # samples at most, by which a step's work is counted
 class Chosen(NamedTuple):
     """Forecasts of the fastest run of each family that fits."""
 
-    units: list[PipelineForecast]  # of one tower each, and of one chain of all towers; the faster first
-    mesh: MeshForecast | None  # one for all modules
+    units: list[RunForecast]  # of one tower each, and of one chain of all towers; the faster first
+    mesh: Forecast | None  # one for all modules
 
 
 def choose_units(
@@ -76,23 +77,23 @@ def choose_units(
     """
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
 
-    def fastest(allocate: Callable[[Problem], Allocation | None]) -> PipelineForecast | None:
+    def fastest(allocate: Callable[[Problem], Allocation | None]) -> RunForecast | None:
         for share, items in ROOMS:
             allocation = allocate(problem._replace(room=share * problem.room, exchanged_items=items))
             if allocation is None:
                 return None
-            try:
-                planned = with_units(config, allocation)
+            planned = with_units(config, allocation)
+            with suppress(UserError):  # such as a number of rows that does not go with them
                 validate(planned)
-                return forecast_pipeline(planned, cluster, index, weights, measure_speed)
-            except UserError:  # a stage does not fit
-                continue
+                forecast = forecast_run(planned, cluster, index, weights, measure_speed)
+                if forecast.chosen.plan.fits:
+                    return forecast
         return None
 
     families = fastest(allocate), fastest(allocate_chain)
-    units = sorted(filter(None, families), key=lambda forecast: forecast.seconds)
-    speed = units[0].speed if units else measure_speed({})
-    meshes = [(unit, found.microbatches) for found in allocate_meshes(problem, MESHES) for unit in found.units.values()]
+    units = sorted(filter(None, families), key=lambda forecast: forecast.chosen.seconds)
+    speed = units[0].chosen.speed if units else measure_speed({})
+    meshes = [(unit, mesh.microbatches) for mesh in allocate_meshes(problem, MESHES) for unit in mesh.units.values()]
     return Chosen(units, forecast_best_mesh(config, cluster, index, weights, speed, meshes))
 
 
@@ -217,6 +218,7 @@ def _tower_costs(
 ) -> TowerCosts:
     model = resolve_attention(config.model, speed.rates, layout.context)
     activation = ACTIVATION[config.training.precision]
+    chunks = config.training.loss_chunks or 1
     tower_config = {"llm": model.llm, **model.item_modules}[tower]
     layers = layers_of(model, tower)
     frozen = frozen_modules(model)
@@ -235,7 +237,6 @@ def _tower_costs(
         model_sharding(replace(layout, sequence_parallel=way), mesh),
         speed,
         activation,
-        config.training.loss_chunks or 1,
         reference=repeats_forward(config.loss),
     )
     if isinstance(tower_config, UnetConfig):
@@ -275,9 +276,10 @@ def _tower_costs(
             moments=0.0,
             has_backward=has_backward,
             unsaved=unsaved / work.positions,
+            logits_again=chunks > 1 or bool(model.generators),
         )
-        passes.append(pass_seconds(model, run, batch))
-        empty.append(pass_seconds(model, run, nothing))
+        passes.append([passed.total for passed in pass_times(model, run, batch)])
+        empty.append([passed.total for passed in pass_times(model, run, nothing)])
     # What a pass takes however little it computes.
     launch = np.mean(empty, axis=0)
     forward, backward = np.maximum(np.array(passes) - empty, 0).T
@@ -286,7 +288,7 @@ def _tower_costs(
         sizes = sizes + has_backward * token_bytes(model, tower, replace(batch, context=1), activation) / layers
     loss = 0.0
     if tower == "llm":
-        loss = loss_bytes(model, work.positions, machine.sharding, activation, machine.loss_chunks)
+        loss = loss_bytes(model, work.positions, machine.sharding, activation, chunks)
     trained, untrained, moments = (elements / layout.tensor for elements in _elements(config, tower))
     resident = 0.0 if config.optimizer.offload else moments
     cast = 0 if activation == MASTER else MASTER + activation

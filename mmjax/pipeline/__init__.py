@@ -1,1 +1,0 @@
-"""Units, chosen for a cluster and forecast."""
