@@ -148,11 +148,11 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
         return np.clip(places - firsts[number], 0, len(costs[number].forward))
 
     def work(ends: np.ndarray) -> StageWork:
-        of_towers = (
-            stage_work(of_tower, in_tower(ends, n), chain.shares[n], shards[n], *links[n])
-            for n, of_tower in enumerate(costs)
-        )
-        return StageWork(*map(sum, zip(*of_towers, strict=True)))
+        of_towers = []
+        for n, of_tower in enumerate(costs):
+            way = np.array([[chain.shares[n], shards[n], *links[n]]], np.float64)
+            of_towers.append(stage_work(of_tower, in_tower(ends, n), *way.T))
+        return StageWork(*(sum(column)[0] for column in zip(*of_towers, strict=True)))
 
     # Sent where the chain is cut before a layer: activations of its tower, or tokens of the tower before.
     passed = np.zeros(firsts[-1] + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,6 @@ from mmjax.config import Layout
 from mmjax.planning.exchange_time import collective_seconds
 from mmjax.planning.hardware import Cluster
 from mmjax.planning.partition import partition
-from mmjax.planning.schedules import StageGraph, make_schedule
 
 ENCODER_STAGES = 8  # at most: an encoder that is too slow gets more ranks
 LLM_STAGES = 64  # at most
@@ -189,17 +188,26 @@ Choice = tuple[TowerOptions, int]  # one of the options
 
 def fold(values: np.ndarray, virtual: int) -> np.ndarray:
     """Add up values of stages, the last axis, by the devices that have them."""
+    if virtual == 1:
+        return values
     return values.reshape(*values.shape[:-1], virtual, values.shape[-1] // virtual).sum(-2)
 
 
 @lru_cache(maxsize=512)
 def interleaved_in_flight(workers: int, virtual: int, microbatches: int, behind: int) -> np.ndarray:
     """Return how many microbatches are in flight in each virtual stage, with so many other stages behind the last."""
-    parts = workers * virtual
-    stages = range(parts + behind)
-    numbers = tuple(n % workers if n < parts else n - parts + workers for n in stages)
-    schedule = make_schedule("interleaved", StageGraph(tuple(pairwise(stages)), numbers), microbatches)
-    return np.array([schedule.in_flight_bound(stage) for stage in range(parts)])
+    total = microbatches * virtual
+    part = np.arange(total) % (workers * virtual) // workers  # of each of a worker's forward passes
+    ran = np.zeros((2, total + 1, virtual), np.int64)  # passes of each part before each, forward and backward
+    ran[0, 1:] = (part[:, None] == np.arange(virtual)).cumsum(0)
+    ran[1, 1:] = ran[0, 1:, ::-1]
+    in_flight = np.zeros((virtual, workers), np.int64)
+    for worker in range(workers):
+        # The warm-up of Megatron-LM, then passes in turn: before each backward pass most are in flight.
+        warmup = min(total, 2 * (workers - worker - 1) + (virtual - 1) * workers + behind)
+        in_turn = ran[0, warmup + 1 :] - ran[1, : total - warmup]
+        in_flight[:, worker] = np.maximum(ran[0, warmup], in_turn.max(0, initial=0))
+    return in_flight.ravel()
 
 
 def first_padded_rows(problem: Problem, microbatches: int) -> float:
@@ -267,21 +275,30 @@ def stage_work(
 ) -> StageWork:
     """Add up the costs of a tower's layers in stages, of which one ends where the next begins.
 
-    share: of a step's work. shards: of parameters. gather, reduce: as `link_seconds` returns them.
+    share: of a step's work, for each way to split ranks. shards: of parameters. gather, reduce: as `link_seconds`
+    returns them. Returns `[ways, stages]`.
     """
-    total = dict(zip(SUMMED, np.diff(costs.prefix_sums[:, ends]), strict=True))
-    layers = np.diff(ends)
-    trained = total["backward"] > 0
-    backward = share * total["backward"] + layers * costs.launch[1] + total["cast_backward"] / shards
-    return StageWork(
-        forward=share * total["forward"] + layers * costs.launch[0] + total["cast_forward"] / shards,
-        backward=trained * backward,
-        gathered=gather * total["gathered"],
-        scattered=gather * total["scattered"],
-        state=total["state"] / shards,
-        reduced=2 * reduce * total["gradients"] / shards,
-        updated=total["update"] / shards,
-    )
+    return StageWork(*_stage_work(costs.prefix_sums, np.array(costs.launch), ends, share, shards, gather, reduce))
+
+
+@njit(cache=True)
+def _stage_work(prefix_sums, launch, ends, share, shards, gather, reduce):
+    ways, stages = len(share), len(ends) - 1
+    forward, backward, gathered, scattered, state, reduced, updated = np.zeros((7, ways, stages))
+    for stage in range(stages):
+        layers = ends[stage + 1] - ends[stage]
+        # In the order of SUMMED.
+        of_stage = prefix_sums[:, ends[stage + 1]] - prefix_sums[:, ends[stage]]
+        for way in range(ways):
+            forward[way, stage] = share[way] * of_stage[0] + layers * launch[0] + of_stage[2] / shards[way]
+            if of_stage[1] > 0:
+                backward[way, stage] = share[way] * of_stage[1] + layers * launch[1] + of_stage[3] / shards[way]
+            state[way, stage] = of_stage[4] / shards[way]
+            gathered[way, stage] = gather[way] * of_stage[5]
+            scattered[way, stage] = gather[way] * of_stage[6]
+            reduced[way, stage] = 2 * reduce[way] * of_stage[7] / shards[way]
+            updated[way, stage] = of_stage[8] / shards[way]
+    return forward, backward, gathered, scattered, state, reduced, updated
 
 
 @lru_cache(maxsize=4096)
@@ -303,10 +320,8 @@ def stage_options(
     splits = list_splits(problem.cluster, costs.layout, problem.ranks, costs.width, costs.experts)
     ranks = splits[:, 0] * splits[:, 1] * costs.layout.expert
     usable = (costs.devices * ranks * stages <= problem.cluster.devices) & (ranks * microbatches <= problem.samples)
-    splits = splits[usable]
-    ranks = ranks[usable, None]
+    splits, ranks = splits[usable], ranks[usable]
     ends = _cut(costs, stages * virtual)
-    layers = np.diff(ends)
     most_rows = np.maximum(rows, ranks)
     share = costs.lengths.row_share(microbatches, most_rows) * most_rows / ranks
     if virtual > 1:
@@ -315,32 +330,61 @@ def stage_options(
         in_flight = behind + np.arange(stages, 0, -1)
     first = int(in_flight[0])
     in_flight = np.minimum(microbatches, in_flight)
-    peak = np.full(stages, costs.peak[0])
-    peak[-1] = costs.peak[1]
-    data, fsdp, gather, reduce = (column[:, None] for column in splits.T)
-    shards = fsdp * costs.layout.expert * costs.layout.context
-    work = stage_work(costs, ends, share, shards, gather, reduce)
-    fixed = fold(work.state, virtual) + share * (peak + 2 * fold(in_flight, virtual) * costs.passed)
-    per_layer = (problem.room - fixed) / (share * fold(in_flight * layers, virtual))
-    fits = (per_layer >= costs.saved[-1]).all(1)
-    again = share * layers * np.interp(np.tile(per_layer, virtual), costs.saved[::-1], costs.again[::-1])
-    forward, backward = (column[fits] for column in work.passes(again))
-    share, tail, data, fsdp = (column[fits] for column in (share, work.tail(virtual), data, fsdp))
-    edge = share[:, 0] * costs.passed / link_bandwidth(problem.cluster)
-    stays = _undominated(np.concatenate([forward, backward, tail[:, None]], axis=1), (data * fsdp)[:, 0])
-    ways = (column[stays, 0].astype(np.int64) for column in (data, fsdp))
+    data, fsdp, gather, reduce = splits.T
+    work = stage_work(costs, ends, share, fsdp * (costs.layout.expert * costs.layout.context), gather, reduce)
+    of_layers = np.array(costs.peak), costs.passed, costs.saved[::-1].copy(), costs.again[::-1].copy()
+    again, fits = _recompute_what_is_over(work.state, share, ends, in_flight, problem.room, *of_layers, virtual)
+    if not fits.all():
+        work = StageWork(*(column[fits] for column in work))
+        again, share, data, fsdp = again[fits], share[fits], data[fits], fsdp[fits]
+    forward, backward = work.passes(again)
+    tail = work.tail(virtual)
+    edge = share * costs.passed / link_bandwidth(problem.cluster)
+    stays = _undominated(np.concatenate([forward, backward, tail[:, None]], axis=1), data * fsdp)
+    ways = (column[stays].astype(np.int64) for column in (data, fsdp))
     return TowerOptions(
         costs,
         tuple(ends[1:-1].tolist()),
         virtual,
         first,
         *ways,
-        share=share[stays, 0],
+        share=share[stays],
         edge=edge[stays],
         forward=forward[stays],
         backward=backward[stays],
         tail=tail[stays],
     )
+
+
+@njit(cache=True)
+def _recompute_what_is_over(state, share, ends, in_flight, room, peak, passed, saved, again, virtual):
+    """Return the seconds of recomputation with which ways to split ranks fit, `[ways, stages]`, and which do.
+
+    saved, again: by remat policy, bytes rising. Of virtual stages the devices have every `workers`-th.
+    """
+    ways, stages = state.shape
+    workers = stages // virtual
+    seconds = np.zeros((ways, stages))
+    fits = np.ones(ways, np.bool_)
+    for way in range(ways):
+        for worker in range(workers):
+            fixed = share[way] * peak[1 if worker == workers - 1 else 0]
+            layers = 0
+            for stage in range(worker, stages, workers):
+                fixed += state[way, stage] + share[way] * 2 * in_flight[stage] * passed
+                layers += in_flight[stage] * (ends[stage + 1] - ends[stage])
+            per_layer = (room - fixed) / (share[way] * layers)
+            if not per_layer >= saved[0]:
+                fits[way] = False
+                break
+            of_layer = again[-1]  # with all that a layer may keep
+            for n in range(len(saved) - 1):
+                if saved[n] <= per_layer < saved[n + 1]:
+                    part = (per_layer - saved[n]) / (saved[n + 1] - saved[n])
+                    of_layer = again[n] + part * (again[n + 1] - again[n])
+            for stage in range(worker, stages, workers):
+                seconds[way, stage] = share[way] * (ends[stage + 1] - ends[stage]) * of_layer
+    return seconds, fits
 
 
 def link_bandwidth(cluster: Cluster) -> float:

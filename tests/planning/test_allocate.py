@@ -326,3 +326,15 @@ def test_every_stage_runs_replicated_encoders():
 
 def seconds(found: Allocation | None) -> float:
     return np.inf if found is None else found.seconds
+
+
+@pytest.mark.parametrize("virtual", [2, 3])
+@pytest.mark.parametrize("behind", [0, 1])
+def test_virtual_stages_have_as_many_microbatches_in_flight_as_their_schedule_says(virtual, behind):
+    for workers, groups in product((2, 3, 4), (1, 2, 3)):
+        parts = workers * virtual
+        stages = range(parts + behind)
+        numbers = tuple(n % workers if n < parts else n - parts + workers for n in stages)
+        schedule = make_schedule("interleaved", StageGraph(tuple(pairwise(stages)), numbers), groups * workers)
+        counted = interleaved_in_flight(workers, virtual, groups * workers, behind)
+        assert counted.tolist() == [schedule.in_flight_bound(stage) for stage in range(parts)]
