@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -55,6 +56,7 @@ MICROBATCHES = tuple(2**k for k in range(1, 9))
 TENSOR = CONTEXT = (1, 2, 4, 8)
 EXPERT = tuple(2**k for k in range(1, 7))
 VIRTUAL = (2, 4)
+BESIDE_PARTS = 4  # of an encoder beside the LLM, at most
 MESHES = 2  # beside those without tensor parallelism, that are forecast
 LONG = 0.95  # quantile of lengths that a row whose layers are traced and timed holds
 DRAWN = 20_000  # samples at most, by which a step's work is counted
@@ -63,7 +65,7 @@ DRAWN = 20_000  # samples at most, by which a step's work is counted
 class Chosen(NamedTuple):
     """Forecasts of the fastest run of each family that fits."""
 
-    units: list[RunForecast]  # of one tower each, and of one chain of all towers; the faster first
+    units: list[RunForecast]  # of one tower each, one chain of all towers, and encoders beside the LLM; fastest first
     mesh: Forecast | None  # one for all modules
 
 
@@ -77,20 +79,24 @@ def choose_units(
     """
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
 
+    def forecast(planned: Config) -> RunForecast | None:
+        with suppress(UserError):  # such as a number of rows that does not go with the units
+            validate(planned)
+            forecast = forecast_run(planned, cluster, index, weights, measure_speed)
+            return forecast if forecast.chosen.plan.fits else None
+        return None
+
     def fastest(allocate: Callable[[Problem], Allocation | None]) -> RunForecast | None:
         for share, items in ROOMS:
             allocation = allocate(problem._replace(room=share * problem.room, exchanged_items=items))
-            if allocation is None:
-                return None
-            planned = with_units(config, allocation)
-            with suppress(UserError):  # such as a number of rows that does not go with them
-                validate(planned)
-                forecast = forecast_run(planned, cluster, index, weights, measure_speed)
-                if forecast.chosen.plan.fits:
-                    return forecast
+            if allocation is None or (found := forecast(with_units(config, allocation))):
+                return allocation and found
         return None
 
-    families = fastest(allocate), fastest(allocate_chain)
+    apart, chain = fastest(allocate), fastest(allocate_chain)
+    families = [apart, chain]
+    if chain and problem.encoders and not problem.generators:
+        families.append(forecast(_with_encoders_beside(chain.chosen.config, problem)))
     units = sorted(filter(None, families), key=lambda forecast: forecast.chosen.seconds)
     speed = units[0].chosen.speed if units else measure_speed({})
     meshes = [(unit, mesh.microbatches) for mesh in allocate_meshes(problem, MESHES) for unit in mesh.units.values()]
@@ -386,6 +392,20 @@ def with_units(config: Config, allocation: Allocation) -> Config:
     # Larger groups come first, so that each lies within a node.
     units = sorted(allocation.units.items(), key=lambda item: -item[1].tensor * item[1].context)
     return _on_units(config, dict(units), allocation.microbatches)
+
+
+def _with_encoders_beside(chain: Config, problem: Problem) -> Config:
+    """Return the config with the LLM on all stages of a chain, and a copy of every encoder on each of them.
+
+    Encoders are cut into parts that take at most half as long as a stage of the LLM, 4 at most.
+    """
+    (unit,) = chain.units.values()
+    units = {"llm": replace(unit, modules=(), cuts=())}
+    seconds = {tower: costs[0].forward.sum() for tower, costs in problem.towers.items()}
+    for name in problem.encoders:
+        parts = math.ceil(2 * unit.pipeline * seconds[name] / seconds["llm"])
+        units[name] = Unit(beside="llm", virtual=min(parts, BESIDE_PARTS, len(problem.towers[name][0].forward)))
+    return _on_units(chain, units, chain.batch.microbatches)
 
 
 def _on_units(config: Config, units: dict[str, Unit], microbatches: int) -> Config:

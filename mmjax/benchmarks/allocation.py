@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure one row for each config and cluster.
 
     Seconds of a step, None where nothing fits: `simulated` by the search of its own choice of units for one tower each,
-    `chain` of one that is cut anywhere, then of the papers' allocations in the same simulator; `units`, the faster of
-    the first two, and `one_mesh` as `mmjax.plan` forecasts them, and `chosen`, the faster of these. `never_slower`:
-    than MMScale's allocation, devices by FLOPs and one mesh. `search`: CPU seconds.
+    `chain` of one that is cut anywhere, then of the papers' allocations in the same simulator; `units`, the fastest of
+    these two and of encoders beside the LLM, and `one_mesh` as `mmjax.plan` forecasts them, and `chosen`, the faster of
+    these. `never_slower`: than MMScale's allocation, devices by FLOPs and one mesh. `search`: CPU seconds.
     """
     rows = []
     for name in args.config or CONFIGS:

@@ -9,9 +9,9 @@ import pytest
 from mmjax.autotune.choose_units import _is_allowed, _list_layouts, choose_units
 from mmjax.config import Config, ExpertsConfig
 from mmjax.config.loading import find_config, load
-from mmjax.config.training import Unit
+from mmjax.config.training import Unit, unit_devices
 from mmjax.config.validation import validate
-from mmjax.data.plan.length_index import index_of_lengths, interleaved_corpus
+from mmjax.data.plan.length_index import index_of_lengths, interleaved_corpus, omni_corpus
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.speed import Speed
 
@@ -60,3 +60,17 @@ def test_units_of_two_generators_are_chosen_and_fit():
         plan = forecast.chosen.plan
         assert {"picture", "sketch"} < {tower for stage in plan.stages for tower in stage.layers}
         assert plan.fits
+
+
+@pytest.mark.exhaustive
+def test_encoders_beside_the_llm_are_forecast_on_the_devices_of_the_fastest_chain():
+    config = load(find_config("tiny_omni"), ["batch.size.count=64"])
+    index = index_of_lengths(omni_corpus(2000, 0), config.model.item_modules, config.model.llm)
+    speed = Speed(CLUSTER.device.rates(config.training.precision))
+    chosen = choose_units(config, CLUSTER, index, [1.0], lambda _: speed)
+    by_family = {tuple(forecast.chosen.config.units): forecast.chosen for forecast in chosen.units}
+    assert set(by_family) >= {("all",), ("llm", "vision", "audio")}
+    beside, chain = by_family["llm", "vision", "audio"].config, by_family["all",].config
+    validate(beside)
+    assert unit_devices(beside.units["llm"]) == unit_devices(chain.units["all"])
+    assert beside.units["vision"].beside == beside.units["audio"].beside == "llm"
