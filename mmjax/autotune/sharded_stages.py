@@ -267,7 +267,7 @@ def model_sharding(config: Layout, mesh: Mapping[str, int]) -> ModelSharding:
     experts = mesh.get("expert", 1)
     shards = mesh["fsdp"] * experts * mesh["context"] * tensor
     encoders = 1 if config.encoders == "data" else tensor
-    return ModelSharding(shards, tensor, encoders, way, experts=experts, copies=mesh["data"])
+    return ModelSharding(shards, tensor, encoders, way, experts=experts)
 
 
 def device_microbatch(config: Config, layout: RankLayout, shape: Shape) -> DeviceBatch:

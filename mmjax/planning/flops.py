@@ -243,11 +243,10 @@ def executed(
     loss_chunks: int = 1,
     pairs: Mapping[str, float] | None = None,
     reference: bool = False,
-    without_layers: Set[str] = frozenset(),
 ) -> dict[str, Flops]:
     """Count the FLOPs that the backend runs for one microbatch, by module; `shape` and `pairs` as in `row_work`.
 
-    reference: as in `model_flops`. without_layers: towers whose layers are left out.
+    reference: as in `model_flops`.
 
     With dense attention in float32, forward plus backward agrees with `cost_analysis()` of the compiled gradient to 2%
     from width 128 upwards. Below, elementwise work weighs more; in bfloat16 a CPU's conversions add 2%. Of a loss in
@@ -258,7 +257,7 @@ def executed(
     for tower, amounts in work.items():
         config = _config(model, tower)
         trace = tower_trace(model, tower, _running(work), frozen)
-        layers = [] if tower in without_layers else _compiled_layers(config)
+        layers = _compiled_layers(config)
         tower_cost, connector = _whole(trace, layers)
         flops[tower] = _flops_of(tower_cost, amounts, config)
         if tower == "llm" and loss_chunks > 1:

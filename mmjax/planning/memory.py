@@ -121,7 +121,6 @@ class ModelSharding:
     # replicated, so it may be more than 1 / shards.
     shares: Mapping[str, float] = field(default_factory=dict)
     experts: int = 1  # devices that share the experts of a layer
-    copies: int = 1  # of the parameters, along `data`
 
     def part_of(self, module: str) -> float:
         """Return the fraction of a module's parameters on each device."""
@@ -196,13 +195,6 @@ def moment_bytes(model: ModelConfig, frozen: Set[str], optimizer: OptimizerConfi
         of_muon = {module: n.matrices for module, n in counts.items() if not module.endswith(".lora")}
         numbers = {module: n - of_muon.get(module, 0) for module, n in numbers.items()}
     return {module: MOMENT[optimizer.moments] * n for module, n in numbers.items()}
-
-
-def moment_bytes_on_device(model: ModelConfig, optimizer: OptimizerConfig, sharding: ModelSharding) -> float:
-    """Count the bytes of the moments that a device holds, or loads for its update."""
-    moments = moment_bytes(model, frozen_modules(model), optimizer)
-    of_copy = sum(n * sharding.part_of(module) for module, n in moments.items())
-    return of_copy / (sharding.copies if optimizer.over_data else 1)
 
 
 def saved_bytes(model: ModelConfig, activation: int, optimizer: OptimizerConfig) -> int:

@@ -19,7 +19,7 @@ from mmjax.config.model import linear_layers
 from mmjax.models.diffusion_transformer import DiffusionTransformer
 from mmjax.models.layer_stacks import plan_stacks
 from mmjax.models.layers import Linear
-from mmjax.planning.flops import executed, layer_policies, model_flops
+from mmjax.planning.flops import executed, layer_policies, model_flops, stage_flops
 from mmjax.planning.work import length_work, useful_work
 
 TINY = DiffusionTransformerConfig(2, 24, 2, 40, condition_width=7, min_patches=6, queries=2, text_tokens=1)
@@ -176,7 +176,7 @@ def test_a_first_layer_by_itself_spares_what_no_gradient_needs(setting: str) -> 
 
 
 def test_without_its_layers_which_were_timed_a_frozen_one_executes_the_rest() -> None:
-    model, frozen = model_with(replace(WIDE, layers=1)), SETTINGS["frozen"]
-    rest, one = (executed(model, SHAPE, frozen, without_layers=names)["image"] for names in ({"image"}, set()))
+    model = model_with(replace(WIDE, layers=1, frozen=True))
+    rest, one = (stage_flops(model, "image", range(1), policies, SHAPE) for policies in ((), ("none",)))
     assert 0 < rest.forward < one.forward
     assert 0 < rest.backward < one.backward

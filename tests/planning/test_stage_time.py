@@ -11,7 +11,7 @@ from mmjax.config import AdamW, ExpertsConfig, Layout, LoraConfig, ModelConfig, 
 from mmjax.config.loading import load
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.planning.exchange_time import ClusterRun, overlap_pays
-from mmjax.planning.flops import executed, frozen_modules
+from mmjax.planning.flops import executed, frozen_modules, stage_flops
 from mmjax.planning.hardware import (
     ATTENTION_EFFICIENCY,
     BANDWIDTH_EFFICIENCY,
@@ -142,7 +142,7 @@ def test_measured_layers_take_their_measured_time_and_the_rest_is_counted():
     machine = replace(run.machine, speed=Speed(run.machine.speed.rates, {"llm": measured}))
     known = replace(run, machine=machine, policies=policies)
     found = passes(known)
-    (ends,) = executed(MODEL, BATCH.shape, frozenset(), without_layers={"llm"}).values()
+    ends = stage_flops(MODEL, "llm", range(28), (), BATCH.shape)
     weights = (2 * 6 + 4 + 8) * (parameters(MODEL)["llm"] - IN_LAYERS.layers) / MEMORY
     assert found.compute == pytest.approx(0.02 * MODEL.llm.layers + ends.total / PRODUCTS + weights)
     assert found.recompute == pytest.approx(20 * 0.005 - 0.002 * (MODEL.llm.layers - 20))
