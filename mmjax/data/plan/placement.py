@@ -152,6 +152,7 @@ class Placer:
     price: np.ndarray
     shapes: tuple[Shape, ...] = ()
     columns: int = 1  # of the rows of grouping: all parts of a sample lie in one
+    compares_llm: bool = True  # whether `post` places as `llm` does where that needs less
     prices: Prices | None = None  # by which ranks are levelled; None: they are not
     # By the number of a generator, whose conditions go from rank to rank: tokens of text before each image that do too.
     generators: Mapping[int, int] = field(default_factory=dict)
@@ -232,6 +233,8 @@ class Placer:
         plans = [place_jointly(costs, ranks, self.topology.peers, widths, in_order)]
         if plans[0].width.any():  # whether what it gains is worth an exchange, the shapes say
             plans.append(place_jointly(costs, ranks, self.topology.peers, None, in_order))
+        if self.compares_llm and max(self.rows) > 1:  # jointly placed, equal ranks may have unequal rows
+            plans.append(place_by_llm(costs, ranks))
         return [self._place_phases(inputs, plan) for plan in plans]
 
     def _sample_ranks(self, inputs: _Inputs) -> np.ndarray:

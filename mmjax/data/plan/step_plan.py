@@ -88,6 +88,7 @@ def make_placer(grouper: StepGrouper, config: Config, layout: RankLayout) -> Pla
         price=price,
         shapes=layout.shapes,
         columns=grouper.columns,
+        compares_llm=grouper.budget.planner > 11,
         prices=grouper.budget.prices,
         generators={
             number: generator.text_tokens

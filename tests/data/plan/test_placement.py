@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,11 +25,12 @@ from planned import (
 
 from mmjax.balance.parts import LLM
 from mmjax.balance.phases import widest
-from mmjax.config import NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
-from mmjax.data.plan.grouping import Group
-from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
-from mmjax.data.plan.step_plan import StepPlanner
+from mmjax.config import LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
+from mmjax.config.loading import find_config, load
+from mmjax.data.plan.grouping import PLANNER, Group, make_budget
+from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, interleaved_corpus
+from mmjax.data.plan.placement import MicrobatchPlan, Placer, Shape, Topology
+from mmjax.data.plan.step_plan import StepPlanner, make_planner
 from mmjax.data.sample import Item
 
 EIGHT = Topology(8, 8, 8)
@@ -135,6 +137,28 @@ def test_llm_equals_the_llm_and_post_every_module():
     assert post.max() < 1.05
     assert apart.max() < 1.05
     assert min(none[1:].min(), llm[1:].min()) > 1.1
+
+
+def test_with_several_rows_a_rank_post_needs_no_more_than_llm_does_but_in_a_run_of_an_earlier_planner():
+    base = load(find_config("tiny_draw"))
+    modules = base.model.item_modules
+    rows = dict.fromkeys(("llm", *modules), 120)
+    made = replace(base, batch=replace(base.batch, rows=rows, size=Samples(240), grouping=NoGrouping()))
+    index = index_of_lengths(interleaved_corpus(4000, 0, modules), modules, base.model.llm)
+    budget = make_budget(index, made, [1.0])
+    planned, earlier = (
+        make_planner(index, made, [1.0], EIGHT, replace(budget, planner=number), 4)[0] for number in (PLANNER, 11)
+    )
+    llm = replace(planned.placer, balance=LlmBalance())
+
+    def cheapest(placer: Placer, step: int) -> float:
+        return sum(float((placer.needs(group) @ placer.price).min()) for group in planned.grouper.step(step))
+
+    for step in range(3):
+        post = cheapest(planned.placer, step)
+        assert post <= cheapest(llm, step) * (1 + 1e-9)
+        assert post <= cheapest(earlier.placer, step) * (1 + 1e-9)
+    assert cheapest(planned.placer, 0) < 0.98 * cheapest(earlier.placer, 0)
 
 
 def test_unbalanced_is_what_balance_none_does_whatever_the_balance():
