@@ -79,7 +79,7 @@ def choose_units(
     """
     problem = allocation_problem(config, cluster, index, weights, measure_speed)
 
-    def forecast(planned: Config) -> RunForecast | None:
+    def forecast_fitting(planned: Config) -> RunForecast | None:
         with suppress(UserError):  # such as a number of rows that does not go with the units
             validate(planned)
             forecast = forecast_run(planned, cluster, index, weights, measure_speed)
@@ -89,14 +89,14 @@ def choose_units(
     def fastest(allocate: Callable[[Problem], Allocation | None]) -> RunForecast | None:
         for share, items in ROOMS:
             allocation = allocate(problem._replace(room=share * problem.room, exchanged_items=items))
-            if allocation is None or (found := forecast(with_units(config, allocation))):
+            if allocation is None or (found := forecast_fitting(with_units(config, allocation))):
                 return allocation and found
         return None
 
     apart, chain = fastest(allocate), fastest(allocate_chain)
     families = [apart, chain]
     if chain and problem.encoders and not problem.generators:
-        families.append(forecast(_with_encoders_beside(chain.chosen.config, problem)))
+        families.append(forecast_fitting(_with_encoders_beside(chain.chosen.config, problem)))
     units = sorted(filter(None, families), key=lambda forecast: forecast.chosen.seconds)
     speed = units[0].chosen.speed if units else measure_speed({})
     meshes = [(unit, mesh.microbatches) for mesh in allocate_meshes(problem, MESHES) for unit in mesh.units.values()]

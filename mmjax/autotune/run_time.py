@@ -81,7 +81,7 @@ def time_run(
     weights = np.array([len(runs[0].devices) for runs in stages]) / sum(devices.values())
     causes = np.mean([weights @ times.causes for times in timed], axis=0)
     return RunTime(
-        plan=_with_times(plan, timed),
+        plan=plan.with_times(np.mean([times.means for times in timed], axis=0).tolist()),
         step=StepTime(
             *causes.tolist(),
             transfers=makespan - undelayed,
@@ -102,8 +102,7 @@ def time_stages(config: Config, layout: RankLayout, plan: RunPlan, cluster: Clus
         shape = layout.shapes[stage.largest_shape]
         passes = _stage_passes(config, layout, stages, number, shape, {})
         times.append([sum(passed.total for passed in direction) for direction in zip(*passes, strict=True)])
-    stages_timed = (replace(s, forward=f, backward=b) for s, (f, b) in zip(plan.stages, times, strict=True))
-    return replace(plan, stages=tuple(stages_timed))
+    return plan.with_times(times)
 
 
 def simulate_stages(config: Config, plans: Sequence[StagePlan]) -> Timeline:
@@ -164,6 +163,11 @@ class _PassTimes(NamedTuple):
     of_stages: StageTimes
     causes: np.ndarray  # seconds [stages, causes] of all microbatches
 
+    @property
+    def means(self) -> np.ndarray:
+        """Return the seconds of a mean microbatch's passes, `[stages, 2]`."""
+        return np.stack([self.of_stages.forward, self.of_stages.backward], axis=-1).mean(1)
+
     @classmethod
     def of_microbatches(
         cls,
@@ -188,15 +192,6 @@ class _PassTimes(NamedTuple):
                 transfers[a, b] += edge_seconds(config.model, stages[a][k], stages[b][j], batch) / len(microbatches)
         # XLA's runtime waits for what it sends.
         return cls(StageTimes(*seconds, transfer=dict(transfers), blocking=True), causes)
-
-
-def _with_times(plan: RunPlan, timed: Sequence[_PassTimes]) -> RunPlan:
-    forward, backward = (
-        np.mean([getattr(times.of_stages, way).mean(1) for times in timed], axis=0).tolist()
-        for way in ("forward", "backward")
-    )
-    times = zip(plan.stages, forward, backward, strict=True)
-    return replace(plan, stages=tuple(replace(stage, forward=f, backward=b) for stage, f, b in times))
 
 
 def _stage_passes(

@@ -220,6 +220,11 @@ class RunPlan:
         stage = replace(stage, policies=stage.policies | {tower: tuple(chosen) for tower, chosen in policies.items()})
         return replace(self, stages=(stage,), measured=measured)
 
+    def with_times(self, times: Sequence[Sequence[float]]) -> RunPlan:
+        """Return the plan with these seconds of every stage's forward and backward pass."""
+        pairs = zip(self.stages, times, strict=True)
+        return replace(self, stages=tuple(replace(stage, forward=f, backward=b) for stage, (f, b) in pairs))
+
     def applied(self, model: ModelConfig) -> ModelConfig:
         """Return the model with these policies."""
         return with_policies(model, self.policies)

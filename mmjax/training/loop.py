@@ -31,7 +31,9 @@ from mmjax.errors import UserError, raise_ctrl_c_once
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import check_float8, find_device
+from mmjax.planning.remat import RunPlan
 from mmjax.planning.schedules import schedule_name, stage_cuts, stage_times
+from mmjax.planning.speed import Speed
 from mmjax.runtime.checkpoint_commit import saved_steps
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport, padding_microbatches
@@ -180,7 +182,7 @@ class Trainer:
             )
             self.memory_plan = plan
             if config.units:
-                self.memory_plan = time_stages(config, self.loader.layout, plan, local_cluster(), speed)
+                self.memory_plan = plan.with_times(coordination.run_on_leader(partial(self._time_stages, plan, speed)))
         self.profiled = bool(speed.measured)  # whether it rests on measured times of layers
         self.executor = self.make_executor(self.memory_plan.applied(config.model), self.memory_plan.loss_chunks)
         if config.units:
@@ -290,6 +292,11 @@ class Trainer:
         )
         print_lines(*self.describe_devices(), *announce.describe_zero_rates(self.config))
         return example.microbatches[0]
+
+    def _time_stages(self, plan: RunPlan, speed: Speed) -> list[list[float]]:
+        """Estimate the seconds of every stage's passes, on devices like the first, which is process 0's."""
+        timed = time_stages(self.config, self.loader.layout, plan, local_cluster(), speed)
+        return [[stage.forward, stage.backward] for stage in timed.stages]
 
     def describe_devices(self) -> list[str]:
         """Describe what the devices hold, with a table of the stages of units."""
