@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mmjax.autotune.cuts import cut_units
 from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.memory_plan import in_units, profiled_shapes, suggest_settings
 from mmjax.autotune.run_plan import plan_run
@@ -36,7 +37,6 @@ from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, make_pl
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import AXES, RANKS, mesh_sizes
-from mmjax.planning.balanced_cuts import with_balanced_cuts
 from mmjax.planning.flops import frozen_modules, model_flops, pair_costs
 from mmjax.planning.hardware import BANDWIDTH_EFFICIENCY, USABLE, Cluster
 from mmjax.planning.memory import GB
@@ -212,7 +212,7 @@ def _plan_steps(
         topology = make_topology(config.mesh, math.prod(mesh[axis] for axis in RANKS), ranks_on_node, mesh)
     planner, layout = make_planner(index, config, weights, topology, budget, _dry_run_steps(budget))
     if config.units:
-        cut = with_balanced_cuts(config, *layout.rows_and_lengths)
+        cut = cut_units(config, layout, cluster.device, _memory_limit(config, cluster))
         if cut != config:
             config, planner = cut, make_step_planner(planner.grouper, cut, layout)
         config = resolve_units(config, layout, cluster.device)
@@ -221,9 +221,14 @@ def _plan_steps(
     return _Planned(config, mesh, layout, planner, [planner.plan(step) for step in range(steps)])
 
 
+def _memory_limit(config: Config, cluster: Cluster) -> MemoryLimit:
+    """Return the memory that a run may use of each device."""
+    return MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
+
+
 def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Speed) -> Forecast:
     config, layout = planned.config, planned.layout
-    limit = MemoryLimit(config.mesh.memory * GB or USABLE * cluster.device.memory, config.mesh.host_memory * GB)
+    limit = _memory_limit(config, cluster)
     on_units = in_units(config, planned.mesh)
     plan = plan_run(on_units, layout, speed, limit)
     run_time = time_run(on_units, layout, plan, cluster, speed, [step.microbatches for step in planned.steps])

@@ -160,8 +160,10 @@ def fit_run(
     device = mesh.devices.flat[0]
     sizes = dict(mesh.shape)
     # Process 0's limits hold for all processes, which must compile the same programs.
-    available, ram = coordination.run_on_leader(lambda: [available_memory(config.mesh, device), ram_per_device(device)])
-    limit = MemoryLimit(np.inf if available is None else available, config.mesh.host_memory * GB)
+    available, ram = coordination.run_on_leader(
+        lambda: [memory_limit(config.mesh, device).device, ram_per_device(device)]
+    )
+    limit = MemoryLimit(available, config.mesh.host_memory * GB)
     speed = device_speed(config, profiled_shapes(config, [layout]), device, profile)
 
     def plan(config: Config, limit: MemoryLimit) -> RunPlan:
@@ -176,7 +178,7 @@ def fit_run(
     if not fitted.fits and fitted.limit.ram:  # the first choice recomputed nothing, as if memory had no limit
         limit = fitted.limit
         fitted = plan(config, limit)
-    if profile and available is not None and not config.units:
+    if profile and np.isfinite(available) and not config.units:
         # The memory model is run once more with the measured policies, for the bytes by kind that are printed.
         measured = _fit_by_compiler(config, layout, fitted, list(mesh.devices.flat))
         decided = apply_memory_plan(config, measured.policies, measured.loss_chunks)
@@ -255,12 +257,10 @@ def device_speed(config: Config, shapes: Shapes, device: jax.Device, profile: bo
     return Speed(Rates._make(rates), times)
 
 
-def available_memory(config: MeshConfig, device: jax.Device) -> float | None:
-    """Return the bytes that a run may use of a device: `mesh.memory`, else what its allocator gives; None: no limit."""
-    if config.memory:
-        return config.memory * GB
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return None if limit is None else ALLOCATED * limit
+def memory_limit(config: MeshConfig, device: jax.Device) -> MemoryLimit:
+    """Return what a run may use: of a device `mesh.memory`, else what its allocator gives, without limit on a CPU."""
+    allocator_bytes = (device.memory_stats() or {}).get("bytes_limit", np.inf)
+    return MemoryLimit(config.memory * GB or ALLOCATED * allocator_bytes, config.host_memory * GB)
 
 
 def describe_shortage(fitted: RunPlan) -> str:

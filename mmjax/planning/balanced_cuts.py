@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from mmjax.config import Config, Unit
+from mmjax.config.model import layers_of
 from mmjax.config.training import repeats_forward, unit_modules
 from mmjax.config.unit_stages import chain_of
 from mmjax.planning.flops import layer_flops
@@ -45,10 +46,10 @@ def with_balanced_cuts(
             units[name] = last_start
         else:
             units[name] = replace(unit, cuts=_balance(config, name, unit, rows, lengths))
-    return _with_stage_times(replace(config, units=units), rows, lengths)
+    return with_stage_times(replace(config, units=units), rows, lengths)
 
 
-def _with_stage_times(config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]]) -> Config:
+def with_stage_times(config: Config, rows: Sequence[int], lengths: Sequence[Sequence[int]]) -> Config:
     """Return the config with the times of its stages where its schedule is nested and it states none."""
     if schedule_name(config) != "nested" or config.pipeline.stage_times:
         return config
@@ -64,15 +65,15 @@ def _balance(
     model = config.model
     towers = chain_of(model, unit_modules(name, unit))
     names = ("llm", *model.item_modules)
-    layers: list[tuple[str, int]] = []
+    firsts: list[int] = []  # place of each tower's first layer
     flops: list[tuple[float, float]] = []  # of both passes of every layer
     sent: list[float] = []
     for tower in towers:
         number = names.index(tower)
         shapes = [{n: (1, length) for n, length in zip(names, shape, strict=True)} for shape in lengths]
         by_shape = [layer_flops(model, tower, shape, repeats_forward(config.loss)) for shape in shapes]
-        for layer, layer_by_shape in enumerate(zip(*by_shape, strict=True)):
-            layers.append((tower, layer))
+        firsts.append(len(flops))
+        for layer_by_shape in zip(*by_shape, strict=True):
             flops.append(tuple(rows[number] * sum(f.at_one_rate[way] for f in layer_by_shape) for way in (0, 1)))
         works = [row_work(model, shape)[tower] for shape in shapes]
         width = getattr(model.item_modules.get(tower, model.llm), "width", model.llm.width)
@@ -86,8 +87,14 @@ def _balance(
     if unit.virtual > 1:
         cuts = partition(forward + backward, stages, cut_bytes)
     else:
-        firsts = tuple(layers.index((tower, 0)) for tower in towers)
-        parameters = np.zeros(len(layers))
-        chain = Chain(parameters, forward, backward, cut_bytes, firsts, config.batch.microbatches)
+        parameters = np.zeros(len(flops))
+        chain = Chain(parameters, forward, backward, cut_bytes, tuple(firsts), config.batch.microbatches)
         cuts = fastest_partition(chain, stages)
-    return tuple(layers[cut][1] if len(towers) == 1 else "{}.{}".format(*layers[cut]) for cut in cuts)
+    return name_cuts(config, name, cuts)
+
+
+def name_cuts(config: Config, name: str, places: Sequence[int]) -> tuple[int | str, ...]:
+    """Return the cuts of a unit before these layers of its chain, as a config states them."""
+    towers = chain_of(config.model, unit_modules(name, config.units[name]))
+    layers = [(tower, layer) for tower in towers for layer in range(layers_of(config.model, tower))]
+    return tuple(layers[place][1] if len(towers) == 1 else "{}.{}".format(*layers[place]) for place in places)

@@ -14,7 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmjax import __version__
-from mmjax.config import Config, DataConfig
+from mmjax.autotune.cuts import cut_units
+from mmjax.autotune.memory_plan import memory_limit
+from mmjax.config import Config, DataConfig, Unit
 from mmjax.config.loading import from_json, to_json, validate
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import StepLoader
@@ -39,8 +41,7 @@ from mmjax.disk import append_json_lines, json_lines, read_json_lines, verify_ch
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import encoder_axes, local_ranks, owned_ranks
-from mmjax.planning.balanced_cuts import with_balanced_cuts
-from mmjax.runtime.devices import mesh_topology
+from mmjax.runtime.devices import device_description, mesh_topology
 from mmjax.runtime.latents import latent_folders, vae_generators
 from mmjax.runtime.run_dir import AllowedChanges, RunFolder
 from mmjax.runtime.units import unit_ranks, units_topology
@@ -171,6 +172,21 @@ def _ranks_of_process(config: Config, mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def _cut_units(config: Config, layout: RankLayout, mesh: Mesh, resumed: Mapping[str, Unit]) -> Config:
+    """Return the config with cuts of all its units, the same in every process. resumed: units of the last start."""
+
+    def cut() -> list[Any]:
+        device = mesh.devices.flat[0]
+        made = cut_units(config, layout, device_description(device), memory_limit(config.mesh, device), resumed)
+        return [{name: unit.cuts for name, unit in made.units.items()}, made.pipeline.stage_times]
+
+    cuts, stage_times = coordination.run_on_leader(cut)
+    units = {name: replace(unit, cuts=tuple(cuts[name])) for name, unit in config.units.items()}
+    config = replace(config, units=units, pipeline=replace(config.pipeline, stage_times=tuple(stage_times)))
+    validate(config)  # an encoder that was whole may be cut now
+    return config
+
+
 def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedChanges, mesh: Mesh) -> RunData:
     """Open the data of a run from `step` on, by all processes together.
 
@@ -205,8 +221,7 @@ def open_data(config: Config, folder: RunFolder, step: int, permitted: AllowedCh
     planner, layout = make_planner(index, config, weights, topology_of(config, mesh), budget, segment=segment)
     grouper = planner.grouper
     if config.units:
-        config = with_balanced_cuts(config, *layout.rows_and_lengths, last.config.units if last else {})
-        validate(config)  # an encoder that was whole may be cut now
+        config = _cut_units(config, layout, mesh, last.config.units if last else {})
     coordination.run_on_leader(lambda: _list_oversize(index, grouper.oversize, config.data, folder))
     loader = StepLoader(
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,7 @@ from tiny_run import tiny_config
 
 from mmjax.autotune import memory_plan
 from mmjax.autotune.compile_run import compiled_bytes
-from mmjax.autotune.memory_plan import available_memory, describe_shortage, fit_run, suggest_settings
+from mmjax.autotune.memory_plan import describe_shortage, fit_run, memory_limit, suggest_settings
 from mmjax.autotune.run_plan import plan_run
 from mmjax.autotune.sharded_stages import choose_sequence_parallel, model_sharding, on_one_mesh
 from mmjax.config import AdamW, Config, DecoderConfig, MeshConfig, ModelConfig
@@ -173,9 +174,9 @@ def test_the_room_is_what_the_config_says_or_what_the_device_may_give_out():
         def __init__(self, stats):
             self.memory_stats = lambda: stats
 
-    assert available_memory(MeshConfig(memory=40.0), Device(None)) == 40e9
-    assert available_memory(MeshConfig(), Device({"bytes_limit": 100})) == 97
-    assert available_memory(MeshConfig(), Device(None)) is None
+    assert memory_limit(MeshConfig(memory=40.0), Device(None)).device == 40e9
+    assert memory_limit(MeshConfig(), Device({"bytes_limit": 100})).device == 97
+    assert memory_limit(MeshConfig(), Device(None)).device == math.inf
 
 
 @pytest.mark.exhaustive
