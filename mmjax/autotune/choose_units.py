@@ -89,8 +89,10 @@ def choose_units(
     def fastest(allocate: Callable[[Problem], Allocation | None]) -> RunForecast | None:
         for share, items in ROOMS:
             allocation = allocate(problem._replace(room=share * problem.room, exchanged_items=items))
-            if allocation is None or (found := forecast_fitting(with_units(config, allocation))):
-                return allocation and found
+            if allocation is None:
+                return None
+            if forecast := forecast_fitting(with_units(config, allocation)):
+                return forecast
         return None
 
     apart, chain = fastest(allocate), fastest(allocate_chain)
