@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, and the shapes written in the models' annotations checked at every call."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import pytest
 from compilation import compile_quickly, optimized
 from cpu_times import CpuTimes
 from shape_checks import check_shapes
+from smoke import allow_no_program_and_no_process, assign_smoke, must_be_light, smoke
 from started import kill_started
 from tiers import MARKERS, assign_tiers, long_files_first
 
@@ -53,7 +55,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     assign_tiers(items)
+    assign_smoke(items)
     long_files_first(items)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file for the smoke tier that has no test of it."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return (is_test and config.getoption("markexpr") == "smoke" and not smoke().has_file(collection_path)) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with allow_no_program_and_no_process() if must_be_light(item) else contextlib.nullcontext():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

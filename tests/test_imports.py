@@ -1,8 +1,7 @@
-"""Who may import whom, read from the source: importing nothing, so that it holds for lazy imports too."""
+"""Who may import whom."""
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import tomllib
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from import_graph import imports_of, modules_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -185,33 +185,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "av": ("mmjax.data.media.video",),
     "pillow_heif": ("mmjax.data.media.decode_images",),
 }
-
-
-def modules_of(package: Path) -> dict[str, Path]:
-    """Every module of a package by its dotted name."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        if "configs" not in parts[:2]:
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports_of(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
-    """Modules that one imports, anywhere in it; `from package import module` is the module."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            source = node.module or ""
-            if node.level:
-                package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-                source = ".".join([*package[: len(package) - node.level + 1], *source.split(".")]).strip(".")
-            for alias in node.names:
-                inner = f"{source}.{alias.name}"
-                found.add(inner if inner in modules else source)
-    return found
 
 
 def breaches(package: Path) -> list[str]:

@@ -14,6 +14,7 @@ from typing import get_args
 
 import pytest
 from planted_faults import FAULTS, planted
+from smoke import smoke
 from started import ROOT
 from tiers import covering_array
 
@@ -161,3 +162,11 @@ def test_a_fault_can_still_be_planted_and_names_default_tests(fault):
     for test in fault.tests:
         path, _, function = test.partition("::")
         assert "default" in tiers_of(f"tests/{path}")[function]
+
+
+def test_the_smoke_tier_names_default_tests_and_takes_those_of_planted_faults():
+    for test in smoke().left_out | smoke().taken:
+        path, _, function = test.partition("::")
+        assert (ROOT / path).exists(), test
+        assert not function or "default" in tiers_of(path)[function], test
+    assert smoke().taken <= {f"tests/{test}" for fault in FAULTS for test in fault.tests}

@@ -14,6 +14,7 @@ from math import prod
 import pytest
 
 MARKERS = (
+    "smoke: what compiles nothing and starts no process, and cheap tests of planted faults; a part of the default tier",
     "exhaustive: cross products, long runs, and what depends on time or load; not run by default",
     "default_cases(*ids): of this test's cases only these belong to the default tier, the others are exhaustive",
     "covering(strength=2): of this test's cases only a covering array of its parameters belongs to the default tier",
