@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from mmjax.autotune.choose_units import allocation_problem, choose_units
-from mmjax.benchmarks.allocation_baselines import (
+from mmjax.benchmarks.baselines.allocation import (
     allocate_by_flops,
     allocate_colocated,
     allocate_loosely,

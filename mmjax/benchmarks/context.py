@@ -7,9 +7,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mmjax.balance.baselines.token_blocks import KINDS, LEAST_TOKENS, longest_first, random, ring, zigzag
 from mmjax.balance.mask_work import block_work, distribute, excess
-from mmjax.balance.sample_blocks import block_samples, distribute_samples, visible_keys
+from mmjax.balance.sample_blocks import block_samples, distribute_samples
+from mmjax.benchmarks.baselines.token_blocks import (
+    KINDS,
+    LEAST_TOKENS,
+    longest_first,
+    random,
+    ring,
+    visible_keys,
+    zigzag,
+)
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 

@@ -12,8 +12,15 @@ import jax
 
 from mmjax.autotune.layer_profile import STACK, layer_programs, typical_seconds
 from mmjax.benchmarks.spmd import POLICY, SIDE, EqualSamples, make_step, predict_step, spmd_config
-from mmjax.config import BatchConfig, Config, DiffusionTransformerConfig, FunctionSource, PixelLatents, Samples
-from mmjax.config.model import SETTINGS, train_only
+from mmjax.config import (
+    BatchConfig,
+    Config,
+    DiffusionTransformerConfig,
+    FunctionSource,
+    ModelConfig,
+    PixelLatents,
+    Samples,
+)
 from mmjax.data.sample import Item, Sample, SampleLengths
 from mmjax.errors import UserError
 from mmjax.planning.flops import executed, frozen_modules, needed_gradients
@@ -105,4 +112,22 @@ def _config(width: int, devices: int) -> Config:
         data=replace(base.data, sources={"equal": FunctionSource("mmjax.benchmarks.frozen:EqualDrawings")}),
         batch=BatchConfig(Samples(ROWS * devices), rows, microbatches=1, shapes=1),
         model=replace(base.model, generators={"picture": picture}),
+    )
+
+
+SETTINGS = ("projectors", "encoder", "llm", "generator")  # of frozen training, by what is trained (MMScale, 7.3.1)
+
+
+def train_only(model: ModelConfig, trained: str) -> ModelConfig:
+    """Freeze all but connectors, queries and one kind of module, which `trained` names; "projectors": no other.
+
+    Raises UserError for a name that is not in SETTINGS.
+    """
+    if trained not in SETTINGS:
+        raise UserError(f"trained={trained}: choose one of {', '.join(SETTINGS)}")
+    return replace(
+        model,
+        llm=replace(model.llm, frozen=trained != "llm"),
+        encoders={name: replace(c, frozen=trained != "encoder") for name, c in model.encoders.items()},
+        generators={name: replace(c, frozen=trained != "generator") for name, c in model.generators.items()},
     )

@@ -22,6 +22,7 @@ import numpy as np
 
 from mmjax.autotune.memory_plan import fit_run
 from mmjax.batch import PADDING
+from mmjax.benchmarks.corpora import visual_corpus
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -39,7 +40,6 @@ from mmjax.config import (
 from mmjax.config.loading import apply_overrides
 from mmjax.cost.table import parameters
 from mmjax.data.loading.step_loader import LoadedStep
-from mmjax.data.plan.length_index import visual_corpus
 from mmjax.data.sample import Item, Sample, SampleLengths, Split, Text
 from mmjax.errors import UserError
 from mmjax.models.model import Model

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance import parts
-from mmjax.balance.baselines.bounds import rows_lower_bound
-from mmjax.balance.baselines.grouping import device_groups, length_groups, random_groups
 from mmjax.balance.isf import Iteration, choose_bounds, group_leftovers, isf
 from mmjax.balance.pack import choose_row_maximum, pack_rows
 from mmjax.benchmarks import measurement
+from mmjax.benchmarks.baselines.bounds import rows_lower_bound
+from mmjax.benchmarks.baselines.grouping import device_groups, length_groups, random_groups
+from mmjax.benchmarks.corpora import internvl_corpus
 from mmjax.benchmarks.measurement import Measurement, median_seconds
-from mmjax.data.plan.length_index import internvl_corpus, read_lengths
+from mmjax.data.plan.length_index import read_lengths
 from mmjax.errors import UserError
 
 BUDGETED = ("isf", "pack")
@@ -165,8 +166,8 @@ def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args
         "pad_ratio": _pad_ratio(lengths[:, TOKENS], row) if padded else 0.0,
         "dist_ratio_items": float(items),
         "dist_ratio_tokens": float(tokens),
-        "overdispersion": None if source is None else parts.overdispersion(source[inside], row // args.ranks),
-        "row_correlation": parts.row_correlation(lengths[:, TOKENS], row),
+        "overdispersion": None if source is None else overdispersion(source[inside], row // args.ranks),
+        "row_correlation": row_correlation(lengths[:, TOKENS], row),
         "max_items": int(grouped.maximum[1]),
         "max_tokens": int(grouped.maximum[0]),
     }
@@ -178,3 +179,39 @@ def _pad_ratio(length: np.ndarray, row: np.ndarray) -> float:
     per_row = int(np.bincount(row).max())
     full = len(order) // per_row * per_row
     return float(parts.pad_ratio(length[order][:full].reshape(-1, per_row)).mean())
+
+
+def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
+    """Compute the intraclass correlation of sample lengths `[n]` in rows `[n]`: are long samples packed with long ones?
+
+    sum over rows and pairs i != j of (t_i - mean)(t_j - mean) / (number of such pairs * variance). About 0 for random
+    rows of free length, 1 for rows of equal samples, below 0 where long ones go with short ones; 0 without pairs.
+    """
+    lengths = np.asarray(lengths, np.float64)
+    number = np.unique(np.asarray(row), return_inverse=True)[1]
+    away = lengths - lengths.mean() if len(lengths) else lengths
+    # Sum over pairs i != j of a_i a_j = (sum a)^2 - sum a^2, in each row.
+    pair_sum = np.bincount(number, away) ** 2 - np.bincount(number, away**2)
+    count = np.bincount(number)
+    pairs = float((count * (count - 1)).sum())
+    variance = float((away**2).mean()) if len(lengths) else 0.0
+    return float(pair_sum.sum()) / (pairs * variance) if pairs and variance else 0.0
+
+
+def overdispersion(source: np.ndarray, step: np.ndarray) -> float:
+    """Measure how much more a source's share varies from step to step than if samples were drawn independently.
+
+    For source s with share p of all samples, c_t of the n_t samples of step t and T steps:
+    sum_t n_t * (c_t / n_t - p)^2 / (p * (1 - p)) / (T - 1). About 1 for a shuffle; the largest over sources.
+    source, step: int `[n]`. 0 with fewer than two steps or sources.
+    """
+    sources, source = np.unique(np.asarray(source), return_inverse=True)
+    steps, step = np.unique(np.asarray(step), return_inverse=True)
+    if len(sources) < 2 or len(steps) < 2:
+        return 0.0
+    count = np.bincount(step * len(sources) + source, minlength=len(steps) * len(sources)).astype(np.float64)
+    count = count.reshape(len(steps), len(sources))
+    size = count.sum(1, keepdims=True)
+    share = count.sum(0) / len(source)
+    excess = (size * (count / size - share) ** 2).sum(0) / (share * (1 - share))
+    return float(excess.max() / (len(steps) - 1))

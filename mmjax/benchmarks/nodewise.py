@@ -8,10 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.balance.baselines.nodewise import balance_nodewise, largest_cost, permute_batches, traffic_bounds
-from mmjax.balance.baselines.postbalance import balance_packed
-from mmjax.balance.rearrangement import inter_node, rearrange, volume
+from mmjax.balance.rearrangement import rearrange
 from mmjax.benchmarks import measurement
+from mmjax.benchmarks.baselines.nodewise import (
+    balance_nodewise,
+    inter_node,
+    largest_cost,
+    permute_batches,
+    traffic_bounds,
+    volume,
+)
+from mmjax.benchmarks.baselines.postbalance import balance_packed
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 

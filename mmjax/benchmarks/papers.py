@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.benchmarks import papers_tables as tables
+from mmjax.benchmarks.baselines.partition import BASELINES, cut_evenly
 from mmjax.benchmarks.measurement import Measurement
 from mmjax.benchmarks.papers_tables import FrozenRow, OmniBalRow
 from mmjax.config import ModelConfig
@@ -23,7 +24,6 @@ from mmjax.cost.table import module_parameters
 from mmjax.planning.flops import executed, frozen_modules, model_flops
 from mmjax.planning.hardware import parse_cluster
 from mmjax.planning.partition import Chain, fastest_partition, iteration_seconds, partition
-from mmjax.planning.partition_baselines import BASELINES, cut_evenly
 from mmjax.planning.reorder import reorder
 from mmjax.planning.schedules import ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import StageTimes, simulate

@@ -22,7 +22,7 @@ from mmjax.balance.phases import (
     usual_widths,
     wire,
 )
-from mmjax.balance.waits import Prices, wait_bound, wait_share
+from mmjax.balance.waits import Prices, least_fullest, wait_share
 from mmjax.benchmarks import measurement
 from mmjax.config.loading import find_config, load
 from mmjax.data.plan.attended_pairs import causal_pairs
@@ -166,3 +166,12 @@ def _bound(costs: Costs, ranks: int) -> np.ndarray:
         longest[p] = costs.item_cost[costs.item_phase == p].max(initial=0.0)
     mean = costs.sample.sum(0) / ranks
     return 1 - mean / np.maximum(np.maximum(longest, np.ceil(mean)), 1e-30)
+
+
+def wait_bound(of_rows: float, seconds: np.ndarray, ranks: int) -> float:
+    """Bound from below the share of a microbatch's time that ranks wait. of_rows: seconds of a rank's rows.
+
+    seconds: float64 `[n, M]`, of each sample's attention.
+    """
+    mean = of_rows + float(seconds.sum()) / ranks
+    return max(0.0, 1 - mean / max(of_rows + float(least_fullest(seconds, ranks).sum()), np.finfo(float).tiny))

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmjax.balance.parts import LLM, fill, overdispersion
+from mmjax.balance.parts import LLM, fill
 from mmjax.balance.phases import wire
 from mmjax.balance.waits import mean_waits
 from mmjax.benchmarks import measurement
 from mmjax.benchmarks.fill import rank_dist_ratios
+from mmjax.benchmarks.grouping import overdispersion
 from mmjax.benchmarks.measurement import TILES, Measurement, index_of_samples
 from mmjax.benchmarks.phases import check
 from mmjax.config import Config, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples

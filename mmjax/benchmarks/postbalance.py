@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mmjax.balance.baselines.postbalance import (
+from mmjax.benchmarks import measurement
+from mmjax.benchmarks.baselines.postbalance import (
     balance_conv,
     balance_packed,
     balance_padded,
     balance_quadratic,
+    least_largest_load,
     lower_bound,
     paper_conv,
     paper_packed,
@@ -19,8 +21,6 @@ from mmjax.balance.baselines.postbalance import (
     paper_quadratic,
     rank_costs,
 )
-from mmjax.balance.lpt import least_largest_load
-from mmjax.benchmarks import measurement
 from mmjax.benchmarks.measurement import Measurement, median_seconds
 from mmjax.errors import UserError
 

@@ -7,7 +7,7 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.balance.rearrangement import inter_node
+from mmjax.benchmarks.baselines.nodewise import inter_node
 from mmjax.data.plan.length_index import omni_corpus
 
 SMALL = ("--ranks=30", "--ranks-per-node=4", "--per-rank=40", "--seed=3")

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.baselines.token_blocks import integer_program, longest_first, random, ring, zigzag
 from mmjax.balance.mask_work import Mask, block_work, excess
+from mmjax.benchmarks.baselines.token_blocks import integer_program, longest_first, random, ring, zigzag
 
 small = given(st.lists(st.integers(0, 60), max_size=7).map(lambda x: np.array(x, np.int64)), st.integers(1, 3))
 

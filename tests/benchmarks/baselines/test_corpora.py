@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from mmjax.balance.baselines.grouping import group_corpora, steps_of_corpora
 from mmjax.balance.pack import choose_row_maximum, pack_rows
+from mmjax.benchmarks.baselines.grouping import group_corpora, steps_of_corpora
 
 
 @pytest.mark.exhaustive
