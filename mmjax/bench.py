@@ -36,7 +36,7 @@ from mmjax.benchmarks import (
     spmd,
     start,
 )
-from mmjax.benchmarks.measurement import Measurement
+from mmjax.benchmarks.harness import Measurement, add_options, check_options
 from mmjax.console import print_lines, table
 from mmjax.errors import CommandParser, check_output, exit_process, run_command
 
@@ -83,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.add_argument("--json", action="store_true", help=f"print one JSON {json_type} and nothing else")
         if name in MEASUREMENTS:
             options.add_argument("--out", type=Path, metavar="F.npz", help="write what the figures follow from")
-        benchmark.add_arguments(options)
+        add_options(options, benchmark.OPTIONS)
     args = parser.parse_args(argv)
+    check_options(args, (COMPARISONS | MEASUREMENTS)[args.name].OPTIONS)
     if args.name in COMPARISONS:
         _print_comparison(COMPARISONS[args.name].run(args), args.json)
         return

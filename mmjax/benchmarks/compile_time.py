@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mmjax.batch import TOKEN_FIELDS, Microbatch, TextBatch
+from mmjax.benchmarks.harness import Options, option
 from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.models.model import Model
 
+OPTIONS: Options = {
+    "--layers": option([6, 48], metavar=("FEW", "MANY"), nargs=2),
+    "--repeats": option(3),
+}
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--layers", type=int, nargs=2, default=(6, 48), metavar=("FEW", "MANY"))
-    parser.add_argument("--repeats", type=int, default=3)
 
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Time tracing, lowering and compiling at both depths, interleaved, the best of the repeats; and their ratio."""
     seconds = {n: [] for n in args.layers}
     for _ in range(args.repeats):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from mmjax.autotune.layer_profile import STACK, layer_programs, typical_seconds
+from mmjax.benchmarks.harness import Options, option
 from mmjax.benchmarks.spmd import POLICY, SIDE, EqualSamples, make_step, predict_step, spmd_config
 from mmjax.config import (
     BatchConfig,
@@ -43,14 +44,14 @@ class EqualDrawings(EqualSamples):
         return Sample((*super().sample(index).segments, Item("picture", 1)))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--width", type=int, default=384, help="of all modules, a multiple of 64")
-    parser.add_argument("--seconds", type=float, default=120, help="to measure for")
-    parser.add_argument("--cpu-time", action="store_true", help="of this process, which should run on one core")
+OPTIONS: Options = {
+    "--width": option(384, "of all modules, a multiple of 64"),
+    "--seconds": option(120.0, "to measure for"),
+    "--cpu-time": option(False, "of this process, which should run on one core"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each setting: `faster` is the step with everything trained over the step in the setting.
 
     `planned`: the same of the planner's seconds, from the times of single layers, which depend on what is trained, and

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mmjax.benchmarks.harness import Options, option
 from mmjax.console import print_note
 from mmjax.disk import user_cache
 from mmjax.errors import UserError, check_output, exit_process, run_command
@@ -335,19 +336,17 @@ def first_line(error: BaseException) -> str:
 # -------------------------------------------------------------------------------------------------------- the command
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("changes", nargs="*", metavar="a.b=value", help="changes to the config of the steps")
-    parser.add_argument(
-        "--results", type=Path, default=Path("gpu.json"), metavar="F.json", help="sections in it are not run again"
-    )
-    known = ",".join(SECTIONS)
-    parser.add_argument("--sections", default=known, metavar="A,B", help=f"of {known}")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which the rest is left for the next run")
-    parser.add_argument("--tiny", action="store_true", help="small sizes for any device, with the kernel interpreted")
+KNOWN = ",".join(SECTIONS)
+OPTIONS: Options = {
+    "changes": option(None, "changes to the config of the steps", metavar="a.b=value", nargs="*"),
+    "--results": option(Path("gpu.json"), "sections in it are not run again", metavar="F.json", type=Path),
+    "--sections": option(KNOWN, f"of {KNOWN}", metavar="A,B"),
+    "--minutes": option(9.0, "after which the rest is left for the next run"),
+    "--tiny": option(False, "small sizes for any device, with the kernel interpreted"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Run the sections that the file of results lacks, each in a process of its own; return all figures.
 
     A section that fails has its error's line as its only figure, and is run again the next time.
@@ -391,7 +390,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def _section(name: str, args: argparse.Namespace, limit: float | None) -> dict[str, Any]:
+def _section(name: str, args: Namespace, limit: float | None) -> dict[str, Any]:
     """Run a section in a process of its own: its memory is its own, and so is an error that a GPU does not recover."""
     options = ["--tiny"] if args.tiny else []
     command = [sys.executable, "-m", "mmjax.benchmarks.gpu", name, *options, *args.changes]

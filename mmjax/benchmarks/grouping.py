@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,10 @@ import numpy as np
 from mmjax.balance import parts
 from mmjax.balance.isf import Iteration, choose_bounds, group_leftovers, isf
 from mmjax.balance.pack import choose_row_maximum, pack_rows
-from mmjax.benchmarks import measurement
 from mmjax.benchmarks.baselines.bounds import rows_lower_bound
 from mmjax.benchmarks.baselines.grouping import device_groups, length_groups, random_groups
-from mmjax.benchmarks.corpora import internvl_corpus
-from mmjax.benchmarks.measurement import Measurement, median_seconds
+from mmjax.benchmarks.corpora import LENGTHS, internvl_corpus
+from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option
 from mmjax.data.plan.length_index import read_lengths
 from mmjax.errors import UserError
 
@@ -48,23 +47,19 @@ class Rows:
     seconds: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    measurement.add_arguments(parser)
-    parser.add_argument("--method", choices=("random", "length", "device", *BUDGETED), default="pack")
-    for name, default in (("items", 9), ("tokens", 4096)):
-        text = f"budget of a row in isf and pack; auto: chosen from the data (default: {default})"
-        parser.add_argument(f"--max-{name}", default=str(default), metavar="N|auto", help=text)
-    parser.add_argument("--samples-per-row", type=int, default=4, help="mean with auto budgets, at most one more")
-    parser.add_argument("--ranks", type=int, default=8, help="rows of a step")
-    parser.add_argument("--iterations", type=int, default=10, help="of isf")
+BUDGET = "budget of a row in isf and pack; auto: chosen from the data (default:"
+OPTIONS: Options = LENGTHS | {
+    "--method": option("pack", choices=("random", "length", "device", *BUDGETED)),
+    "--max-items": option("9", f"{BUDGET} 9)", metavar="N|auto"),
+    "--max-tokens": option("4096", f"{BUDGET} 4096)", metavar="N|auto"),
+    "--samples-per-row": option(4, "mean with auto budgets, at most one more", least=1),
+    "--ranks": option(8, "rows of a step", least=1),
+    "--iterations": option(10, "of isf", least=1),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Group all samples, shuffle the rows into an epoch, and measure its steps."""
-    for name in ("samples_per_row", "ranks", "iterations", "samples"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
     if args.lengths:
         data = read_lengths(args.lengths, ("vision_items", "llm_tokens"), optional=("source",))
     else:
@@ -89,19 +84,15 @@ def run(args: argparse.Namespace) -> Measurement:
     return Measurement(figures, arrays, PUBLISHED[args.method])
 
 
-def _parse_budgets(args: argparse.Namespace) -> np.ndarray:
-    """Parse the budgets, tokens and items; 0 for `auto`."""
-    budgets = []
-    for option in ("--max-tokens", "--max-items"):
-        text = getattr(args, option[2:].replace("-", "_"))
-        if text != "auto" and (not text.isdecimal() or int(text) < 1):
-            raise UserError(f"{option} {text}: give a number of at least 1, or auto")
-        budgets.append(0 if text == "auto" else int(text))
-    return np.array(budgets)
+def _parse_budget(name: str, text: str) -> int:
+    """Parse a row's budget; 0 for `auto`."""
+    if text != "auto" and (not text.isdecimal() or int(text) < 1):
+        raise UserError(f"{name} {text}: give a number of at least 1, or auto")
+    return 0 if text == "auto" else int(text)
 
 
-def _group_by_budget(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
-    budgets = _parse_budgets(args)
+def _group_by_budget(lengths: np.ndarray, args: Namespace) -> Rows:
+    budgets = np.array([_parse_budget("--max-tokens", args.max_tokens), _parse_budget("--max-items", args.max_items)])
     samples_per_row = (args.samples_per_row, args.samples_per_row + 1)
     try:
         if args.method == "isf":
@@ -130,7 +121,7 @@ def _group_by_budget(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     return Rows(np.where(row >= 0, shuffled[row], -1).astype(np.int32), maximum, iterations, seconds)
 
 
-def _group_by_count(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
+def _group_by_count(lengths: np.ndarray, args: Namespace) -> Rows:
     """Group a fixed number of samples a row, padded to the longest; the budget is what the largest row takes."""
     groups: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
         "random": lambda rng: random_groups(len(lengths), args.samples_per_row, rng),
@@ -143,7 +134,7 @@ def _group_by_count(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     return Rows(row, np.array([int(lengths[:, TOKENS].max()) * args.samples_per_row, items]), (), seconds)
 
 
-def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: Namespace) -> dict[str, Any]:
     inside = grouped.row >= 0
     row = grouped.row[inside]
     lengths = lengths[inside]

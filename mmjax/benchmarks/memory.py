@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -11,6 +11,7 @@ from mmjax.autotune.absent import aot_devices
 from mmjax.autotune.compile_run import compiled_bytes
 from mmjax.autotune.run_plan import plan_run
 from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
+from mmjax.benchmarks.harness import Options, option
 from mmjax.config import (
     AdamW,
     AudioConfig,
@@ -36,12 +37,7 @@ MIXES = (
 SPEED = Speed(Rates(1.0, 1.0, 1.0))  # nothing is chosen here
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--model", choices=sorted(MODELS), action="append", help="default: all")
-
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each model, mix and number of loss chunks.
 
     `predicted` and `compiled` are GB of a device, `off` by which part they differ.
@@ -102,3 +98,6 @@ MODELS = {
     ),
 }
 LOSS_CHUNKS = {"large-vocabulary": (1, 8)}  # of the others 1
+OPTIONS: Options = {
+    "--model": option(None, "default: all", choices=sorted(MODELS), action="append"),
+}

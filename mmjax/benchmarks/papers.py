@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,7 +17,7 @@ import numpy as np
 
 from mmjax.benchmarks import papers_tables as tables
 from mmjax.benchmarks.baselines.partition import BASELINES, cut_evenly
-from mmjax.benchmarks.measurement import Measurement
+from mmjax.benchmarks.harness import Measurement, Options, option
 from mmjax.benchmarks.papers_tables import FrozenRow, OmniBalRow
 from mmjax.config import ModelConfig
 from mmjax.cost.table import module_parameters
@@ -512,12 +512,12 @@ def sensitivity(rows: Sequence[Row]) -> list[dict[str, float]]:
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--plans", action="store_true", help="plan whole trainings too, which takes minutes")
+OPTIONS: Options = {
+    "--plans": option(False, "plan whole trainings too, which takes minutes"),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Predict all rows."""
     rows = [row for make in ROW_MAKERS for row in make()]
     counted = [row for row in rows if row.counts()]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmjax.benchmarks.measurement import Measurement
+from mmjax.benchmarks.harness import Measurement, Options, option
 from mmjax.benchmarks.pipeline_worker import STAGES, Task, Variant, make_pipeline
 from mmjax.benchmarks.processes import run_workers
 from mmjax.config.loading import find_config, load
@@ -34,23 +34,20 @@ SPREADS = (0.3, 1.0)  # of the logarithm of an encoder's times
 STEPS = 100  # that are reordered of each kind
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--steps", type=int, default=5, help="of driving, after one that compiles; 0: none")
-    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4], help="that run four stages; 1, 2 or 4")
-    parser.add_argument("--repeats", type=int, default=3, help="of each schedule, with and without the transfers' time")
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--milliseconds", type=float, default=30.0, help="of the longest forward pass")
-    parser.add_argument("--transfer", type=float, default=20.0, help="milliseconds added between processes")
+OPTIONS: Options = {
+    "--steps": option(5, "of driving, after one that compiles; 0: none"),
+    "--processes": option([2, 4], "that run four stages; 1, 2 or 4", nargs="*"),
+    "--repeats": option(3, "of each schedule, with and without the transfers' time", above=0),
+    "--microbatches": option(16, above=0),
+    "--milliseconds": option(30.0, "of the longest forward pass", above=0),
+    "--transfer": option(20.0, "milliseconds added between processes", above=0),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Drive, simulate and run, and reorder."""
     if wrong := [count for count in args.processes if count not in (1, 2, 4)]:
         raise UserError(f"--processes {wrong[0]}: four stages of one device run in 1, 2 or 4 processes")
-    for option in ("repeats", "microbatches", "milliseconds", "transfer"):
-        if getattr(args, option) <= 0:
-            raise UserError(f"--{option} {getattr(args, option)}: give more than 0")
     figures: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     if args.steps:
@@ -109,7 +106,7 @@ def _timed(run_pass: Callable[..., None], seconds: dict[str, list[float]]) -> Ca
 # ------------------------------------------------------------------------------------------------ against the simulator
 
 
-def _run_stages(args: argparse.Namespace, processes: int) -> Measurement:
+def _run_stages(args: Namespace, processes: int) -> Measurement:
     """Run four stages in so many processes, and compare the seconds of a step with those simulated."""
     forward = tuple(args.milliseconds / 1e3 * relative for relative in RELATIVE)
     variants = tuple(Variant(name, delay) for name in SCHEDULES for delay in (0.0, args.transfer / 1e3))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mmjax.benchmarks.harness import Options, option
 from mmjax.data.sample import Item, Sample, SampleLengths, Text
 from mmjax.disk import read_json_lines
 from mmjax.errors import UserError
@@ -55,14 +56,14 @@ class LateImages:
         return np.random.default_rng(index).integers(0, 256, (8, 8, 1)).astype(np.uint8)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--seconds", type=float, default=0.02, help="that reading an image takes")
-    parser.add_argument("--tokens", type=int, default=192, help="of text in each sample")
-    parser.add_argument("--steps", type=int, default=150, help="of each training; the first third is not measured")
+OPTIONS: Options = {
+    "--seconds": option(0.02, "that reading an image takes"),
+    "--tokens": option(192, "of text in each sample"),
+    "--steps": option(150, "of each training; the first third is not measured"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Train `tiny_vlm` without a delay, then late from workers, and from the pool.
 
     A step without a delay says how many images each sample has: as many as it computes in `COMPUTED` of their delay
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"loader": loader, "images/step": images * SAMPLES} | row for loader, row in rows.items()]
 
 
-def _train(args: argparse.Namespace, folder: Path, images: int, seconds: float, *changes: str) -> dict[str, float]:
+def _train(args: Namespace, folder: Path, images: int, seconds: float, *changes: str) -> dict[str, float]:
     """Train in a process of its own; return the mean seconds of a step and the share of waiting."""
     source = "data.sources.embedded"
     command = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from mmjax.autotune.layer_profile import (
 from mmjax.autotune.run_plan import plan_run
 from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
 from mmjax.batch import Microbatch
+from mmjax.benchmarks.harness import Options, option
 from mmjax.config import Config, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, Remat, VisionConfig
 from mmjax.config.loading import load
 from mmjax.cost.trace import tower_batch
@@ -47,16 +48,16 @@ MIXES: dict[str, tuple[Remat, Remat]] = {  # of the LLM's layers and of the enco
 TOKENS = 64  # that the encoder gives to the text
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--width", type=int, default=1536, help="of the LLM; the encoder has half of it")
-    parser.add_argument("--layers", type=int, default=4, help="of each tower")
-    parser.add_argument("--length", type=int, default=256, help="positions of the row of each tower")
-    parser.add_argument("--seconds", type=float, default=150, help="to measure for")
-    parser.add_argument("--room", type=float, default=0.5, help="for activations in `auto`: 0 is full's, 1 is none's")
+OPTIONS: Options = {
+    "--width": option(1536, "of the LLM; the encoder has half of it"),
+    "--layers": option(4, "of each tower"),
+    "--length": option(256, "positions of the row of each tower"),
+    "--seconds": option(150.0, "to measure for"),
+    "--room": option(0.5, "for activations in `auto`: 0 is full's, 1 is none's"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each mix of remat policies, and `auto` with the memory for activations cut to `--room`.
 
     `activations`: GB that it keeps. `step`: seconds of a step's forward and backward pass. `measured`: how much longer
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _config(args: argparse.Namespace) -> Config:
+def _config(args: Namespace) -> Config:
     width = args.width
     llm = DecoderConfig(
         args.layers, width, heads=width // 64, kv_heads=width // 256, head_width=64, mlp_width=4 * width, vocab=512

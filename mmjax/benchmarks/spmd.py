@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from mmjax.autotune.layer_profile import STACK, layer_programs, typical_seconds
 from mmjax.autotune.memory_plan import fit_run
 from mmjax.autotune.run_time import StepTime, time_run
 from mmjax.autotune.sharded_stages import device_microbatch, on_one_mesh
+from mmjax.benchmarks.harness import Options, option
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -92,15 +93,15 @@ class Step(NamedTuple):
     run: Callable[[], Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4], help="of a step; several are compared")
-    parser.add_argument("--width", type=int, default=256, help="of the LLM and the encoder, a multiple of 64")
-    parser.add_argument("--seconds", type=float, default=120, help="to measure for")
-    parser.add_argument("--cpu-time", action="store_true", help="of this process, which should run on one core")
+OPTIONS: Options = {
+    "--microbatches": option([1, 4], "of a step; several are compared"),
+    "--width": option(256, "of the LLM and the encoder, a multiple of 64"),
+    "--seconds": option(120.0, "to measure for"),
+    "--cpu-time": option(False, "of this process, which should run on one core"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each number of microbatches, with data parallelism over all devices.
 
     `measured`: seconds of a step; `predicted`: by the planner, from the times of single layers and the device's rates.

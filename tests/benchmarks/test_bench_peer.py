@@ -64,7 +64,7 @@ def test_what_is_not_installed_is_one_line(capsys, monkeypatch):
     ("word", "message"),
     [
         ("--segments=0", "--segments 0: give at least 1"),
-        ("--records=7", "--records 7: give at least 8, the samples of a step"),
+        ("--records=7", "--records 7: give at least 8"),
         ("--core=1000", "--core 1000: choose of "),
         ("--seed=-1", "--seed -1: give at least 0"),
         ("--picture=race.pdf", "--picture race.pdf: name a file that ends in .png or .svg"),
