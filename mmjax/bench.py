@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _print_comparison(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print_lines(json.dumps(rows))
+        print_lines(_to_json(rows))
         return
     print_lines(*table([tuple(rows[0]), *(tuple(map(_format_cell, row.values())) for row in rows)], indent=""))
 
@@ -106,7 +106,7 @@ def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -
         with out.open("wb") as file:  # given a name, NumPy would append .npz to it
             np.savez(file, **measured.arrays)
     if as_json:
-        print_lines(json.dumps(dict(measured.figures)))
+        print_lines(_to_json(dict(measured.figures)))
         return
     rows, tables = [], []
     for name, value in measured.figures.items():
@@ -118,6 +118,10 @@ def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -
     for listed in tables:
         print_lines("")
         _print_comparison(listed, as_json=False)
+
+
+def _to_json(figures: Any) -> str:
+    return json.dumps(figures, default=lambda number: number.item())  # NumPy's
 
 
 def _format_cell(value: Any) -> str:

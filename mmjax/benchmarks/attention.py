@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.harness import Options, best_seconds, option
 from mmjax.kernels.tiles import MAX_BLOCK
 from mmjax.models.attention import attention, encoder_mask
 
@@ -41,12 +40,8 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         function = partial(attention, backend=backend, **options)
         loss = lambda q, k, v, mask, function=function: jnp.square(function(q, k, v, mask)).sum()  # noqa: E731
         programs[backend, block] = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs, mask).compile()
-    best = dict.fromkeys(programs, np.inf)
-    for _ in range(args.repeats):
-        for key, program in programs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(program(*inputs, mask))
-            best[key] = min(best[key], time.perf_counter() - began)
+    runs = {key: lambda p=program: jax.block_until_ready(p(*inputs, mask)) for key, program in programs.items()}
+    best = best_seconds(runs, args.repeats)
     memory = {key: program.memory_analysis().temp_size_in_bytes for key, program in programs.items()}
     dense = "dense", None
     return [

@@ -18,6 +18,7 @@ from mmjax.benchmarks.balance_steps import (
     MODES,
     PHASES,
     LengthSource,
+    Task,
     Trial,
     executed_flops,
     make_trial,
@@ -25,7 +26,6 @@ from mmjax.benchmarks.balance_steps import (
     scaled,
     work_per_rank,
 )
-from mmjax.benchmarks.balance_worker import CORES_LEFT, Task
 from mmjax.benchmarks.corpora import LENGTHS, read_phases
 from mmjax.benchmarks.harness import Measurement, Options, option
 from mmjax.benchmarks.processes import run_workers
@@ -38,14 +38,14 @@ PAPER = {"gain_post_over_none": "1.4-1.9 (OrchMLLM 8.1: throughput on 2560 GPUs)
 
 
 OPTIONS: Options = LENGTHS | {
-    "--scale": option(64, "divide all lengths by this, to at least 1", least=1),
-    "--per-rank": option(4, "samples of a step for each rank", least=1),
+    "--scale": option(64, "divide all lengths by this, to at least 1", minimum=1),
+    "--per-rank": option(4, "samples of a step for each rank", minimum=1),
     "--steps": option(40, "that are measured; 0: run nothing, with --picture"),
-    "--processes": option(2, "ranks, each a process on a core of its own", least=1),
+    "--processes": option(2, "ranks, each a process on a core of its own", minimum=1),
     "--picture": option(None, "draw each rank's work by phase", metavar="F.png|svg", type=Path),
-    "--picture-ranks": option(8, least=1),
-    "--picture-per-rank": option(16, least=1),
-    "--picture-steps": option(50, least=1),
+    "--picture-ranks": option(8, minimum=1),
+    "--picture-per-rank": option(16, minimum=1),
+    "--picture-steps": option(50, minimum=1),
 }
 
 
@@ -96,8 +96,8 @@ def _run_processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]
         print(
             f"warning: {count} processes share {available} cores: their times say little", file=sys.stderr, flush=True
         )
-    pinned = [str(cores[p % len(cores)] if cores else CORES_LEFT) for p in range(count)]
-    return run_workers("mmjax.benchmarks.balance_worker", task, folder, pinned)
+    pinned = [cores[p % len(cores) :][:1] if cores else [] for p in range(count)]
+    return run_workers("mmjax.benchmarks.balance_steps", task, folder, pinned)
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
@@ -115,22 +115,22 @@ def _compute_figures(
     for mode in MODES:
         waits = trial.waits(plans[mode])
         figures |= {
-            f"useful_tokens_per_second_{mode}": float(np.median(tokens / seconds[mode])),
-            f"step_seconds_{mode}": float(np.median(seconds[mode])),
-            f"core_seconds_{mode}": float(np.median(busy[mode])),
+            f"useful_tokens_per_second_{mode}": np.median(tokens / seconds[mode]),
+            f"step_seconds_{mode}": np.median(seconds[mode]),
+            f"core_seconds_{mode}": np.median(busy[mode]),
             f"wait_{mode}": waits.wait,
             f"padding_{mode}": waits.padding,
         }
     for mode in ("none", "llm", "off"):
         figures |= {
-            f"gain_post_over_{mode}": float(np.median(seconds[mode] / seconds["post"])),
-            f"predicted_gain_post_over_{mode}": float(np.median(flops[mode] / flops["post"])),
-            f"mean_gain_post_over_{mode}": float(seconds[mode].sum() / seconds["post"].sum()),
-            f"predicted_mean_gain_post_over_{mode}": float(flops[mode].sum() / flops["post"].sum()),
-            f"core_gain_post_over_{mode}": float(np.median(busy[mode] / busy["post"])),
+            f"gain_post_over_{mode}": np.median(seconds[mode] / seconds["post"]),
+            f"predicted_gain_post_over_{mode}": np.median(flops[mode] / flops["post"]),
+            f"mean_gain_post_over_{mode}": seconds[mode].sum() / seconds["post"].sum(),
+            f"predicted_mean_gain_post_over_{mode}": flops[mode].sum() / flops["post"].sum(),
+            f"core_gain_post_over_{mode}": np.median(busy[mode] / busy["post"]),
         }
     figures["shapes"] = len({m.shape for planned in plans.values() for plan in planned for m in plan.microbatches})
-    figures["programs_compiled"] = max(int(p["compiled"]) for p in measured)
+    figures["programs_compiled"] = max(p["compiled"] for p in measured)
     arrays = {"seconds": seconds, "core_seconds": busy, "flops": flops}
     stacked = {name: np.stack([by_mode[m] for m in MODES]) for name, by_mode in arrays.items()}
     return figures, stacked | {"tokens": tokens}
@@ -152,6 +152,4 @@ def _draw_picture(args: Namespace, index: LengthIndex, folder: Path) -> dict[str
         headings[m] = f"balance {m}: {MEANINGS[m]}; ranks wait {waits.wait:.1%}, padding {waits.padding:.1%}"
     title = f"{args.picture_ranks} ranks, {args.picture_per_rank} samples each, {args.picture_steps} steps"
     plot_work(args.picture, works, headings, title)
-    return {
-        f"picture_dist_ratio_{m}_{p}": float(dist_ratio(w).mean()) for m, work in works.items() for p, w in work.items()
-    }
+    return {f"picture_dist_ratio_{m}_{p}": dist_ratio(w).mean() for m, work in works.items() for p, w in work.items()}

@@ -31,14 +31,14 @@ METHODS: dict[str, Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]] = {
 
 
 OPTIONS: Options = {
-    "--tokens": option(1 << 20, "of the row", least=LEAST_TOKENS),
-    "--block": option(128, "tokens that stay together", least=1),
-    "--ranks": option(64, least=1),
+    "--tokens": option(1 << 20, "of the row", minimum=LEAST_TOKENS),
+    "--block": option(128, "tokens that stay together", minimum=1),
+    "--ranks": option(64, minimum=1),
     "--mask": option(
         "EE", "encoder outputs first, within; packed samples; a long one and short ones", choices=tuple(KINDS)
     ),
     "--method": option("samples", "samples: as in training", choices=tuple(METHODS)),
-    "--seed": option(0, least=0),
+    "--seed": option(0, minimum=0),
 }
 
 
@@ -59,10 +59,10 @@ def run(args: Namespace) -> Measurement:
     counts = np.bincount(rank, minlength=args.ranks)
     figures = {
         "excess": excess(work, rank, args.ranks),
-        "counts_min": int(counts.min()),
-        "counts_max": int(counts.max()),
-        "keys_mean": float(keys_of_others.mean()),
-        "keys_max": float(keys_of_others.max()),
+        "counts_min": counts.min(),
+        "counts_max": counts.max(),
+        "keys_mean": keys_of_others.mean(),
+        "keys_max": keys_of_others.max(),
         "workload_milliseconds": workload,
         "milliseconds": distribution,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from jax._src.lib import _jax  # remove when jax.distributed gives the service and its clients public names
 
 from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.processes import free_port
 from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, heartbeat_seconds, poll_seconds
 from mmjax.runtime.devices import resident_memory
 
@@ -69,9 +69,7 @@ def measure(count: int, rounds: int) -> None:
 
 
 def _measure(count: int, rounds: int) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     code = f"from mmjax.benchmarks.coordination import serve; serve({port}, {count})"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen([sys.executable, "-c", code], **pipes)  # ends with its standard input

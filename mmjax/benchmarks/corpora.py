@@ -22,22 +22,22 @@ TILE = 1024  # patches of one
 
 LENGTHS: Options = {  # which
     "--lengths": option([], "default: made from --seed", type=Path, metavar="F.npz"),
-    "--samples": option(200_000, "how many to make, without --lengths", least=1),
-    "--seed": option(0, least=0),
+    "--samples": option(200_000, "how many to make, without --lengths", minimum=1),
+    "--seed": option(0, minimum=0),
 }
 ONE_STEP: Options = LENGTHS | {  # of one phase
     "--phase": option("llm_tokens", choices=PHASES),
-    "--ranks": option(512, least=1),
-    "--per-rank": option(60, "samples drawn for each rank", least=1),
+    "--ranks": option(512, minimum=1),
+    "--per-rank": option(60, "samples drawn for each rank", minimum=1),
 }
 
 
 def steps_options(per_rank: int) -> Options:
     """Declare the options that say what steps of all phases hold."""
     return LENGTHS | {
-        "--per-rank": option(per_rank, "samples drawn for each rank", least=1),
-        "--ranks-per-node": option(0, "that exchange among themselves (default: all)", least=0),
-        "--scale": option(1, "divide all lengths by this, to at least 1", least=1),
+        "--per-rank": option(per_rank, "samples drawn for each rank", minimum=1),
+        "--ranks-per-node": option(0, "that exchange among themselves (default: all)", minimum=0),
+        "--scale": option(1, "divide all lengths by this, to at least 1", minimum=1),
     }
 
 

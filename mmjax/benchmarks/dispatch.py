@@ -17,8 +17,8 @@ from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.sharding import make_mesh, rows_sharding
 
 OPTIONS: Options = steps_options(60) | {
-    "--devices": option(8, "ranks, each a device", least=1),
-    "--hidden": option(64, "width of an encoder's output, float32", least=1),
+    "--devices": option(8, "ranks, each a device", minimum=1),
+    "--hidden": option(64, "width of an encoder's output, float32", minimum=1),
     "--locality": option("on", "off: every phase is balanced by itself (OrchMLLM)", choices=("on", "off")),
 }
 
@@ -37,12 +37,12 @@ def run(args: Namespace) -> Measurement:
     counted = [_run_exchange(m, int(w), ranks, peers, args.hidden) for m, w in zip(moved, plan.width, strict=True)]
 
     size = 4 * args.hidden
-    total = int(costs.item_tokens.sum())
-    useful = int(costs.item_tokens[plan.item_rank != plan.sample_rank[costs.item_sample]].sum())
+    total = costs.item_tokens.sum()
+    useful = costs.item_tokens[plan.item_rank != plan.sample_rank[costs.item_sample]].sum()
     return Measurement(
         figures={
             "useful_bytes": size * useful,
-            "wire_bytes": size * int(wire(plan.width, ranks, peers).sum()),
+            "wire_bytes": size * wire(plan.width, ranks, peers).sum(),
             "allgather_bytes": size * total * (ranks - 1),
             "two_step_bytes": size * _two_step_tokens(costs, ranks),
             "all_to_alls": sum(counted),

@@ -44,15 +44,15 @@ BALANCES = (NoBalance(), LlmBalance(), PostBalance())
 OPTIONS: Options = {
     "--config": option("", "a config's file or name (default: tiny_omni)"),
     "overrides": option(None, "changes to the config", metavar="a.b=value", nargs="*"),
-    "--steps": option(300, least=1),
-    "--epochs": option(0.0, "in place of steps", least=0),
-    "--seeds": option(None, "how many (default: 3, with --lengths 1)", type=int, least=1),
-    "--ranks": option(1, least=1),
-    "--ranks-per-node": option(0, "that exchange among themselves (default: all)", least=0),
+    "--steps": option(300, minimum=1),
+    "--epochs": option(0.0, "in place of steps", minimum=0),
+    "--seeds": option(None, "how many (default: 3, with --lengths 1)", type=int, minimum=1),
+    "--ranks": option(1, minimum=1),
+    "--ranks-per-node": option(0, "that exchange among themselves (default: all)", minimum=0),
     "--lengths": option([], "of samples, in place of the config's data", metavar="F.npz", type=Path),
-    "--samples": option(0, "use this many of them (default: all)", least=0),
-    "--scale": option(1, "divide these lengths by this, to at least 1", least=1),
-    "--per-rank": option(60, "of these samples in a step, for each rank", least=1),
+    "--samples": option(0, "use this many of them (default: all)", minimum=0),
+    "--scale": option(1, "divide these lengths by this, to at least 1", minimum=1),
+    "--per-rank": option(60, "of these samples in a step, for each rank", minimum=1),
 }
 
 
@@ -133,20 +133,18 @@ def _measure(
         "dist_ratio": np.mean([rank_dist_ratios(plan.microbatches) for plan in plans], axis=0),
         "width": np.mean([(0, *m.shape.widths) for m in microbatches], axis=0),
     }
-    sent = [m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches]
-    encoded = [int(index.tokens(m.samples)[m.module != LLM].sum()) for m in microbatches]
     idle = [(np.array(m.shape.widths) > 0) & (_count_moved_items(m, len(modules)) == 0) for m in microbatches]
-    by_module = {f"{key}_{m}": float(x) for key, row in figures.items() for m, x in zip(modules, row, strict=True)}
+    by_module = {f"{key}_{m}": x for key, row in figures.items() for m, x in zip(modules, row, strict=True)}
     del by_module["width_llm"]
     return {
         "steps": steps,
         "wait": waits.wait,
         "wait_bound": waits.bound,
         "padding": waits.padding,
-        "samples": float(np.mean([len(m.samples) for m in microbatches])),
+        "samples": np.mean([len(m.samples) for m in microbatches]),
         "shapes": len({m.shape for m in microbatches}),
         **by_module,
-        "wire_share": sum(sent) / max(sum(encoded), 1),
+        "wire_share": wire_share(microbatches, index),
         "idle_exchanges": float(np.mean(idle)) if modules[1:] else 0.0,
         "split_steps": sum(len(plan.microbatches) > config.batch.microbatches for plan in plans),
         "plan_ms": 1e3 * seconds / steps,
@@ -158,6 +156,13 @@ def _count_moved_items(microbatch: MicrobatchPlan, modules: int) -> np.ndarray:
     rank = microbatch.rank()
     sample_rank = rank[microbatch.part_start[:-1]][microbatch.sample_of()]
     return np.bincount(microbatch.module[rank != sample_rank], minlength=modules)[1:]
+
+
+def wire_share(microbatches: Sequence[MicrobatchPlan], index: LengthIndex) -> float:
+    """Return tokens that are sent, padding included, as a part of all that encoders make."""
+    sent = sum(m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches)
+    encoded = sum(index.tokens(m.samples)[m.module != LLM].sum() for m in microbatches)
+    return sent / max(encoded, 1)
 
 
 def rank_dist_ratios(microbatches: Sequence[MicrobatchPlan]) -> np.ndarray:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from mmjax.autotune.layer_profile import STACK, layer_programs, typical_seconds
+from mmjax.autotune.layer_profile import layer_programs
 from mmjax.benchmarks.harness import Options, option
-from mmjax.benchmarks.spmd import POLICY, SIDE, EqualSamples, make_step, predict_step, spmd_config
+from mmjax.benchmarks.spmd import (
+    POLICY,
+    SIDE,
+    TEXT,
+    TIMING,
+    EqualSamples,
+    check_width,
+    make_step,
+    predict_step,
+    spmd_config,
+    take_turns,
+)
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -22,13 +32,24 @@ from mmjax.config import (
     PixelLatents,
     Samples,
 )
-from mmjax.data.sample import Item, Sample, SampleLengths
-from mmjax.errors import UserError
+from mmjax.data.sample import Sample, SampleLengths
 from mmjax.planning.flops import executed, frozen_modules, needed_gradients
-from mmjax.runtime.devices import device_description
 
 ROWS = 2  # samples of a step on every device, and rows of each module
 ALL = "all"
+
+
+SETTINGS = ("projectors", "encoder", "llm", "generator")  # of frozen training, by what is trained (MMScale, 7.3.1)
+
+
+def train_only(model: ModelConfig, trained: str) -> ModelConfig:
+    """Freeze all but connectors, queries and one kind of module, which `trained` names; "projectors": no other."""
+    return replace(
+        model,
+        llm=replace(model.llm, frozen=trained != "llm"),
+        encoders={name: replace(c, frozen=trained != "encoder") for name, c in model.encoders.items()},
+        generators={name: replace(c, frozen=trained != "generator") for name, c in model.generators.items()},
+    )
 
 
 class EqualDrawings(EqualSamples):
@@ -36,18 +57,16 @@ class EqualDrawings(EqualSamples):
 
     def facts(self, index: int) -> SampleLengths:
         """Return the lengths of a sample."""
-        facts = super().facts(index)
-        return replace(facts, items=(*facts.items, ("picture", (SIDE, SIDE))))
+        return SampleLengths(TEXT, (("vision", (SIDE, SIDE)), ("picture", (SIDE, SIDE))))
 
     def sample(self, index: int) -> Sample:
         """Return an image, random text, and an image to be made."""
-        return Sample((*super().sample(index).segments, Item("picture", 1)))
+        vision, picture, text = super().sample(index).segments
+        return Sample((vision, text, picture))
 
 
-OPTIONS: Options = {
+OPTIONS: Options = TIMING | {
     "--width": option(384, "of all modules, a multiple of 64"),
-    "--seconds": option(120.0, "to measure for"),
-    "--cpu-time": option(False, "of this process, which should run on one core"),
 }
 
 
@@ -58,14 +77,13 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     the device's rates; `off`: by which part it differs. `flops`: the same of executed FLOPs alone. Medians of rounds in
     which steps and layers took turns.
     """
-    if args.width < 64 or args.width % 64:
-        raise UserError("--width must be a multiple of 64")
+    check_width(args)
     devices = jax.devices()
     base = _config(args.width, len(devices))
     configs = {ALL: base} | {trained: replace(base, model=train_only(base.model, trained)) for trained in SETTINGS}
     steps = {name: make_step(config, devices) for name, config in configs.items()}
     shape = steps[ALL].batch.shape
-    programs: dict[Any, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
+    programs: dict[Hashable, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
     layers = {}  # what a tower's layers are timed as in each setting, by tower and the gradients that they compute
     for name, config in configs.items():
         for tower in shape:
@@ -74,14 +92,12 @@ def run(args: Namespace) -> list[dict[str, Any]]:
             if (tower, gradients) not in programs:
                 timed = layer_programs(config, tower, shape[tower], devices[0])
                 programs[tower, gradients] = timed.get(POLICY, timed["forward"])
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    typical = typical_seconds(programs, args.seconds, clock)
-    device = device_description(devices[0], clock)
-    sharing = len(devices) if devices[0].platform == "cpu" else 1
+    turns = take_turns(programs, args)
+    typical = turns.seconds
     planned, flops = {}, {}
     for name, step in steps.items():
-        times = {tower: sharing * typical[layers[name, tower]] / STACK for tower in shape}
-        planned[name] = predict_step(step, times, device).total
+        times = turns.layer_seconds({tower: layers[name, tower] for tower in shape})
+        planned[name] = predict_step(step, times, turns.device).total
         model = step.config.model
         flops[name] = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
     rows = []
@@ -113,22 +129,4 @@ def _config(width: int, devices: int) -> Config:
         data=replace(base.data, sources={"equal": FunctionSource("mmjax.benchmarks.frozen:EqualDrawings")}),
         batch=BatchConfig(Samples(ROWS * devices), rows, microbatches=1, shapes=1),
         model=replace(base.model, generators={"picture": picture}),
-    )
-
-
-SETTINGS = ("projectors", "encoder", "llm", "generator")  # of frozen training, by what is trained (MMScale, 7.3.1)
-
-
-def train_only(model: ModelConfig, trained: str) -> ModelConfig:
-    """Freeze all but connectors, queries and one kind of module, which `trained` names; "projectors": no other.
-
-    Raises UserError for a name that is not in SETTINGS.
-    """
-    if trained not in SETTINGS:
-        raise UserError(f"trained={trained}: choose one of {', '.join(SETTINGS)}")
-    return replace(
-        model,
-        llm=replace(model.llm, frozen=trained != "llm"),
-        encoders={name: replace(c, frozen=trained != "encoder") for name, c in model.encoders.items()},
-        generators={name: replace(c, frozen=trained != "generator") for name, c in model.generators.items()},
     )

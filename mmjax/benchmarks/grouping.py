@@ -52,9 +52,9 @@ OPTIONS: Options = LENGTHS | {
     "--method": option("pack", choices=("random", "length", "device", *BUDGETED)),
     "--max-items": option("9", f"{BUDGET} 9)", metavar="N|auto"),
     "--max-tokens": option("4096", f"{BUDGET} 4096)", metavar="N|auto"),
-    "--samples-per-row": option(4, "mean with auto budgets, at most one more", least=1),
-    "--ranks": option(8, "rows of a step", least=1),
-    "--iterations": option(10, "of isf", least=1),
+    "--samples-per-row": option(4, "mean with auto budgets, at most one more", minimum=1),
+    "--ranks": option(8, "rows of a step", minimum=1),
+    "--iterations": option(10, "of isf", minimum=1),
 }
 
 
@@ -76,7 +76,7 @@ def run(args: Namespace) -> Measurement:
     }
     if args.method == "isf":
         figures["iterations"] = [
-            {"rows": i.groups, "samples": i.samples, "fill_items": float(i.fill[1]), "fill_tokens": float(i.fill[0])}
+            {"rows": i.groups, "samples": i.samples, "fill_items": i.fill[1], "fill_tokens": i.fill[0]}
             for i in grouped.iterations
         ]
     tokens, items = grouped.maximum
@@ -147,20 +147,20 @@ def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args
     padded = args.method not in BUDGETED
     return {
         "samples_in": len(inside),
-        "samples_grouped": int(inside.sum()),
-        "samples_oversize": int((~inside).sum()),
+        "samples_grouped": inside.sum(),
+        "samples_oversize": (~inside).sum(),
         "rows": rows,
         "rows_lower_bound": rows_lower_bound(lengths, grouped.maximum),
         "samples_per_row": len(row) / rows,
-        "fill_items": float(fill_items),
-        "fill_tokens": float(fill_tokens),
+        "fill_items": fill_items,
+        "fill_tokens": fill_tokens,
         "pad_ratio": _pad_ratio(lengths[:, TOKENS], row) if padded else 0.0,
-        "dist_ratio_items": float(items),
-        "dist_ratio_tokens": float(tokens),
+        "dist_ratio_items": items,
+        "dist_ratio_tokens": tokens,
         "overdispersion": None if source is None else overdispersion(source[inside], row // args.ranks),
         "row_correlation": row_correlation(lengths[:, TOKENS], row),
-        "max_items": int(grouped.maximum[1]),
-        "max_tokens": int(grouped.maximum[0]),
+        "max_items": grouped.maximum[1],
+        "max_tokens": grouped.maximum[0],
     }
 
 
@@ -169,7 +169,7 @@ def _pad_ratio(length: np.ndarray, row: np.ndarray) -> float:
     order = np.argsort(row, kind="stable")
     per_row = int(np.bincount(row).max())
     full = len(order) // per_row * per_row
-    return float(parts.pad_ratio(length[order][:full].reshape(-1, per_row)).mean())
+    return parts.pad_ratio(length[order][:full].reshape(-1, per_row)).mean()
 
 
 def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:

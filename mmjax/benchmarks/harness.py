@@ -1,4 +1,4 @@
-"""What a benchmark declares, options and figures, and the clocks that all share.
+"""The options and figures that a benchmark declares, and the clocks that all share.
 
 A benchmark is a module: its docstring is the command's help, `OPTIONS` are its options, and `run` returns a row for
 each variant, or one `Measurement`.
@@ -33,7 +33,7 @@ class Option(NamedTuple):
     """An option as argparse has it, and the values that it may have: at least one number, or above one."""
 
     settings: dict[str, Any]
-    least: float | None
+    minimum: float | None
     above: float | None
 
 
@@ -44,7 +44,7 @@ def option(
     default: Any = None,
     help: str | None = None,
     *,
-    least: float | None = None,
+    minimum: float | None = None,
     above: float | None = None,
     **settings: Any,
 ) -> Option:
@@ -56,7 +56,7 @@ def option(
         settings = {"type": type(one)} | settings
     if isinstance(default, list):
         settings = {"nargs": "+"} | settings
-    return Option({"default": default, "help": help} | settings, least, above)
+    return Option({"default": default, "help": help} | settings, minimum, above)
 
 
 def add_options(parser: ArgumentParser, options: Options) -> None:
@@ -67,11 +67,11 @@ def add_options(parser: ArgumentParser, options: Options) -> None:
 
 def check_options(args: Namespace, options: Options) -> None:
     """Raise UserError for the first value that its option may not have."""
-    for name, (_, least, above) in options.items():
-        given = getattr(args, name.removeprefix("--").replace("-", "_"))
-        for value in given if isinstance(given, list) else [given]:
-            if least is not None and value is not None and not value >= least:
-                raise UserError(f"{name} {value}: give at least {least}")
+    for name, (_, minimum, above) in options.items():
+        values = getattr(args, name.removeprefix("--").replace("-", "_"))
+        for value in values if isinstance(values, list) else [values]:
+            if minimum is not None and value is not None and not value >= minimum:
+                raise UserError(f"{name} {value}: give at least {minimum}")
             if above is not None and not value > above:
                 raise UserError(f"{name} {value}: give more than {above}")
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.harness import Options, best_seconds, option
 from mmjax.config import LlavaSource
 from mmjax.data.media.decode_images import decode_image
 from mmjax.data.media.video import import_pyav, open_container
@@ -42,7 +42,7 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         _write_records(folder, "image", [f"{i}.jpg" for i in range(args.images)])
         images = LlavaSource(str(folder / "image.json"), images=str(folder / "images"))
         decoded = _rate(
-            args.images, lambda k: [decode_image(p.read_bytes()) for p in (folder / "images").iterdir()], args
+            args.images, lambda: [decode_image(p.read_bytes()) for p in (folder / "images").iterdir()], args
         )
         local = _rate(args.images, partial(_read, folder, images), args)
         with _serve_late(folder / "images", args.delay) as url:
@@ -66,7 +66,7 @@ def _videos(folder: Path, ending: str, args: Namespace) -> dict[str, Any]:
         path.write_bytes(paths[0].read_bytes())
     _write_records(folder, "video", [path.name for path in paths])
 
-    def open_each(repeat: int) -> None:
+    def open_each() -> None:
         for path in paths:
             with path.open("rb") as file, open_container(file):
                 pass
@@ -100,20 +100,15 @@ def _write(folder: Path, count: int) -> None:
         (folder / f"{i}.jpg").write_bytes((folder / "0.jpg").read_bytes())
 
 
-def _read(folder: Path, source: LlavaSource, repeat: int) -> None:
+def _read(folder: Path, source: LlavaSource) -> None:
     cache = Path(tempfile.mkdtemp(dir=folder))
     conversations = open_conversations(source, "train", cache, "source")
     read_facts(conversations, PROBES, cache)
 
 
-def _rate(files: int, work: Callable[[int], object], args: Namespace) -> float:
+def _rate(files: int, work: Callable[[], object], args: Namespace) -> float:
     """Time the work; return files per second of the fastest repeat."""
-    seconds = []
-    for repeat in range(args.repeats):
-        began = time.perf_counter()
-        work(repeat)
-        seconds.append(time.perf_counter() - began)
-    return files / min(seconds)
+    return files / best_seconds({"": work}, args.repeats)[""]
 
 
 class _Late(SimpleHTTPRequestHandler):

@@ -9,9 +9,8 @@ from typing import Any
 
 from mmjax.autotune.absent import aot_devices
 from mmjax.autotune.compile_run import compiled_bytes
-from mmjax.autotune.run_plan import plan_run
-from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
 from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.synthetic_run import plan_rows
 from mmjax.config import (
     AdamW,
     AudioConfig,
@@ -23,7 +22,6 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.loading import load
-from mmjax.parallel.sharding import AXES
 from mmjax.planning.hardware import Rates, parse_cluster
 from mmjax.planning.memory import GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit
@@ -58,10 +56,8 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     model = config.model
     shape = {name: (1, length) for name, length in lengths.items()}
     batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 64), DEVICES)
-    mesh = dict.fromkeys(AXES, 1) | {"fsdp": DEVICES}
-    layout = layout_of_rows(config, mesh, [shape], batch.widths, DEVICES)
     config = replace(config, batch=replace(config.batch, microbatches=1))
-    predicted = plan_run(on_one_mesh(config, mesh), layout, SPEED, MemoryLimit(0)).device
+    predicted = plan_rows(config, shape, {"fsdp": DEVICES}, SPEED, MemoryLimit(0), batch.widths).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
 

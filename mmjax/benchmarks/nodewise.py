@@ -23,9 +23,9 @@ from mmjax.benchmarks.harness import Measurement, Options, median_seconds, optio
 from mmjax.errors import UserError
 
 OPTIONS: Options = ONE_STEP | {
-    "--ranks-per-node": option(8, least=1),
+    "--ranks-per-node": option(8, minimum=1),
     "--method": option("best", choices=("ilp", "best")),
-    "--tolerance": option(0.002, "of method best: largest cost over mean, less 1", least=0),
+    "--tolerance": option(0.002, "of method best: largest cost over mean, less 1", minimum=0),
     "--time-limit": option(30.0, "of method ilp, seconds", above=0),
 }
 
@@ -51,12 +51,12 @@ def run(args: Namespace) -> Measurement:
             "sent_max_reduction": _reduction(traffic.sent.max(), without.sent.max()),
             "received_max_reduction": _reduction(traffic.received.max(), without.received.max()),
             "total_reduction": _reduction(traffic.total, without.total),
-            "after": float(cost.max() / cost.mean()),
+            "after": cost.max() / cost.mean(),
             **solved,
             "sent_max_bound": _reduction(bounds.sent, without.sent.max()),
             "received_max_bound": _reduction(bounds.received, without.received.max()),
             "total_bound": _reduction(bounds.total, without.total),
-            "travelling": float(length[start != to].sum() / length.sum()),
+            "travelling": length[start != to].sum() / length.sum(),
             "items": len(length),
         },
         arrays={
@@ -89,7 +89,7 @@ def _solve(
 
 
 def _reduction(volume_with: float, volume_without: float) -> float:
-    return float(1 - volume_with / volume_without) if volume_without else 0.0
+    return 1 - volume_with / volume_without if volume_without else 0.0
 
 
 def _scatter_to_samples(to: np.ndarray, present: np.ndarray) -> np.ndarray:

@@ -20,7 +20,8 @@ from typing import Any
 
 from mmjax.benchmarks.harness import Options, option
 from mmjax.benchmarks.peer_data import write_records
-from mmjax.benchmarks.peer_process import LINES, Side, Task, environment
+from mmjax.benchmarks.peer_process import Side, Task, environment_of_side
+from mmjax.benchmarks.processes import end_with_error
 from mmjax.console import print_note
 from mmjax.errors import UserError, check_output
 
@@ -99,14 +100,14 @@ OPTIONS: Options = {
     "--tune": option(choices=("full", "lora"), nargs="+"),
     "--dtypes": option(choices=("float32", "bfloat16"), nargs="+"),
     "--against": option(None, "how the Trainer draws samples", choices=tuple(STRATEGIES), nargs="+"),
-    "--segments": option(5, "times that each side has its turn", least=1),
-    "--steps": option(6, "of a turn", least=1),
-    "--records": option(240, "samples of a set, each step has 8", least=BATCH),
+    "--segments": option(5, "times that each side has its turn", minimum=1),
+    "--steps": option(6, "of a turn", minimum=1),
+    "--records": option(240, "samples of a set, each step has 8", minimum=BATCH),
     "--start": option(False, "also time how long both sides take to their first step, cold and warm"),
     "--core": option(None, "that both sides are pinned to, or several; default: the first", type=int, nargs="+"),
     "--huge-pages": option(False, "give the Trainer the huge pages that mmjax takes"),
     "--picture": option(None, "draw tokens a second, and the first losses", metavar="F.png|svg", type=Path),
-    "--seed": option(0, least=0),
+    "--seed": option(0, minimum=0),
     "--tiny": option(False, "one small race, to see that it runs"),
 }
 
@@ -160,10 +161,9 @@ def _prepare(folder: Path, cases: Sequence[Case], args: Namespace) -> None:
         write_records(folder / "data" / name, name, args.records, args.seed)
     task = json.dumps([str(folder), sizes, sets, args.seed])
     command = [sys.executable, "-m", "mmjax.benchmarks.peer_trainer", "prepare", task]
-    ended = subprocess.run(command, env=environment(1), capture_output=True, text=True)
+    ended = subprocess.run(command, env=environment_of_side(1), capture_output=True, text=True)
     if ended.returncode:
-        print(*ended.stderr.splitlines()[-LINES:], sep="\n", file=sys.stderr, flush=True)
-        raise SystemExit(1)
+        end_with_error(ended.returncode, ended.stderr.splitlines(), "the Trainer's samples could not be prepared")
 
 
 def _race(folder: Path, number: int, case: Case, cores: set[int], args: Namespace) -> Race:
@@ -255,8 +255,8 @@ def _compare(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return error
 
 
-def _row(case: Case, name: str, turns: dict[str, list[Turn]], others: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Compare mmjax with a Trainer. others: figures of both by side."""
+def _row(case: Case, name: str, turns: dict[str, list[Turn]], figures: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Compare mmjax with a Trainer. figures: of both by side."""
     ratios = [ours.rate / theirs.rate for ours, theirs in zip(turns["mmjax"], turns[name], strict=True)]
     ours, theirs = (reduce(Turn.__add__, turns[side]) for side in ("mmjax", name))
     both = {"mmjax": ours, "Trainer": theirs}
@@ -274,5 +274,5 @@ def _row(case: Case, name: str, turns: dict[str, list[Turn]], others: dict[str, 
         "samples/s": {side: turn.samples / turn.wall for side, turn in both.items()},
         "padding": {side: 1 - turn.tokens / turn.positions for side, turn in both.items()},
         "loading": {side: turn.workers / turn.cpu for side, turn in both.items()},
-        **{figure: {"mmjax": values["mmjax"], "Trainer": values[name]} for figure, values in others.items()},
+        **{figure: {"mmjax": values["mmjax"], "Trainer": values[name]} for figure, values in figures.items()},
     }

@@ -32,8 +32,8 @@ from mmjax.planning.flops import pair_costs
 AUDIO_STRIDE = 2  # frames of a position in the layers
 
 OPTIONS: Options = steps_options(60) | {
-    "--ranks": option(8, least=1),
-    "--steps": option(100, least=1),
+    "--ranks": option(8, minimum=1),
+    "--steps": option(100, minimum=1),
 }
 
 
@@ -64,8 +64,8 @@ def run(args: Namespace) -> list[dict[str, Any]]:
             sent.append(wire(placed.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1))
         took = np.median(seconds)
         cost = {
-            "wait": float(np.mean(waits)),
-            "wire_share": float(np.mean(sent)),
+            "wait": np.mean(waits),
+            "wire_share": np.mean(sent),
             "ms": 1e3 * took,
             "sorts": took / sorting,
         }
@@ -75,7 +75,7 @@ def run(args: Namespace) -> list[dict[str, Any]]:
         wait_bound(prices.position @ costs.sample.sum(0) / args.ranks, attended.sample, args.ranks)
         for costs, attended in zip(steps, attention, strict=True)
     ]
-    rows.append(_row("bound", bounds) | {"wait": float(np.mean(waits)), "wire_share": 0.0, "ms": 0.0, "sorts": 0.0})
+    rows.append(_row("bound", bounds) | {"wait": np.mean(waits), "wire_share": 0.0, "ms": 0.0, "sorts": 0.0})
     return rows
 
 
@@ -108,8 +108,8 @@ def _sort_lengths(costs: Costs) -> list[np.ndarray]:
 
 def _row(name: str, ratios: np.ndarray) -> dict[str, Any]:
     names = [phase.removesuffix("_tokens") for phase in PHASES]
-    means = {f"mean_{n}": float(x) for n, x in zip(names, ratios.mean(0), strict=True)}
-    return {"balance": name} | means | {f"worst_{n}": float(x) for n, x in zip(names, ratios.max(0), strict=True)}
+    means = {f"mean_{n}": x for n, x in zip(names, ratios.mean(0), strict=True)}
+    return {"balance": name} | means | {f"worst_{n}": x for n, x in zip(names, ratios.max(0), strict=True)}
 
 
 def _bound(costs: Costs, ranks: int) -> np.ndarray:

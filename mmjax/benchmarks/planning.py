@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmjax.balance.parts import LLM, fill
-from mmjax.balance.phases import wire
+from mmjax.balance.parts import fill
 from mmjax.balance.waits import mean_waits
 from mmjax.benchmarks.corpora import LENGTHS, TILES, index_of_samples
-from mmjax.benchmarks.fill import rank_dist_ratios
+from mmjax.benchmarks.fill import rank_dist_ratios, wire_share
 from mmjax.benchmarks.grouping import overdispersion
 from mmjax.benchmarks.harness import Measurement, Options, option, ranks_of_node
 from mmjax.config import Config, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
@@ -41,13 +40,13 @@ T = TypeVar("T")
 
 
 OPTIONS: Options = LENGTHS | {
-    "--ranks": option(8, "each with one row of every module", least=1),
-    "--per-rank": option(16, "samples of a step, for each rank", least=1),
-    "--ranks-per-node": option(0, "that exchange among themselves (default: 8)", least=0),
+    "--ranks": option(8, "each with one row of every module", minimum=1),
+    "--per-rank": option(16, "samples of a step, for each rank", minimum=1),
+    "--ranks-per-node": option(0, "that exchange among themselves (default: 8)", minimum=0),
     "--grouping": option("pack", choices=tuple(GROUPINGS)),
     "--balance": option("post", "off: post with locality=off", choices=tuple(BALANCES)),
-    "--steps": option(16, "with pack raised to whole chunks (default: 16)", least=1),
-    "--microbatches": option(1, "of a step, which has so many times --per-rank", least=1),
+    "--steps": option(16, "with pack raised to whole chunks (default: 16)", minimum=1),
+    "--microbatches": option(1, "of a step, which has so many times --per-rank", minimum=1),
     "--config": option("", "whose model's positions and pairs are priced (default: mllm_9b, omni_10b with audio)"),
 }
 
@@ -149,14 +148,10 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
     steps = len(planned.plans)
     step_room: list[np.ndarray] = []
     step_use: list[np.ndarray] = []
-    sent = encoded = 0
     for plan in planned.plans:
         room, use = zip(*(room_and_use(m, index) for m in plan.microbatches), strict=True)
         step_room.append(sum(room))
         step_use.append(sum(use))
-        for m in plan.microbatches:
-            sent += int(wire(np.array(m.shape.widths), m.topology.ranks, m.topology.peers).sum())
-            encoded += int(index.tokens(m.samples)[m.module != LLM].sum())
     used = np.array(step_use)
     room = np.array(step_room)
     prices = planned.planner.placer.prices
@@ -178,7 +173,7 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
         "worst_wait": max(w.wait for w in waits),
         "wait_bound": mean.bound,
         "padding": mean.padding,
-        "wire_share": sent / max(encoded, 1),
+        "wire_share": wire_share([m for plan in planned.plans for m in plan.microbatches], index),
         "overdispersion": None if source is None else overdispersion(source[sample % len(source)], step),
         "steps": steps,
     }

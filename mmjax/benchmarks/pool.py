@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from mmjax.benchmarks.harness import Options, option
-from mmjax.data.sample import Item, Sample, SampleLengths, Text
-from mmjax.disk import read_json_lines
+from mmjax.benchmarks.processes import SHORT, train
+from mmjax.benchmarks.synthetic_run import RandomSamples
+from mmjax.data.sample import SampleLengths
 from mmjax.errors import UserError
 
 SAMPLES = 24  # of a step
@@ -26,34 +27,30 @@ SAMPLES = 24  # of a step
 COMPUTED = 0.18
 
 
-class LateImages:
-    """A `Source` of tiny images, of which each takes a while to read, as from slow storage."""
+class LateImages(RandomSamples):
+    """Samples of tiny images, of which each takes a while to read, as from slow storage."""
+
+    vocab = 30
 
     def __init__(self, split: str, tokens: int, images: int, seconds: float) -> None:
         """tokens, images: of a sample."""
         # Of the other splits only a few are read, for the score at the end of a run.
         self._samples = 200 * SAMPLES if split == "train" else SAMPLES
-        self._tokens = tokens
-        self._images = images
+        self._facts = SampleLengths(tokens, (("vision", (8, 8)),) * images)
         self._seconds = seconds
 
     def __len__(self) -> int:
         return self._samples
 
     def fingerprint(self) -> str:
-        return f"late {self._tokens} {self._images}"
+        return f"late {self._facts}"
 
     def facts(self, index: int) -> SampleLengths:
-        return SampleLengths(self._tokens, (("vision", (8, 8)),) * self._images)
-
-    def sample(self, index: int) -> Sample:
-        tokens = np.random.default_rng(index).integers(2, 30, self._tokens).astype(np.int32)
-        images = [Item("vision", number) for number in range(self._images)]
-        return Sample((*images, Text(tokens, np.ones(self._tokens, np.float32))))
+        return self._facts
 
     def item(self, index: int, number: int) -> np.ndarray:
         time.sleep(self._seconds)
-        return np.random.default_rng(index).integers(0, 256, (8, 8, 1)).astype(np.uint8)
+        return super().item(index, number)
 
 
 OPTIONS: Options = {
@@ -84,18 +81,21 @@ def run(args: Namespace) -> list[dict[str, Any]]:
 def _train(args: Namespace, folder: Path, images: int, seconds: float, *changes: str) -> dict[str, float]:
     """Train in a process of its own; return the mean seconds of a step and the share of waiting."""
     source = "data.sources.embedded"
-    command = [
-        sys.executable, "-m", "mmjax.train", "tiny_vlm", f"run={folder}", f"training.steps={args.steps}",
-        "schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0", "data.workers=2",
-        "data.prefetch=1", f"batch.size.count={SAMPLES}",
-        f"{source}=function", f"{source}.function=mmjax.benchmarks.pool:LateImages",
+    words = (
+        "tiny_vlm",
+        *SHORT,
+        f"training.steps={args.steps}",
+        "data.workers=2",
+        "data.prefetch=1",
+        f"batch.size.count={SAMPLES}",
+        f"{source}=function",
+        f"{source}.function=mmjax.benchmarks.pool:LateImages",
         f"{source}.arguments.tokens={args.tokens}",
-        f"{source}.arguments.seconds={seconds}", f"{source}.arguments.images={images}", *changes,
-    ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        raise UserError(f"the run did not end well: {ended.stderr.strip().splitlines()[-1]}")
-    measured = [r for r in read_json_lines(folder / "metrics.jsonl") if "data_wait_share" in r][args.steps // 3 :]
+        f"{source}.arguments.seconds={seconds}",
+        f"{source}.arguments.images={images}",
+        *changes,
+    )
+    measured = [r for r in train(folder, words, {}) if "data_wait_share" in r][args.steps // 3 :]
     total = sum(r["seconds/step"] for r in measured)
     wait = sum(r["seconds/data_wait"] for r in measured)
     return {"seconds/step": total / len(measured), "data_wait_share": wait / total}

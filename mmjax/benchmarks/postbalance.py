@@ -32,7 +32,7 @@ OPTIONS: Options = ONE_STEP | {
     "--method": option("best", choices=("paper", "best")),
     "--equal-counts": option(False, "as many items on every rank, give or take one"),
     "--tolerance": option(
-        None, "tokens, of the paper's method for quadratic (default: the items' mean length)", type=float, least=0
+        None, "tokens, of the paper's method for quadratic (default: the items' mean length)", type=float, minimum=0
     ),
 }
 
@@ -54,16 +54,16 @@ def run(args: Namespace) -> Measurement:
     mean = rank_costs(weight, length, to, args.ranks, LAM).mean()
     unbalanced = rank_costs(args.cost, length, source[present], args.ranks, LAM).max()
     packed = args.cost == "packed"
-    mean_load = -(-int(length.sum()) // args.ranks)
+    mean_load = -(-length.sum() // args.ranks)
     rank = np.full(len(sample), -1, np.int32)
     rank[present] = to
     return Measurement(
         figures={
-            "before": float(unbalanced / mean),
-            "after": float(cost.max() / mean),
-            "lower_bound": float(bound / mean),
-            "gap": int(cost.max()) - mean_load if packed else None,
-            "gap_bound": int(least_largest_load(length, args.ranks)) - mean_load if packed else None,
+            "before": unbalanced / mean,
+            "after": cost.max() / mean,
+            "lower_bound": bound / mean,
+            "gap": cost.max() - mean_load if packed else None,
+            "gap_bound": least_largest_load(length, args.ranks) - mean_load if packed else None,
             "milliseconds": 1e3 * median_seconds(balance),
             "sort_milliseconds": 1e3 * median_seconds(lambda: np.sort(length)),
             "items": len(length),

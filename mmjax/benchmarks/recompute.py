@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mmjax.autotune.layer_profile import (
@@ -18,22 +17,18 @@ from mmjax.autotune.layer_profile import (
     time_layer,
     typical_seconds,
 )
-from mmjax.autotune.run_plan import plan_run
-from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
 from mmjax.batch import Microbatch
 from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.synthetic_run import make_executor, plan_rows
 from mmjax.config import Config, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, Remat, VisionConfig
 from mmjax.config.loading import load
 from mmjax.cost.trace import tower_batch
 from mmjax.errors import UserError
-from mmjax.models.model import Model
-from mmjax.parallel.sharding import AXES, ShardingRules, make_mesh
+from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.memory import GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit, RunPlan
 from mmjax.planning.speed import LayerTimes, Speed
 from mmjax.runtime.devices import device_description
-from mmjax.runtime.executor import Executor
-from mmjax.runtime.state import make_optimizer
 
 AUTO = "auto"
 STEP = "step"
@@ -73,9 +68,13 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     device = jax.devices()[0]
     batch = DeviceBatch({"llm": (1, args.length), "vision": (1, args.length)}, {"vision": TOKENS})
     speed = _speed(config, batch, device)
-    fits = {name: _fit(_mixed(config, mix), batch, speed, np.inf) for name, mix in MIXES.items()}
+
+    def fit(config: Config, room: float) -> RunPlan:
+        return plan_rows(config, batch.shape, {}, speed, MemoryLimit(room), batch.widths)
+
+    fits = {name: fit(_mixed(config, mix), np.inf) for name, mix in MIXES.items()}
     smallest, largest = (fits[name].device for name in ("full", "none"))
-    fits[AUTO] = _fit(config, batch, speed, smallest + args.room * (largest - smallest))
+    fits[AUTO] = fit(config, smallest + args.room * (largest - smallest))
     states: dict[str, tuple[Any, Any]] = {}
     programs: dict[tuple[str, str], Callable[[], Any]] = {
         (STEP, name): _gradients(replace(config, model=fitted.applied(config.model)), batch, states)
@@ -128,19 +127,11 @@ def _speed(config: Config, batch: DeviceBatch, device: jax.Device) -> Speed:
     return Speed(device_description(device).rates(config.training.precision), times)
 
 
-def _fit(config: Config, batch: DeviceBatch, speed: Speed, room: float) -> RunPlan:
-    mesh = dict.fromkeys(AXES, 1)
-    layout = layout_of_rows(config, mesh, [batch.shape], batch.widths)
-    return plan_run(on_one_mesh(config, mesh), layout, speed, MemoryLimit(room))
-
-
 def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, Any]]) -> Callable[[], jax.Array]:
     """Build the program of a microbatch's gradients. Models of the same runs of layers share the `states`."""
-    model = Model.build(config.model, jnp.dtype(config.training.precision))
-    mesh = make_mesh(config.mesh, jax.devices()[:1])
-    optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
-    executor = Executor.on_mesh(model, optimizer, mesh, ShardingRules.of(config.mesh), sources=1, accumulates=False)
-    runs = str({tower: [name for run in plan for name in run.parts] for tower, plan in model.runs.items()})
+    executor = make_executor(config, make_mesh(config.mesh, jax.devices()[:1]))
+    towers = executor.model.runs.items()
+    runs = str({tower: [name for run in plan for name in run.parts] for tower, plan in towers})
     if runs not in states:
         states[runs] = executor.states[0].random_parameters()(jax.random.key(0))
     (arrays,) = executor.put(_microbatch(config, batch))

@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.autotune.run_plan import plan_run
-from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
 from mmjax.balance.parts import LLM, dist_ratio
 from mmjax.balance.phases import cost_per_rank
 from mmjax.benchmarks.corpora import draw_steps, steps_options
 from mmjax.benchmarks.harness import Options, option
 from mmjax.benchmarks.phases import balances
+from mmjax.benchmarks.synthetic_run import plan_rows
 from mmjax.config import AdamW, AudioConfig, Config, ModelConfig, Remat
 from mmjax.config.loading import load
-from mmjax.parallel.sharding import AXES
 from mmjax.planning.flops import executed, frozen_modules, recompute_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import GB
@@ -33,13 +31,13 @@ PRECISION = "bfloat16"
 OPTIONS: Options = steps_options(16) | {
     "--preset": option(PRESETS[-1], choices=PRESETS),
     "--memory": option(80.0, "of a device", above=0, metavar="GB"),
-    "--host-memory": option(0.0, "of the host, for each device", least=0, metavar="GB"),
+    "--host-memory": option(0.0, "of the host, for each device", minimum=0, metavar="GB"),
     "--tflops": option(600.0, "that products reach", above=0),
     "--memory-gbs": option(2700.0, "that its memory reaches", above=0, metavar="GB/S"),
     "--host-gbs": option(50.0, "between device and host, each way", above=0, metavar="GB/S"),
-    "--shards": option(256, "devices that share the parameters (ZeRO-3)", least=1),
-    "--ranks": option(64, least=1),
-    "--steps": option(10, least=1),
+    "--shards": option(256, "devices that share the parameters (ZeRO-3)", minimum=1),
+    "--ranks": option(64, minimum=1),
+    "--steps": option(10, minimum=1),
 }
 
 
@@ -59,7 +57,7 @@ def run(args: Namespace) -> list[dict[str, Any]]:
     for balance in ("none", "llm", "post"):
         filled = np.array([cost_per_rank(costs, places[balance](costs), args.ranks) for costs in steps])
         ratios = np.mean([dist_ratio(step.T) for step in filled], axis=0)
-        rows.append({"balance": balance, "dist_ratio": float(ratios[LLM])} | _row(config, filled.max((0, 1)), args))
+        rows.append({"balance": balance, "dist_ratio": ratios[LLM]} | _row(config, filled.max((0, 1)), args))
     return rows
 
 
@@ -71,11 +69,9 @@ def _row(config: Config, longest: np.ndarray, args: Namespace) -> dict[str, Any]
     towers = {"llm": model.llm, **model.encoders}
     speed = Speed(Rates(args.tflops * 1e12, args.memory_gbs * GB, args.host_gbs * GB))
     room = MemoryLimit(args.memory * GB, args.host_memory * GB)
-    batch = replace(config.batch, microbatches=1)
     training = replace(config.training, precision=PRECISION, loss_chunks=1)
-    config = replace(config, batch=batch, training=training, optimizer=AdamW())
-    mesh = dict.fromkeys(AXES, 1) | {"fsdp": args.shards}
-    plan = plan_run(on_one_mesh(config, mesh), layout_of_rows(config, mesh, [shape]), speed, room)
+    config = replace(config, training=training, optimizer=AdamW())
+    plan = plan_rows(config, shape, {"fsdp": args.shards}, speed, room)
     everything = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
 
     def again_flops(name: str, policy: Remat) -> int:

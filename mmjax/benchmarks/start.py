@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from argparse import Namespace
 from functools import partial
@@ -12,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.benchmarks.harness import Options, option
-from mmjax.disk import read_json_lines
-from mmjax.errors import UserError
+from mmjax.benchmarks.processes import SHORT, train
 
 LOGGED = "seconds/start/"  # what the metrics of a process's first step begin with that are its start's activities
 
@@ -41,11 +37,7 @@ def run(args: Namespace) -> list[dict[str, Any]]:
 
 
 def _start(folder: Path, args: Namespace, run: str, *options: str, steps: int = 1) -> dict[str, float]:
-    short = "schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0", f"training.steps={steps}"
-    command = [sys.executable, "-m", "mmjax.train", args.config, *options, f"run={folder / run}", *short, *args.changes]
-    variables = os.environ | {"NUMBA_CACHE_DIR": str(folder / "numba")}
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if ended.returncode:
-        raise UserError(f"the run did not start: {ended.stderr.strip().splitlines()[-1]}")
-    *_, last_step = (record for record in read_json_lines(folder / run / "metrics.jsonl") if "loss" in record)
+    words = (args.config, *options, *SHORT, f"training.steps={steps}", *args.changes)
+    records = train(folder / run, words, {"NUMBA_CACHE_DIR": str(folder / "numba")})
+    *_, last_step = (record for record in records if "loss" in record)
     return {key.removeprefix(LOGGED): seconds for key, seconds in last_step.items() if key.startswith(LOGGED)}

@@ -36,7 +36,7 @@ def test_nodes_exchange_among_themselves(capsys):
 def test_bad_options_are_told_in_one_line(capsys, word, said):
     ended = run(capsys, bench.main, "phases", word)
     assert ended.code == 2
-    assert ended.err.startswith(f"error: {said}: give at least 1")
+    assert ended.err.startswith(f"error: {said}: give at least ")
 
 
 def test_the_bound_of_waiting_is_that_of_the_fullest_possible_rank():

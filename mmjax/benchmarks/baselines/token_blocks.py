@@ -12,8 +12,6 @@ from types import MappingProxyType
 
 import numpy as np
 from numba import njit
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, eye_array, hstack, kron
 
 from mmjax.balance.mask_work import Mask, check_ranks
 
@@ -139,43 +137,6 @@ def ring(blocks: int, ranks: int) -> np.ndarray:
 def random(blocks: int, ranks: int, rng: np.random.Generator) -> np.ndarray:
     """Draw as many blocks for each rank, or one less, at random: int32 `[B]`. Cornstarch, section 5.3."""
     return rng.permutation(ring(blocks, ranks))
-
-
-def integer_program(
-    work: np.ndarray, ranks: int, seconds: float = 10.0, equal_counts: bool = False
-) -> tuple[np.ndarray, bool]:
-    """Find the ranks `[B]` (int32) whose largest work is least, and whether that is proven. work: int `[B]`.
-
-    Cornstarch, equation 1; `equal_counts` adds that counts differ by one at most. Raises RuntimeError where `seconds`
-    do not suffice to find any distribution.
-    """
-    check_ranks(ranks)
-    work = np.asarray(work, np.float64)
-    blocks = len(work)
-    if blocks == 0 or not work.any():
-        return ring(blocks, ranks), True
-    share = csr_array(work[None] / work.sum())  # of order one, as the solver's tolerances are
-    largest = csr_array(-np.ones((ranks, 1)))
-    no_largest = [csr_array((blocks, 1)), csr_array((ranks, 1))]
-    of_block = hstack([kron(eye_array(blocks), np.ones((1, ranks))), no_largest[0]])
-    of_rank = hstack([kron(np.ones((1, blocks)), eye_array(ranks)), no_largest[1]])
-    min_blocks, max_blocks = (blocks // ranks, -(-blocks // ranks)) if equal_counts else (0, blocks)
-    constraints = [
-        LinearConstraint(of_block, 1, 1),
-        LinearConstraint(of_rank, min_blocks, max_blocks),
-        LinearConstraint(hstack([kron(share, eye_array(ranks)), largest]), -np.inf, 0),
-    ]
-    chosen = np.r_[np.ones(blocks * ranks), 0]
-    solution = milp(
-        1 - chosen,
-        integrality=chosen,
-        bounds=Bounds(0, 1),
-        constraints=constraints,
-        options={"time_limit": seconds, "mip_rel_gap": 0},
-    )
-    if solution.x is None:
-        raise RuntimeError(f"no distribution of {blocks} blocks found in {seconds} s: {solution.message}")
-    return solution.x[:-1].reshape(blocks, ranks).argmax(1).astype(np.int32), solution.status == 0
 
 
 @njit(cache=True)
