@@ -62,7 +62,7 @@ def run(args: Namespace) -> Measurement:
             "before": unbalanced / mean,
             "after": cost.max() / mean,
             "lower_bound": bound / mean,
-            "gap": cost.max() - mean_load if packed else None,
+            "gap": int(cost.max()) - mean_load if packed else None,
             "gap_bound": least_largest_load(length, args.ranks) - mean_load if packed else None,
             "milliseconds": 1e3 * median_seconds(balance),
             "sort_milliseconds": 1e3 * median_seconds(lambda: np.sort(length)),
