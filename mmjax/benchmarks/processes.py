@@ -16,7 +16,6 @@ from typing import Any
 
 import mmjax
 from mmjax.disk import read_json_lines
-from mmjax.distributed import coordination
 from mmjax.errors import UserError, exit_process, run_command
 
 LINES = 40  # of a failed process's log
@@ -109,6 +108,8 @@ def run_workers(
 
 def run_worker(measure: Callable[[Any, Path], dict[str, Any]]) -> None:
     """Be one process: measure the task that FOLDER's `task.pickle` holds, write it to FOLDER's `<process>.json`."""
+
+    from mmjax.distributed import coordination  # imports JAX, which the Trainer's side of `peer` must not load
 
     def main() -> None:
         folder = Path(sys.argv[1])

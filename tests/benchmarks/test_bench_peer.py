@@ -133,3 +133,8 @@ def test_a_side_that_cannot_start_says_why_in_its_own_line(tmp_path):
     task = Task(**side, tune="full", precision="float32", batch=2, seed=0)
     with pytest.raises(UserError, match="nowhere"):
         Side("mmjax.benchmarks.peer_mmjax", task, {0}, {})
+
+
+def test_what_the_trainers_side_shares_with_mmjaxs_loads_no_jax():
+    code = "import sys, mmjax.benchmarks.peer_data, mmjax.benchmarks.peer_process; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
