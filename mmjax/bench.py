@@ -36,7 +36,7 @@ from mmjax.benchmarks import (
     spmd,
     start,
 )
-from mmjax.benchmarks.measurement import Measurement
+from mmjax.benchmarks.harness import Measurement, add_options, check_options
 from mmjax.console import print_lines, table
 from mmjax.errors import CommandParser, check_output, exit_process, run_command
 
@@ -83,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.add_argument("--json", action="store_true", help=f"print one JSON {json_type} and nothing else")
         if name in MEASUREMENTS:
             options.add_argument("--out", type=Path, metavar="F.npz", help="write what the figures follow from")
-        benchmark.add_arguments(options)
+        add_options(options, benchmark.OPTIONS)
     args = parser.parse_args(argv)
+    check_options(args, (COMPARISONS | MEASUREMENTS)[args.name].OPTIONS)
     if args.name in COMPARISONS:
         _print_comparison(COMPARISONS[args.name].run(args), args.json)
         return
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _print_comparison(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        print_lines(json.dumps(rows))
+        print_lines(_to_json(rows))
         return
     print_lines(*table([tuple(rows[0]), *(tuple(map(_format_cell, row.values())) for row in rows)], indent=""))
 
@@ -105,7 +106,7 @@ def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -
         with out.open("wb") as file:  # given a name, NumPy would append .npz to it
             np.savez(file, **measured.arrays)
     if as_json:
-        print_lines(json.dumps(dict(measured.figures)))
+        print_lines(_to_json(dict(measured.figures)))
         return
     rows, tables = [], []
     for name, value in measured.figures.items():
@@ -117,6 +118,10 @@ def _print_measurement(measured: Measurement, as_json: bool, out: Path | None) -
     for listed in tables:
         print_lines("")
         _print_comparison(listed, as_json=False)
+
+
+def _to_json(figures: Any) -> str:
+    return json.dumps(figures, default=lambda number: number.item())  # NumPy's
 
 
 def _format_cell(value: Any) -> str:

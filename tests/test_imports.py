@@ -229,6 +229,16 @@ def test_every_part_imports_only_what_it_may() -> None:
     assert breaches(ROOT / "mmjax") == []
 
 
+def test_nothing_but_the_command_bench_imports_a_benchmark() -> None:
+    modules = modules_of(ROOT / "mmjax")
+    importing = {
+        name.removeprefix("mmjax.").split(".")[0]
+        for name, path in modules.items()
+        if any(imported.startswith("mmjax.benchmarks") for imported in imports_of(name, path, modules))
+    }
+    assert importing == {"bench", "benchmarks"}
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert cycle(ROOT / "mmjax") == []
 

@@ -167,20 +167,6 @@ def lpt(weight, order, rank, load):
 
 
 @njit(cache=True)
-def deal(weight, order, rank, load):
-    """Deal one item to every rank in each round, the longest to the least loaded: counts differ by at most one."""
-    ranks = len(load)
-    for begin in range(0, len(order), ranks):
-        # Loads change within a round, but each rank gets one item of it, so the order of its start holds.
-        lightest = np.argsort(load)
-        for i in range(min(ranks, len(order) - begin)):
-            item = order[begin + i]
-            to = lightest[i]
-            rank[item] = to
-            load[to] += weight[item]
-
-
-@njit(cache=True)
 def polish(weight, order, rank, load, target):
     """Exchange items between ranks until none holds more than `target`, or none above it finds a partner.
 
@@ -193,37 +179,6 @@ def polish(weight, order, rank, load, target):
         lightest = np.argsort(load)
         if not _round(items, lightest, rank, load, target):
             return
-
-
-@njit(cache=True)
-def least_largest_load(length, ranks):
-    """Bound the fullest rank's least load, int64, as far as sums and divisibility tell. length: int64 [n].
-
-    No less than the longest item and the mean. Where only m items are no multiples of q, at least ranks - m ranks hold
-    a multiple of q, and so no more than the multiple at or below the largest load. Tried for the greatest common
-    divisor, and that times 2, 4, 8 and so on.
-    """
-    longest = total = unit = 0
-    for value in length:
-        longest = max(longest, value)
-        total += value
-        # Euclid's algorithm: unit becomes gcd(unit, value).
-        while value:
-            unit, value = value, unit % value
-    bound = max(longest, -(-total // ranks))
-    # For gcd 64 and bound 1000: ranks that hold only multiples of 64 hold at most 960.
-    while 0 < unit <= longest:
-        not_multiples = 0
-        for value in length:
-            not_multiples += value % unit != 0
-            if not_multiples >= ranks:
-                return bound
-        # At most `not_multiples` ranks can hold the bound itself, the others only the multiple of unit below it.
-        while (ranks - not_multiples) * (bound // unit * unit) + not_multiples * bound < total:
-            # Not all of the total would fit below the bound, so it must be higher.
-            bound += 1
-        unit *= 2
-    return bound
 
 
 @njit(cache=True)

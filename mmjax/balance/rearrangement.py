@@ -55,19 +55,6 @@ class Tables:
     gather: np.ndarray
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Tokens that leave their node. sent, received: int64 `[ranks]`."""
-
-    sent: np.ndarray
-    received: np.ndarray
-
-    @property
-    def total(self) -> int:
-        """Sum the tokens of all ranks."""
-        return int(self.sent.sum())
-
-
 def pack_places(length: np.ndarray, rank: np.ndarray, ranks: int) -> Places:
     """Pack items one after the other on their ranks, in their order. length, rank: int `[n]`."""
     return Places(np.asarray(rank, np.int32), _offsets(np.asarray(length, np.int64), np.asarray(rank), ranks))
@@ -116,25 +103,6 @@ def restrict_to_parts(moved: Rearrangement, item: np.ndarray, offset: np.ndarray
     # A run lies in its item at the same place on both sides.
     places = [Places(side.rank[item], side.offset[item] + offset) for side in (moved.source, moved.destination)]
     return Rearrangement(length, places[0], places[1], moved.ranks)
-
-
-def volume(moved: Rearrangement) -> np.ndarray:
-    """Count tokens from rank to rank, int64 `[ranks, ranks]`: V of OrchMLLM section 5.2.2, rows are sources."""
-    # Source and destination as one number; int64, since ranks^2 of 50,000 ranks exceeds int32.
-    pair = moved.source.rank.astype(np.int64) * moved.ranks + moved.destination.rank
-    return sum_by_key(pair, moved.length, moved.ranks**2).reshape(moved.ranks, moved.ranks)
-
-
-def inter_node(
-    length: np.ndarray, source: np.ndarray, destination: np.ndarray, ranks: int, ranks_per_node: int
-) -> Traffic:
-    """Count tokens that each rank sends to, and receives from, other nodes. length, source, destination: int `[n]`.
-
-    Node k has ranks k * ranks_per_node and on; the last one may be smaller.
-    """
-    leaves = np.flatnonzero(source // ranks_per_node != destination // ranks_per_node)
-    length = length[leaves]
-    return Traffic(sum_by_key(source[leaves], length, ranks), sum_by_key(destination[leaves], length, ranks))
 
 
 def width(moved: Rearrangement) -> int:

@@ -42,30 +42,6 @@ def block_samples(mask: Mask, block: int) -> np.ndarray:
     return mask.sample[np.minimum(begin + block // 2, len(mask.sample) - 1)]
 
 
-def visible_keys(mask: Mask, rank: np.ndarray, ranks: int) -> np.ndarray:
-    """Find the keys that queries of each rank may attend, bool `[ranks, T]`. rank: int `[T]`, of each token."""
-    visible = np.zeros((ranks, len(rank)), np.bool_)
-    in_sample = mask.sample >= 0
-    sample = np.where(in_sample, mask.sample, 0)
-    # A number for each span of each sample.
-    pairs = sample * (mask.span.max(initial=0) + np.int64(1)) + mask.span
-    spans, span = np.unique(pairs, return_inverse=True)
-    kinds = {kind: in_sample & (mask.kind == kind) for kind in np.unique(mask.kind)}
-    in_span = in_sample & (mask.span != 0)
-    for number, keys in enumerate(visible):
-        queries = np.flatnonzero(in_sample & (rank == number))
-        for kind, of_kind in kinds.items():
-            seeing = queries[mask.sees[queries] & kind != 0]
-            # Of a kind, a rank's last query that sees it may attend all that any of its queries may.
-            last = np.full(sample.max(initial=0) + 1, -1, np.int64)
-            np.maximum.at(last, sample[seeing], mask.pos[seeing])
-            keys |= of_kind & (mask.pos <= last[sample])
-        with_queries = np.zeros(len(spans), np.bool_)
-        with_queries[span[queries]] = True
-        keys |= in_span & with_queries[span]
-    return visible
-
-
 def _exchanged(work: np.ndarray, rank: np.ndarray, ranks: int) -> np.ndarray:
     """Exchange blocks of the ranks with most work until they have little more than the mean, or none helps."""
     count = np.bincount(rank, minlength=ranks)

@@ -55,15 +55,6 @@ def least_fullest(pairs: np.ndarray, ranks: int) -> np.ndarray:
     return np.max([falling.sum(0) / ranks, falling[0], two, three], axis=0)
 
 
-def wait_bound(of_rows: float, seconds: np.ndarray, ranks: int) -> float:
-    """Bound from below the share of a microbatch's time that ranks wait. of_rows: seconds of a rank's rows.
-
-    seconds: float64 `[n, M]`, of each sample's attention.
-    """
-    mean = of_rows + float(seconds.sum()) / ranks
-    return max(0.0, 1 - mean / max(of_rows + float(least_fullest(seconds, ranks).sum()), np.finfo(float).tiny))
-
-
 @dataclass(frozen=True)
 class Waits:
     """Shares of a step's time.

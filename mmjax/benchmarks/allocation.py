@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
+from argparse import Namespace
 from typing import Any
 
 from mmjax.autotune.choose_units import allocation_problem, choose_units
-from mmjax.benchmarks.allocation_baselines import (
+from mmjax.benchmarks.baselines.allocation import (
     allocate_by_flops,
     allocate_colocated,
     allocate_loosely,
     allocate_mmscale,
     allocate_replicated,
 )
+from mmjax.benchmarks.harness import Options, option
 from mmjax.config.loading import load
 from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, omni_corpus
 from mmjax.planning.allocate import allocate
@@ -34,13 +35,13 @@ BASELINES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--config", choices=CONFIGS, action="append", help="default: all")
-    parser.add_argument("--cluster", action="append", help=f"default: {', '.join(CLUSTERS)}")
+OPTIONS: Options = {
+    "--config": option(None, "default: all", choices=CONFIGS, action="append"),
+    "--cluster": option(None, f"default: {', '.join(CLUSTERS)}", action="append"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each config and cluster.
 
     Seconds of a step, None where nothing fits: `simulated` by the search of its own choice of units for one tower each,

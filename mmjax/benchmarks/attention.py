@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import time
+from argparse import Namespace
 from functools import partial
 from typing import Any
 
@@ -11,25 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mmjax.benchmarks.harness import Options, best_seconds, option
 from mmjax.kernels.tiles import MAX_BLOCK
 from mmjax.models.attention import attention, encoder_mask
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--samples", type=int, default=4, help="equal samples packed in the row")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[], help="tokens of each sample, in their place")
-    parser.add_argument("--items", action="store_true", help="as an encoder's: every token attends the whole sample")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--width", type=int, default=64, help="of a head")
-    parser.add_argument(
-        "--blocks", type=int, nargs="+", default=[MAX_BLOCK], help="tokens of a block; several are compared"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
+OPTIONS: Options = {
+    "--tokens": option(4096),
+    "--samples": option(4, "equal samples packed in the row"),
+    "--lengths": option([], "tokens of each sample, in their place", type=int),
+    "--items": option(False, "as an encoder's: every token attends the whole sample"),
+    "--heads": option(4),
+    "--width": option(64, "of a head"),
+    "--blocks": option([MAX_BLOCK], "tokens of a block; several are compared"),
+    "--repeats": option(3),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure milliseconds and temporary memory of both backends, interleaved, best of the repeats; ratios to dense."""
     lengths = args.lengths or np.bincount(np.arange(args.tokens) * args.samples // args.tokens)
     tokens = int(np.sum(lengths))
@@ -43,12 +40,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         function = partial(attention, backend=backend, **options)
         loss = lambda q, k, v, mask, function=function: jnp.square(function(q, k, v, mask)).sum()  # noqa: E731
         programs[backend, block] = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*inputs, mask).compile()
-    best = dict.fromkeys(programs, np.inf)
-    for _ in range(args.repeats):
-        for key, program in programs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(program(*inputs, mask))
-            best[key] = min(best[key], time.perf_counter() - began)
+    runs = {key: lambda p=program: jax.block_until_ready(p(*inputs, mask)) for key, program in programs.items()}
+    best = best_seconds(runs, args.repeats)
     memory = {key: program.memory_analysis().temp_size_in_bytes for key, program in programs.items()}
     dense = "dense", None
     return [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance.parts import dist_ratio
-from mmjax.benchmarks import measurement
 from mmjax.benchmarks.balance_steps import (
     MODEL,
     MODES,
     PHASES,
     LengthSource,
+    Task,
     Trial,
     executed_flops,
     make_trial,
@@ -26,36 +26,33 @@ from mmjax.benchmarks.balance_steps import (
     scaled,
     work_per_rank,
 )
-from mmjax.benchmarks.balance_worker import CORES_LEFT, Task
-from mmjax.benchmarks.measurement import Measurement
+from mmjax.benchmarks.corpora import LENGTHS, read_phases
+from mmjax.benchmarks.harness import Measurement, Options, option
 from mmjax.benchmarks.processes import run_workers
 from mmjax.data.loading.step_loader import StepLoader
-from mmjax.data.plan.length_index import LengthIndex, build_index, omni_corpus, read_lengths
+from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.errors import PLOT_SUFFIXES, UserError, check_output
 
-KEYS = ("vision", "audio", "llm_tokens")
 PREDICTED = ((8, 16), (64, 16))  # ranks x samples of each
 PAPER = {"gain_post_over_none": "1.4-1.9 (OrchMLLM 8.1: throughput on 2560 GPUs)"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    measurement.add_arguments(parser)
-    parser.add_argument("--scale", type=int, default=64, help="divide all lengths by this, to at least 1")
-    parser.add_argument("--per-rank", type=int, default=4, help="samples of a step for each rank")
-    parser.add_argument("--steps", type=int, default=40, help="that are measured; 0: run nothing, with --picture")
-    parser.add_argument("--processes", type=int, default=2, help="ranks, each a process on a core of its own")
-    parser.add_argument("--picture", type=Path, metavar="F.png|svg", help="draw each rank's work by phase")
-    parser.add_argument("--picture-ranks", type=int, default=8)
-    parser.add_argument("--picture-per-rank", type=int, default=16)
-    parser.add_argument("--picture-steps", type=int, default=50)
+OPTIONS: Options = LENGTHS | {
+    "--scale": option(64, "divide all lengths by this, to at least 1", minimum=1),
+    "--per-rank": option(4, "samples of a step for each rank", minimum=1),
+    "--steps": option(40, "that are measured; 0: run nothing, with --picture"),
+    "--processes": option(2, "ranks, each a process on a core of its own", minimum=1),
+    "--picture": option(None, "draw each rank's work by phase", metavar="F.png|svg", type=Path),
+    "--picture-ranks": option(8, minimum=1),
+    "--picture-per-rank": option(16, minimum=1),
+    "--picture-steps": option(50, minimum=1),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Plan, draw, run; return medians over all steps, where a step takes as long as its slowest process."""
     _check(args)
-    lengths = read_lengths(args.lengths, KEYS) if args.lengths else omni_corpus(args.samples, args.seed)
-    source = scaled(lengths, args.scale)
+    source = scaled(read_phases(args), args.scale)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         index = _write_samples(source, folder)
@@ -77,15 +74,9 @@ def run(args: argparse.Namespace) -> Measurement:
     return Measurement(figures, arrays, PAPER if args.steps else {})
 
 
-def _check(args: argparse.Namespace) -> None:
-    positive = ("scale", "per_rank", "processes", "samples", "picture_ranks", "picture_per_rank", "picture_steps")
-    for option in positive:
-        if getattr(args, option) < 1:
-            raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give at least 1")
+def _check(args: Namespace) -> None:
     if args.steps < 0 or (args.steps == 0 and args.picture is None):
         raise UserError(f"--steps {args.steps}: give at least 1, or 0 together with --picture")
-    if args.seed < 0:
-        raise UserError(f"--seed {args.seed}: give at least 0")
     if args.picture is not None:
         check_output("--picture", args.picture, PLOT_SUFFIXES)
 
@@ -105,8 +96,8 @@ def _run_processes(task: Task, folder: Path, count: int) -> list[dict[str, Any]]
         print(
             f"warning: {count} processes share {available} cores: their times say little", file=sys.stderr, flush=True
         )
-    pinned = [str(cores[p % len(cores)] if cores else CORES_LEFT) for p in range(count)]
-    return run_workers("mmjax.benchmarks.balance_worker", task, folder, pinned)
+    pinned = [cores[p % len(cores) :][:1] if cores else [] for p in range(count)]
+    return run_workers("mmjax.benchmarks.balance_steps", task, folder, pinned)
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
@@ -124,28 +115,28 @@ def _compute_figures(
     for mode in MODES:
         waits = trial.waits(plans[mode])
         figures |= {
-            f"useful_tokens_per_second_{mode}": float(np.median(tokens / seconds[mode])),
-            f"step_seconds_{mode}": float(np.median(seconds[mode])),
-            f"core_seconds_{mode}": float(np.median(busy[mode])),
+            f"useful_tokens_per_second_{mode}": np.median(tokens / seconds[mode]),
+            f"step_seconds_{mode}": np.median(seconds[mode]),
+            f"core_seconds_{mode}": np.median(busy[mode]),
             f"wait_{mode}": waits.wait,
             f"padding_{mode}": waits.padding,
         }
     for mode in ("none", "llm", "off"):
         figures |= {
-            f"gain_post_over_{mode}": float(np.median(seconds[mode] / seconds["post"])),
-            f"predicted_gain_post_over_{mode}": float(np.median(flops[mode] / flops["post"])),
-            f"mean_gain_post_over_{mode}": float(seconds[mode].sum() / seconds["post"].sum()),
-            f"predicted_mean_gain_post_over_{mode}": float(flops[mode].sum() / flops["post"].sum()),
-            f"core_gain_post_over_{mode}": float(np.median(busy[mode] / busy["post"])),
+            f"gain_post_over_{mode}": np.median(seconds[mode] / seconds["post"]),
+            f"predicted_gain_post_over_{mode}": np.median(flops[mode] / flops["post"]),
+            f"mean_gain_post_over_{mode}": seconds[mode].sum() / seconds["post"].sum(),
+            f"predicted_mean_gain_post_over_{mode}": flops[mode].sum() / flops["post"].sum(),
+            f"core_gain_post_over_{mode}": np.median(busy[mode] / busy["post"]),
         }
     figures["shapes"] = len({m.shape for planned in plans.values() for plan in planned for m in plan.microbatches})
-    figures["programs_compiled"] = max(int(p["compiled"]) for p in measured)
+    figures["programs_compiled"] = max(p["compiled"] for p in measured)
     arrays = {"seconds": seconds, "core_seconds": busy, "flops": flops}
     stacked = {name: np.stack([by_mode[m] for m in MODES]) for name, by_mode in arrays.items()}
     return figures, stacked | {"tokens": tokens}
 
 
-def _draw_picture(args: argparse.Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
+def _draw_picture(args: Namespace, index: LengthIndex, folder: Path) -> dict[str, float]:
     """Draw, and return each panel's mean dist ratio."""
     from mmjax.reporting.plots import MEANINGS, plot_work  # matplotlib looks for fonts when it is first imported
 
@@ -161,6 +152,4 @@ def _draw_picture(args: argparse.Namespace, index: LengthIndex, folder: Path) ->
         headings[m] = f"balance {m}: {MEANINGS[m]}; ranks wait {waits.wait:.1%}, padding {waits.padding:.1%}"
     title = f"{args.picture_ranks} ranks, {args.picture_per_rank} samples each, {args.picture_steps} steps"
     plot_work(args.picture, works, headings, title)
-    return {
-        f"picture_dist_ratio_{m}_{p}": float(dist_ratio(w).mean()) for m, work in works.items() for p, w in work.items()
-    }
+    return {f"picture_dist_ratio_{m}_{p}": dist_ratio(w).mean() for m, work in works.items() for p, w in work.items()}

@@ -1,4 +1,4 @@
-"""The model, the samples and the planned steps of `balance-run`: four ways to balance the same steps.
+"""The model, the samples and the steps of `balance-run`, planned and trained: four ways to balance the same steps.
 
 Lengths of real samples are divided by `--scale`, and images, clips and tokens of these lengths are made from a sample's
 number: what a step costs depends on lengths alone.
@@ -6,13 +6,21 @@ number: what a step costs depends on lengths alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mmjax.balance.waits import Waits, mean_waits
+from mmjax.batch import Microbatch
+from mmjax.benchmarks.corpora import divided
+from mmjax.benchmarks.processes import run_worker
+from mmjax.benchmarks.synthetic_run import RandomSamples, make_executor
 from mmjax.config import (
     AudioConfig,
     BatchConfig,
@@ -31,13 +39,21 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.media.patches import positions_per_token
 from mmjax.data.plan.grouping import Budget, StepGrouper, make_budget, prices_of
 from mmjax.data.plan.length_index import LengthIndex
-from mmjax.data.plan.placement import Balance, MicrobatchPlan, Topology, waits_of
+from mmjax.data.plan.placement import Balance, MicrobatchPlan, Shape, Topology, waits_of
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, lay_out, make_placer
-from mmjax.data.sample import Item, Sample, SampleLengths, Text
+from mmjax.data.sample import SampleLengths
+from mmjax.parallel.sharding import local_ranks, make_mesh, replicated
 from mmjax.planning.flops import executed, frozen_modules
+from mmjax.runtime.device_batch import ProcessReport
+from mmjax.runtime.devices import CompileCounter
+from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.passes import StagedBatch
+from mmjax.runtime.stage_program import Sums
+from mmjax.runtime.state import Hyperparameters, hyperparameters
 
 MODES: dict[str, Balance] = {
     "none": NoBalance(),
@@ -72,7 +88,7 @@ MODEL = ModelConfig(
 
 
 @dataclass(frozen=True)
-class LengthSource:
+class LengthSource(RandomSamples):
     """Samples of given lengths: at most an image and a clip, then text. int64 `[n]`: text tokens, patches, frames."""
 
     text: np.ndarray
@@ -81,10 +97,6 @@ class LengthSource:
 
     def __len__(self) -> int:
         return len(self.text)
-
-    def fingerprint(self) -> str:
-        """Return no fingerprint: nothing keeps an index of these."""
-        return ""
 
     def facts(self, index: int) -> SampleLengths:
         """Make an image a strip of two rows of patches, so that it has as many as the length, or one more."""
@@ -97,31 +109,11 @@ class LengthSource:
             items.append(("audio", (clips.window + (frames - 1) * clips.hop,)))
         return SampleLengths(int(self.text[index]), tuple(items))
 
-    def sample(self, index: int) -> Sample:
-        """Put items first, then text; every text token but a sample's very first is learned."""
-        count = int(self.text[index])
-        encoders = [encoder for encoder, _ in self.facts(index).items]
-        tokens = np.random.default_rng((index, 0)).integers(VOCAB, size=count, dtype=np.int32)
-        weights = np.ones(count, np.float32)
-        weights[0] = len(encoders) > 0
-        return Sample((*(Item(encoder, k) for k, encoder in enumerate(encoders)), Text(tokens, weights)))
-
-    def item(self, index: int, number: int) -> np.ndarray:
-        """Draw noise of the item's size."""
-        encoder, size = self.facts(index).items[number]
-        rng = np.random.default_rng((index, 1 + number))
-        if encoder == "vision":
-            return rng.integers(256, size=(*size, 1), dtype=np.uint8)
-        return rng.uniform(-1, 1, size).astype(np.float32)
-
 
 def scaled(corpus: Mapping[str, np.ndarray], scale: int) -> LengthSource:
     """Divide all lengths by `scale`, to at least 1 where there is anything; LLM tokens hold the items."""
 
-    def divided(length: np.ndarray) -> np.ndarray:
-        return np.where(length > 0, np.maximum(length // scale, 1), 0)
-
-    vision, audio, llm = (divided(corpus[key]) for key in ("vision", "audio", "llm_tokens"))
+    vision, audio, llm = (divided(corpus[key], scale) for key in ("vision", "audio", "llm_tokens"))
     items = sum(
         -(-length // positions_per_token(MODEL.encoders[name]))
         for name, length in (("vision", vision), ("audio", audio))
@@ -208,3 +200,112 @@ def predicted_gain(trial: Trial, steps: int) -> float:
     """Predict how many times as long `none` takes as `post`, median over steps, by executed operations."""
     none, post = (np.array([executed_flops(p) for p in trial.plans(mode, steps)]) for mode in ("none", "post"))
     return float(np.median(none / post))
+
+
+# ---------------------------------------------------------------------------------------------- trained in processes
+
+
+@dataclass(frozen=True)
+class Task:
+    """Hold what all processes do. loaders: by mode; they load the same samples for each step."""
+
+    loaders: dict[str, StepLoader]
+    steps: int
+
+
+class Prepared(NamedTuple):
+    """Hold one step of one mode, on the devices."""
+
+    arrays: tuple[StagedBatch, ...]
+    loaded: LoadedStep
+
+
+@dataclass
+class Trainer:
+    """Hold an executor and the state that it trains."""
+
+    executor: Executor
+    state: State
+    accumulated: list[Sums | None]
+    hyper: Hyperparameters
+
+    def step(self, step: Prepared) -> bool:
+        """Run one update to its end; return whether all processes had planned the same."""
+        report = ProcessReport(int(step.loaded.digest), needed_flops=float(step.loaded.needed_flops))
+        self.state, self.accumulated, outcome = self.executor.step(
+            self.state, self.accumulated, step.arrays, self.hyper, report
+        )
+        jax.block_until_ready((self.state, self.accumulated, outcome))
+        return bool(outcome.agreed)
+
+
+def measure(task: Task, folder: Path) -> dict[str, object]:
+    """Measure seconds of each step by mode, and count the programs compiled while they ran."""
+    trainer = _make_trainer(next(iter(task.loaders.values())).config)
+    barrier = _make_barrier(trainer.executor)
+    steps = [_prepare(task, trainer.executor, step) for step in range(task.steps)]
+    _warm_up(trainer, steps, barrier)
+    programs = CompileCounter()
+    modes = list(task.loaders)
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    busy: dict[str, list[float]] = {mode: [] for mode in modes}
+    for number, step in enumerate(steps):
+        # Step 0 runs modes 0 1 2 3, step 1 modes 1 2 3 0: whatever drifts meanwhile meets all modes alike.
+        for mode in modes[number % len(modes) :] + modes[: number % len(modes)]:
+            barrier()
+            began = time.perf_counter()
+            busy_before = time.process_time()
+            agreed = trainer.step(step[mode])
+            seconds[mode].append(time.perf_counter() - began)
+            busy[mode].append(time.process_time() - busy_before)
+            if not agreed:
+                raise AssertionError(f"step {number}, mode {mode}: the processes planned different batches")
+    return {"seconds": seconds, "busy": busy, "compiled": programs.requested}
+
+
+def _make_trainer(config: Config) -> Trainer:
+    """Build a trainer with all ranks along the data axis: every process has the model whole."""
+    executor = make_executor(config, make_mesh(config.mesh, jax.devices()))
+    state = executor.init(jax.random.key(config.seed))
+    return Trainer(executor, state, executor.zeros(), hyperparameters(config, 0))
+
+
+def _make_barrier(executor: Executor) -> Callable[[], None]:
+    """Make a barrier: it returns when all processes' devices have come to it."""
+    ones = jax.make_array_from_process_local_data(
+        executor.per_device, np.ones(len(executor.mesh.local_devices), np.float32)
+    )
+    total = jax.jit(jnp.sum, out_shardings=replicated(executor.mesh))
+    return lambda: jax.block_until_ready(total(ones))
+
+
+def _prepare(task: Task, executor: Executor, step: int) -> dict[str, Prepared]:
+    """Pack and put every mode's batches of one step before any clock runs. Raises where they hold other samples."""
+    prepared = {}
+    for mode, loader in task.loaders.items():
+        loaded = replace(loader, ranks=local_ranks(executor.mesh))(step)
+        prepared[mode] = Prepared(tuple(executor.put(b) for b in loaded.microbatches), loaded)
+    first, *rest = (np.sort(p.loaded.samples) for p in prepared.values())
+    if not all(np.array_equal(first, samples) for samples in rest):
+        raise AssertionError(f"step {step} has different samples by mode")
+    return prepared
+
+
+def _warm_up(trainer: Trainer, steps: list[dict[str, Prepared]], barrier: Callable[[], None]) -> None:
+    """Compile everything, and run a step with each shape: first runs also allocate."""
+    barrier()
+    shapes: dict[Shape, tuple[Microbatch, Prepared]] = {}
+    for step in steps:
+        for prepared in step.values():
+            loaded = prepared.loaded
+            for lengths, widths, batch in zip(loaded.lengths, loaded.widths, loaded.microbatches, strict=True):
+                shape = Shape(tuple(lengths.tolist()), tuple(widths.tolist()))
+                shapes.setdefault(shape, (batch, prepared))
+    examples = list(shapes.values())
+    trainer.executor.compile(trainer.state, [batch for batch, _ in examples], trainer.hyper)
+    for _, prepared in examples:
+        trainer.step(prepared)
+
+
+if __name__ == "__main__":  # of a folder with a task
+    run_worker(measure)

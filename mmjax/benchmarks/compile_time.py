@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-import argparse
-import time
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mmjax.batch import TOKEN_FIELDS, Microbatch, TextBatch
+from mmjax.benchmarks.harness import Options, best_seconds, option
 from mmjax.config import DecoderConfig, ModelConfig
 from mmjax.models.model import Model
 
+OPTIONS: Options = {
+    "--layers": option([6, 48], metavar=("FEW", "MANY"), nargs=2),
+    "--repeats": option(3),
+}
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--layers", type=int, nargs=2, default=(6, 48), metavar=("FEW", "MANY"))
-    parser.add_argument("--repeats", type=int, default=3)
 
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Time tracing, lowering and compiling at both depths, interleaved, the best of the repeats; and their ratio."""
-    seconds = {n: [] for n in args.layers}
-    for _ in range(args.repeats):
-        for n in args.layers:
-            seconds[n].append(_compile(n))
+    seconds = best_seconds({n: _compiler(n) for n in args.layers}, args.repeats)
     few, many = args.layers
-    ratio = min(seconds[many]) / min(seconds[few])
-    return [{"layers": n, "seconds": min(seconds[n]), "ratio": ratio if n == many else 1.0} for n in args.layers]
+    ratio = seconds[many] / seconds[few]
+    return [{"layers": n, "seconds": seconds[n], "ratio": ratio if n == many else 1.0} for n in args.layers]
 
 
-def _compile(layers: int) -> float:
+def _compiler(layers: int) -> Callable[[], object]:
+    """Return what compiles a gradient step of so many layers from nothing."""
     llm = DecoderConfig(layers=layers, width=64, heads=4, kv_heads=2, head_width=16, mlp_width=128, vocab=64)
     model = Model.build(ModelConfig(llm), jnp.float32)
     ints = jax.ShapeDtypeStruct((2, 64), jnp.int32)
     fields = {name: ints for name in TOKEN_FIELDS if name != "weight"}
     weight = jax.ShapeDtypeStruct((2, 64), jnp.float32)
     batch = Microbatch(TextBatch(**fields, weight=weight, slots={}, send={}), {})
-    jax.clear_caches()
-    began = time.perf_counter()
-    jax.jit(jax.grad(lambda params, batch: model.logits(params, batch).sum())).lower(model.abstract, batch).compile()
-    return time.perf_counter() - began
+
+    def compile_step() -> None:
+        jax.clear_caches()
+        gradients = jax.grad(lambda params, batch: model.logits(params, batch).sum())
+        jax.jit(gradients).lower(model.abstract, batch).compile()
+
+    return compile_step

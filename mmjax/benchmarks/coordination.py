@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jax._src.lib import _jax  # remove when jax.distributed gives the service and its clients public names
 
+from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.processes import free_port
 from mmjax.distributed.peer_monitor import HEARTBEAT_SECONDS, heartbeat_seconds, poll_seconds
 from mmjax.runtime.devices import resident_memory
 
@@ -32,13 +33,13 @@ _HEARTBEAT = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--processes", type=int, nargs="+", default=[64, 256], help="numbers of clients, each a thread")
-    parser.add_argument("--rounds", type=int, default=5, help="requests of each kind by each client")
+OPTIONS: Options = {
+    "--processes": option([64, 256], "numbers of clients, each a thread"),
+    "--rounds": option(5, "requests of each kind by each client"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure each number of processes: requests a second, and the service's CPU time and memory for them."""
     rows = []
     for count in args.processes:
@@ -68,9 +69,7 @@ def measure(count: int, rounds: int) -> None:
 
 
 def _measure(count: int, rounds: int) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     code = f"from mmjax.benchmarks.coordination import serve; serve({port}, {count})"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen([sys.executable, "-c", code], **pipes)  # ends with its standard input

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 
 import jax
 import numpy as np
 
 from mmjax.balance.phases import Costs, PhasePlan, place_apart, place_in_order, place_jointly, usual_widths, wire
 from mmjax.balance.rearrangement import Rearrangement, rearrange, tables, width
-from mmjax.benchmarks import phases
-from mmjax.benchmarks.measurement import Measurement, median_seconds
+from mmjax.benchmarks.corpora import costs_of_step, draw_samples, read_phases, steps_options
+from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option, ranks_of_node
 from mmjax.config import MeshConfig
 from mmjax.errors import UserError
 from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.sharding import make_mesh, rows_sharding
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    phases.add_step_arguments(parser)
-    parser.add_argument("--devices", type=int, default=8, help="ranks, each a device")
-    parser.add_argument("--hidden", type=int, default=64, help="width of an encoder's output, float32")
-    parser.add_argument(
-        "--locality", choices=("on", "off"), default="on", help="off: every phase is balanced by itself (OrchMLLM)"
-    )
+OPTIONS: Options = steps_options(60) | {
+    "--devices": option(8, "ranks, each a device", minimum=1),
+    "--hidden": option(64, "width of an encoder's output, float32", minimum=1),
+    "--locality": option("on", "off: every phase is balanced by itself (OrchMLLM)", choices=("on", "off")),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Plan a step, send its encoder outputs, and count what leaves the ranks, padding included."""
-    phases.check(args, "devices", "per_rank", "scale", "hidden", "samples")
     ranks = args.devices
-    peers = args.ranks_per_node or ranks
-    if ranks % peers:
-        raise UserError(f"--ranks-per-node {peers}: give a number that divides --devices {ranks}")
-    lengths = phases.read(args)
-    available = len(lengths["llm_tokens"])
-    count = ranks * args.per_rank
-    sample = np.random.default_rng(args.seed).choice(available, count, replace=count > available)
-    costs = phases.costs_of_step(lengths, sample, args.scale)
+    peers = ranks_of_node(args.ranks_per_node, ranks, ranks, "--devices")
+    lengths = read_phases(args)
+    sample = draw_samples(len(lengths["llm_tokens"]), ranks * args.per_rank, args.seed)
+    costs = costs_of_step(lengths, sample, args.scale)
     plan = _plan(costs, ranks, peers, args.locality)
     peers = ranks if args.locality == "off" else peers
     planned = median_seconds(lambda: _plan(costs, ranks, peers, args.locality))
@@ -46,12 +37,12 @@ def run(args: argparse.Namespace) -> Measurement:
     counted = [_run_exchange(m, int(w), ranks, peers, args.hidden) for m, w in zip(moved, plan.width, strict=True)]
 
     size = 4 * args.hidden
-    total = int(costs.item_tokens.sum())
-    useful = int(costs.item_tokens[plan.item_rank != plan.sample_rank[costs.item_sample]].sum())
+    total = costs.item_tokens.sum()
+    useful = costs.item_tokens[plan.item_rank != plan.sample_rank[costs.item_sample]].sum()
     return Measurement(
         figures={
             "useful_bytes": size * useful,
-            "wire_bytes": size * int(wire(plan.width, ranks, peers).sum()),
+            "wire_bytes": size * wire(plan.width, ranks, peers).sum(),
             "allgather_bytes": size * total * (ranks - 1),
             "two_step_bytes": size * _two_step_tokens(costs, ranks),
             "all_to_alls": sum(counted),

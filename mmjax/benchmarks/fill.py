@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,8 @@ import numpy as np
 
 from mmjax.balance.parts import LLM, dist_ratio, fill
 from mmjax.balance.waits import mean_waits
-from mmjax.benchmarks.measurement import index_of_samples
-from mmjax.benchmarks.phases import check
+from mmjax.benchmarks.corpora import index_of_samples
+from mmjax.benchmarks.harness import Options, option, ranks_of_node
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -34,7 +34,6 @@ from mmjax.data.plan.placement import MicrobatchPlan, Topology, room_and_use, wa
 from mmjax.data.plan.sampler import mixture_weights
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
-from mmjax.errors import UserError
 
 PACK = ("pack", PackGrouping())
 ISF = ("isf", IsfGrouping())
@@ -42,24 +41,22 @@ NONE = ("none", NoGrouping())
 BALANCES = (NoBalance(), LlmBalance(), PostBalance())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--config", default="", help="a config's file or name (default: tiny_omni)")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="changes to the config")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--epochs", type=float, default=0.0, help="in place of steps")
-    parser.add_argument("--seeds", type=int, help="how many (default: 3, with --lengths 1)")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: all)")
-    parser.add_argument(
-        "--lengths", nargs="+", type=Path, default=[], metavar="F.npz", help="of samples, in place of the config's data"
-    )
-    parser.add_argument("--samples", type=int, default=0, help="use this many of them (default: all)")
-    parser.add_argument("--scale", type=int, default=1, help="divide these lengths by this, to at least 1")
-    parser.add_argument("--per-rank", type=int, default=60, help="of these samples in a step, for each rank")
+OPTIONS: Options = {
+    "--config": option("", "a config's file or name (default: tiny_omni)"),
+    "overrides": option(None, "changes to the config", metavar="a.b=value", nargs="*"),
+    "--steps": option(300, minimum=1),
+    "--epochs": option(0.0, "in place of steps", minimum=0),
+    "--seeds": option(None, "how many (default: 3, with --lengths 1)", type=int, minimum=1),
+    "--ranks": option(1, minimum=1),
+    "--ranks-per-node": option(0, "that exchange among themselves (default: all)", minimum=0),
+    "--lengths": option([], "of samples, in place of the config's data", metavar="F.npz", type=Path),
+    "--samples": option(0, "use this many of them (default: all)", minimum=0),
+    "--scale": option(1, "divide these lengths by this, to at least 1", minimum=1),
+    "--per-rank": option(60, "of these samples in a step, for each rank", minimum=1),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each grouping, balance (where there are ranks) and seed.
 
     shapes: those in use; fill_*: useful positions / budget, alignment inside items is padding; aligned_*: it is none;
@@ -70,12 +67,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     microbatches than the config has; plan_ms: of a step.
     """
     args.seeds = args.seeds if args.seeds is not None else 1 if args.lengths else 3
-    if args.samples < 0 or args.epochs < 0:
-        raise UserError("--samples and --epochs: give 0 or more")
-    check(args, "ranks", "steps", "seeds", "scale", "per_rank")
     path = find_config(args.config) if args.config else default_config()
     config = load(path, args.overrides)
-    topology = _make_topology(args)
+    per_node = ranks_of_node(args.ranks_per_node, args.ranks, args.ranks)
+    topology = Topology(args.ranks, per_node, per_node)
     rows: list[dict[str, Any]] = []
     for seed in range(args.seeds):
         config = replace(config, seed=seed)
@@ -93,14 +88,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _make_topology(args: argparse.Namespace) -> Topology:
-    per_node = args.ranks_per_node or args.ranks
-    if args.ranks % per_node:
-        raise UserError(f"--ranks-per-node {per_node}: choose a divisor of --ranks {args.ranks}")
-    return Topology(args.ranks, per_node, per_node)
-
-
-def _variants(config: Config, args: argparse.Namespace) -> list[tuple[str, BatchConfig]]:
+def _variants(config: Config, args: Namespace) -> list[tuple[str, BatchConfig]]:
     batch = config.batch
     balances = BALANCES if args.ranks > 1 else BALANCES[:1]
     groupings = [(*grouping, batch.shapes) for grouping in (PACK, ISF, NONE)] + [("none, one shape", NONE[1], 1)]
@@ -125,7 +113,7 @@ def _index_sources(config: Config, path: Path) -> tuple[LengthIndex, list[float]
 
 
 def _measure(
-    config: Config, index: LengthIndex, weights: Sequence[float], topology: Topology, args: argparse.Namespace
+    config: Config, index: LengthIndex, weights: Sequence[float], topology: Topology, args: Namespace
 ) -> dict[str, Any]:
     modules = ("llm", *config.model.item_modules)
     planner, _ = make_planner(index, config, weights, topology)
@@ -145,20 +133,18 @@ def _measure(
         "dist_ratio": np.mean([rank_dist_ratios(plan.microbatches) for plan in plans], axis=0),
         "width": np.mean([(0, *m.shape.widths) for m in microbatches], axis=0),
     }
-    sent = [m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches]
-    encoded = [int(index.tokens(m.samples)[m.module != LLM].sum()) for m in microbatches]
     idle = [(np.array(m.shape.widths) > 0) & (_count_moved_items(m, len(modules)) == 0) for m in microbatches]
-    by_module = {f"{key}_{m}": float(x) for key, row in figures.items() for m, x in zip(modules, row, strict=True)}
+    by_module = {f"{key}_{m}": x for key, row in figures.items() for m, x in zip(modules, row, strict=True)}
     del by_module["width_llm"]
     return {
         "steps": steps,
         "wait": waits.wait,
         "wait_bound": waits.bound,
         "padding": waits.padding,
-        "samples": float(np.mean([len(m.samples) for m in microbatches])),
+        "samples": np.mean([len(m.samples) for m in microbatches]),
         "shapes": len({m.shape for m in microbatches}),
         **by_module,
-        "wire_share": sum(sent) / max(sum(encoded), 1),
+        "wire_share": wire_share(microbatches, index),
         "idle_exchanges": float(np.mean(idle)) if modules[1:] else 0.0,
         "split_steps": sum(len(plan.microbatches) > config.batch.microbatches for plan in plans),
         "plan_ms": 1e3 * seconds / steps,
@@ -170,6 +156,13 @@ def _count_moved_items(microbatch: MicrobatchPlan, modules: int) -> np.ndarray:
     rank = microbatch.rank()
     sample_rank = rank[microbatch.part_start[:-1]][microbatch.sample_of()]
     return np.bincount(microbatch.module[rank != sample_rank], minlength=modules)[1:]
+
+
+def wire_share(microbatches: Sequence[MicrobatchPlan], index: LengthIndex) -> float:
+    """Return tokens that are sent, padding included, as a part of all that encoders make."""
+    sent = sum(m.topology.ranks * (m.topology.peers - 1) * sum(m.shape.widths) for m in microbatches)
+    encoded = sum(index.tokens(m.samples)[m.module != LLM].sum() for m in microbatches)
+    return sent / max(encoded, 1)
 
 
 def rank_dist_ratios(microbatches: Sequence[MicrobatchPlan]) -> np.ndarray:

@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from mmjax.autotune.layer_profile import STACK, layer_programs, typical_seconds
-from mmjax.benchmarks.spmd import POLICY, SIDE, EqualSamples, make_step, predict_step, spmd_config
-from mmjax.config import BatchConfig, Config, DiffusionTransformerConfig, FunctionSource, PixelLatents, Samples
-from mmjax.config.model import SETTINGS, train_only
-from mmjax.data.sample import Item, Sample, SampleLengths
-from mmjax.errors import UserError
+from mmjax.autotune.layer_profile import layer_programs
+from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.spmd import (
+    POLICY,
+    SIDE,
+    TEXT,
+    TIMING,
+    EqualSamples,
+    check_width,
+    make_step,
+    predict_step,
+    spmd_config,
+    take_turns,
+)
+from mmjax.config import (
+    BatchConfig,
+    Config,
+    DiffusionTransformerConfig,
+    FunctionSource,
+    ModelConfig,
+    PixelLatents,
+    Samples,
+)
+from mmjax.data.sample import Sample, SampleLengths
 from mmjax.planning.flops import executed, frozen_modules, needed_gradients
-from mmjax.runtime.devices import device_description
 
 ROWS = 2  # samples of a step on every device, and rows of each module
 ALL = "all"
+
+
+SETTINGS = ("projectors", "encoder", "llm", "generator")  # of frozen training, by what is trained (MMScale, 7.3.1)
+
+
+def train_only(model: ModelConfig, trained: str) -> ModelConfig:
+    """Freeze all but connectors, queries and one kind of module, which `trained` names; "projectors": no other."""
+    return replace(
+        model,
+        llm=replace(model.llm, frozen=trained != "llm"),
+        encoders={name: replace(c, frozen=trained != "encoder") for name, c in model.encoders.items()},
+        generators={name: replace(c, frozen=trained != "generator") for name, c in model.generators.items()},
+    )
 
 
 class EqualDrawings(EqualSamples):
@@ -28,36 +57,33 @@ class EqualDrawings(EqualSamples):
 
     def facts(self, index: int) -> SampleLengths:
         """Return the lengths of a sample."""
-        facts = super().facts(index)
-        return replace(facts, items=(*facts.items, ("picture", (SIDE, SIDE))))
+        return SampleLengths(TEXT, (("vision", (SIDE, SIDE)), ("picture", (SIDE, SIDE))))
 
     def sample(self, index: int) -> Sample:
         """Return an image, random text, and an image to be made."""
-        return Sample((*super().sample(index).segments, Item("picture", 1)))
+        vision, picture, text = super().sample(index).segments
+        return Sample((vision, text, picture))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--width", type=int, default=384, help="of all modules, a multiple of 64")
-    parser.add_argument("--seconds", type=float, default=120, help="to measure for")
-    parser.add_argument("--cpu-time", action="store_true", help="of this process, which should run on one core")
+OPTIONS: Options = TIMING | {
+    "--width": option(384, "of all modules, a multiple of 64"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each setting: `faster` is the step with everything trained over the step in the setting.
 
     `planned`: the same of the planner's seconds, from the times of single layers, which depend on what is trained, and
     the device's rates; `off`: by which part it differs. `flops`: the same of executed FLOPs alone. Medians of rounds in
     which steps and layers took turns.
     """
-    if args.width < 64 or args.width % 64:
-        raise UserError("--width must be a multiple of 64")
+    check_width(args)
     devices = jax.devices()
     base = _config(args.width, len(devices))
     configs = {ALL: base} | {trained: replace(base, model=train_only(base.model, trained)) for trained in SETTINGS}
     steps = {name: make_step(config, devices) for name, config in configs.items()}
     shape = steps[ALL].batch.shape
-    programs: dict[Any, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
+    programs: dict[Hashable, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
     layers = {}  # what a tower's layers are timed as in each setting, by tower and the gradients that they compute
     for name, config in configs.items():
         for tower in shape:
@@ -66,14 +92,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             if (tower, gradients) not in programs:
                 timed = layer_programs(config, tower, shape[tower], devices[0])
                 programs[tower, gradients] = timed.get(POLICY, timed["forward"])
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    typical = typical_seconds(programs, args.seconds, clock)
-    device = device_description(devices[0], clock)
-    sharing = len(devices) if devices[0].platform == "cpu" else 1
+    turns = take_turns(programs, args)
+    typical = turns.seconds
     planned, flops = {}, {}
     for name, step in steps.items():
-        times = {tower: sharing * typical[layers[name, tower]] / STACK for tower in shape}
-        planned[name] = predict_step(step, times, device).total
+        times = turns.layer_seconds({tower: layers[name, tower] for tower in shape})
+        planned[name] = predict_step(step, times, turns.device).total
         model = step.config.model
         flops[name] = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
     rows = []

@@ -2,352 +2,68 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
+from mmjax.benchmarks.gpu_kernels import TINY, Sizes, device, first_line
+from mmjax.benchmarks.harness import Options, option
 from mmjax.console import print_note
 from mmjax.disk import user_cache
 from mmjax.errors import UserError, check_output, exit_process, run_command
-from mmjax.kernels.grouped_matmul import grouped_matmul
-from mmjax.kernels.masked_tiles import KEYS, TILE, TilePlan
-from mmjax.kernels.masks import MaskSpec, encoder_mask
-from mmjax.kernels.tiles import tiles_for
-from mmjax.models.attention import attention, plan_attention
-from mmjax.models.blockwise_attention import dense_attention
-from mmjax.models.gated_delta_net import gated_delta_rule
-from mmjax.runtime.devices import INSTALL_CUDA, enable_compilation_cache, measured_bandwidth, set_gpu_memory_fraction
-
-BACKWARD = 2.5  # FLOPs of attention's backward pass over those of its forward pass, as is usual for FlashAttention
-ROUNDS = 3  # of which the fastest counts
+from mmjax.runtime.devices import INSTALL_CUDA, enable_compilation_cache, set_gpu_memory_fraction
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of all sections."""
+class Section(NamedTuple):
+    """A section: its function, in a module that its process alone loads, its seconds at most, the model of a step."""
 
-    lengths: tuple[int, ...] = (4096, 8192, 16_384, 32_768)  # of rows of the LLM
-    compared: int = 2048  # tokens of a row whose scores fit in memory
-    samples: tuple[int, int] = (1024, 4096)  # shortest and longest sample of a row
-    heads: tuple[int, int, int] = (28, 4, 128)  # of queries, of keys, and their width
-    vision_heads: int = 16
-    vision_widths: tuple[int, ...] = (72, 80)  # of a head
-    image: int = 1024  # patches
-    window: int = 64  # patches
-    patches: int = 16_384  # of a row of images
-    products: tuple[tuple[int, int, int], ...] = ((8192,) * 3, (16_384, 3584, 18_944), (16_384, 3584, 152_064))
-    experts: tuple[int, int, int, int] = (131_072, 128, 2048, 768)  # rows, experts, input and output channels
-    delta_net: tuple[int, int, int] = (16_384, 32, 128)  # tokens, heads and their width
-    calls: int = 5  # of a program in a round
-    copied: int = 2**30  # bytes
-    tokens: int = 16_384  # of a row of a step
-    tiny: bool = False  # models of a step, and its samples
+    module: str
+    function: str
+    seconds: float
+    model: str = ""
+
+    def measure(self, sizes: Sizes, changes: Sequence[str]) -> dict[str, Any]:
+        """Measure it here. changes: to the config of a step."""
+        function = getattr(importlib.import_module(f"mmjax.benchmarks.{self.module}"), self.function)
+        return function(sizes, self.model, changes) if self.model else function(sizes)
 
 
-TINY = Sizes(
-    lengths=(64, 128), compared=64, samples=(16, 40), heads=(4, 2, 16), vision_heads=2, vision_widths=(8,), image=32,
-    window=8, patches=64, products=((64,) * 3,), experts=(256, 4, 64, 32), delta_net=(256, 2, 16), calls=1,
-    copied=2**20, tokens=256, tiny=True,
-)  # fmt: skip
-
-
-def seconds_of(program: Callable[..., Any], *inputs: Any, calls: int) -> float:
-    """Time one call of a compiled program, in the fastest of some rounds of several calls."""
-    jax.block_until_ready(program(*inputs))
-    rounds = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for _ in range(calls):
-            out = program(*inputs)
-        jax.block_until_ready(out)
-        rounds.append((time.perf_counter() - began) / calls)
-    return min(rounds)
-
-
-# ------------------------------------------------------------------------------------------------------------- inputs
-
-
-def text_mask(length: int, samples: tuple[int, int], seed: int = 0) -> tuple[MaskSpec, int]:
-    """Fill a causal row with samples of random lengths; return its mask and the allowed pairs."""
-    low, high = samples
-    drawn = np.random.default_rng(seed).integers(low, high, length // low + 1, endpoint=True)
-    sample = np.repeat(np.arange(len(drawn)), drawn)[None, :length].astype(np.int32)
-    counts = np.bincount(sample[0]).astype(np.int64)
-    ones = np.ones_like(sample)
-    pos = np.arange(length, dtype=np.int32)[None]
-    mask = MaskSpec(sample=sample, pos=pos, span=0 * pos, kind=ones, sees=ones)
-    return jax.tree.map(jnp.asarray, mask), int((counts * (counts + 1) // 2).sum())
-
-
-def image_mask(length: int, image: int, window: int = 0) -> tuple[MaskSpec, int]:
-    """Fill a row with images of so many patches, attended as a whole or in windows; return mask and allowed pairs."""
-    patch = jnp.arange(length, dtype=jnp.int32)[None]
-    mask = encoder_mask(patch // image)
-    if window:
-        # Patches in the order of the windows, which are numbered anew in every image.
-        mask = mask._replace(span=1 + patch % image // window, sees=0 * patch)
-    return mask, length * (window or image)
-
-
-def draw(length: int, heads: int, kv_heads: int, width: int, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
-    """Draw queries, keys, values and the gradient of the output of one row."""
-    counts = (heads, kv_heads, kv_heads, heads)
-    keys = jax.random.split(jax.random.key(0), len(counts))
-    return [jax.random.normal(k, (1, length, n, width), dtype) for k, n in zip(keys, counts, strict=True)]
-
-
-def with_gradients(attend: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Make the program of an attention's output and gradients: `(q, k, v, d_out, *others)`."""
-
-    @jax.jit
-    def program(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, *others: Any) -> tuple[jax.Array, ...]:
-        out, backward = jax.vjp(lambda q, k, v: attend(q, k, v, *others), q, k, v)
-        return out, *backward(d_out.astype(out.dtype))
-
-    return program
-
-
-def rates(attend: Callable[..., jax.Array], inputs: Sequence[Any], flops: float, calls: int) -> dict[str, float]:
-    """Measure the TFLOP/s of an attention, forward and backward; `flops` are those of its forward pass."""
-    forward = seconds_of(jax.jit(attend), *inputs[:3], *inputs[4:], calls=calls)  # all but the output's gradient
-    both = seconds_of(with_gradients(attend), *inputs, calls=calls)
-    backward = max(both - forward, 1e-9)
-    return {"forward TFLOP/s": flops / forward / 1e12, "backward TFLOP/s": BACKWARD * flops / backward / 1e12}
-
-
-def flash(q: jax.Array, k: jax.Array, v: jax.Array, mask: MaskSpec, plan: Any = None) -> jax.Array:
-    """Attend with the kernel."""
-    return attention(q, k, v, mask, "flash", plan=plan)
-
-
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attend causally over the whole row with cuDNN."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-
-# ----------------------------------------------------------------------------------------------------------- sections
-
-
-def device(sizes: Sizes) -> dict[str, Any]:
-    """Name the device, its memory and the versions that drive it."""
-    first = jax.devices()[0]
-    return {
-        "device": first.device_kind,
-        "sizes": "tiny" if sizes.tiny else "full",
-        "platform": first.platform,
-        "devices": jax.device_count(),
-        "GB for programs": (first.memory_stats() or {}).get("bytes_limit", 0) / 1e9,
-        "JAX": jax.__version__,
-        "driver": " ".join(first.client.platform_version.split()),
-        "memory GB/s": measured_bandwidth(first, sizes.copied) / 1e9,
-    }
-
-
-def exactness(sizes: Sizes) -> dict[str, Any]:
-    """Compare the kernel with dense attention in float32: the largest error over the largest value."""
-    heads, kv_heads, width = sizes.heads
-    cases = {f"text {heads}/{kv_heads} x {width}": (sizes.heads, [text_mask(sizes.compared, sizes.samples)[0]])}
-    image = min(sizes.image, sizes.compared // 2)
-    masks = [image_mask(sizes.compared, image, window)[0] for window in (0, sizes.window)]
-    for width in sizes.vision_widths:
-        cases[f"images {sizes.vision_heads} x {width}"] = (sizes.vision_heads, sizes.vision_heads, width), masks
-    figures: dict[str, Any] = {}
-    for name, (shape, masks) in cases.items():
-        exact = with_gradients(lambda q, k, v, mask: dense_attention(q, k, v, mask, mask))
-        kernel = with_gradients(flash)
-        for dtype in ("float32", "bfloat16"):
-            inputs = draw(sizes.compared, *shape, dtype)
-            for mask in masks:
-                with jax.default_matmul_precision("highest"):
-                    expected = exact(*(x.astype(jnp.float32) for x in inputs), mask)
-                results = kernel(*inputs, mask)
-                pairs = zip(results, expected, strict=True)
-                errors = [float(jnp.abs(x - exact_x).max() / jnp.abs(exact_x).max()) for x, exact_x in pairs]
-                repeated = kernel(*inputs, mask)
-                same = all(bool((x == y).all()) for x, y in zip(results, repeated, strict=True))
-                for part, error in (("output", errors[0]), ("gradients", max(errors[1:]))):
-                    key = f"{name} {dtype}, error of {part}"
-                    figures[key] = max(error, figures.get(key, 0.0))
-                figures["repeatable to the bit"] = same and figures.get("repeatable to the bit", True)
-    return figures
-
-
-def text_attention(sizes: Sizes) -> dict[str, Any]:
-    """Measure causal attention of packed rows, of whole rows, and cuDNN's of whole rows, by length."""
-    heads, kv_heads, width = sizes.heads
-    figures: dict[str, Any] = {}
-    for length in sizes.lengths:
-        inputs = draw(length, *sizes.heads)
-        for name, samples in (("packed", sizes.samples), ("one sample", (length, length))):
-            mask, pairs = text_mask(length, samples)
-            plan = plan_attention(mask, "flash", width, (heads, kv_heads), inputs[0].dtype)
-            measured = rates(flash, (*inputs, mask, plan), 4.0 * pairs * heads * width, sizes.calls)
-            figures |= {f"{length} {name}, {key}": value for key, value in measured.items()}
-            hopper = isinstance(plan, TilePlan)
-            figures[f"{length} {name}, kernel"] = "Mosaic" if hopper else "Triton"
-            tile = tiles_for(width, length).forward
-            blocks = (plan.by_query.blocks if hopper else plan.forward).count[..., 1].sum()
-            visited = int(blocks) * (TILE * KEYS if hopper else tile.q * tile.k)
-            figures[f"{length} {name}, allowed / visited pairs"] = pairs / visited
-        try:
-            measured = rates(cudnn, inputs, 4.0 * pairs * heads * width, sizes.calls)
-            figures |= {f"{length} one sample, cuDNN {key}": value for key, value in measured.items()}
-        except Exception as error:
-            figures[f"{length} one sample, cuDNN"] = first_line(error)
-    return figures
-
-
-def image_attention(sizes: Sizes) -> dict[str, Any]:
-    """Measure attention of images, whole and in windows, by the width of a head."""
-    figures: dict[str, Any] = {}
-    for width in sizes.vision_widths:
-        inputs = draw(sizes.patches, sizes.vision_heads, sizes.vision_heads, width)
-        for name, window in (("whole", 0), ("windows", sizes.window)):
-            mask, pairs = image_mask(sizes.patches, sizes.image, window)
-            plan = plan_attention(mask, "flash", width, (sizes.vision_heads, sizes.vision_heads), inputs[0].dtype)
-            measured = rates(flash, (*inputs, mask, plan), 4.0 * pairs * sizes.vision_heads * width, sizes.calls)
-            figures |= {f"{sizes.vision_heads} x {width} {name}, {key}": value for key, value in measured.items()}
-    return figures
-
-
-def products(sizes: Sizes) -> dict[str, Any]:
-    """Measure products of matrices, in bfloat16 and as JAX computes float32 by default."""
-    figures = {}
-    multiply = jax.jit(jnp.matmul)
-    for m, k, n in sizes.products:
-        for dtype in ("bfloat16", "float32"):
-            # Of noise: a GPU that multiplies ones draws less power, and is faster.
-            a, b = (jax.random.normal(jax.random.key(0), shape, dtype) for shape in ((m, k), (k, n)))
-            seconds = seconds_of(multiply, a, b, calls=sizes.calls)
-            figures[f"{m} x {k} x {n} {dtype}, TFLOP/s"] = 2 * m * k * n / seconds / 1e12
-    return figures
-
-
-def grouped_products(sizes: Sizes) -> dict[str, Any]:
-    """Measure the products of experts, forward and backward, beside one product of all rows."""
-    rows, experts, width, output = sizes.experts
-    shapes = ((rows, width), (experts, width, output), (rows, output))
-    x, weights, d_out = (jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) for shape in shapes)
-    rng = np.random.default_rng(0)
-    counts = jnp.asarray(rng.multinomial(rows, rng.dirichlet(np.full(experts, 4.0))), jnp.int32)
-    interpret = jax.default_backend() == "cpu"
-
-    def seconds_of_both(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[float, float]:
-        def both(x: jax.Array, weights: jax.Array, d_out: jax.Array) -> tuple[jax.Array, ...]:
-            out, backward = jax.vjp(multiply, x, weights)
-            return out, *backward(d_out)
-
-        forward = seconds_of(jax.jit(multiply), x, weights, calls=sizes.calls)
-        return forward, max(seconds_of(jax.jit(both), x, weights, d_out, calls=sizes.calls) - forward, 1e-9)
-
-    flops = 2.0 * rows * width * output
-    figures = {"largest group / mean": float(counts.max() / counts.mean())}
-    for name, multiply in (
-        ("kernel", lambda x, weights: grouped_matmul(x, weights, counts, interpret)),
-        ("one matrix", lambda x, weights: x @ weights[0]),
-    ):
-        forward, backward = seconds_of_both(multiply)
-        figures[f"{name}, forward TFLOP/s"] = flops / forward / 1e12
-        figures[f"{name}, backward TFLOP/s"] = 2 * flops / backward / 1e12
-    return figures
-
-
-def delta_net(sizes: Sizes) -> dict[str, Any]:
-    """Measure the recurrence of one layer of gated delta nets, in float32, forward and with gradients."""
-    length, heads, width = sizes.delta_net
-    keys = jax.random.split(jax.random.key(0), 6)
-    q, k, v, d_out = (jax.random.normal(key, (1, length, heads, width)) for key in keys[:4])
-    decay = -jax.nn.softplus(jax.random.normal(keys[4], (1, length, heads)))
-    beta = jax.nn.sigmoid(jax.random.normal(keys[5], (1, length, heads)))
-    sample = jnp.arange(length, dtype=jnp.int32)[None] // (length // 4)
-
-    def output(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return gated_delta_rule(q, k, v, decay, beta, sample)[0]
-
-    return {
-        "forward, ms": 1e3 * seconds_of(jax.jit(output), q, k, v, calls=1),
-        "with gradients, ms": 1e3 * seconds_of(with_gradients(output), q, k, v, d_out, calls=1),
-    }
-
-
-# The modules of training take seconds to load, which only these sections need.
-
-
-def step(name: str, sizes: Sizes, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure whole steps of a model, and the kernels that take most of one."""
-    from mmjax.benchmarks.gpu_steps import measure_step
-
-    return measure_step(name, sizes.tokens, sizes.tiny, changes)
-
-
-def rows(sizes: Sizes) -> dict[str, Any]:
-    """Measure rows of the section `decoder`, one sample and many, and how well two of them predict all."""
-    from mmjax.benchmarks.gpu_steps import measure_rows
-
-    return measure_rows("decoder", sizes.tokens, sizes.tiny)
-
-
-def torch_step(sizes: Sizes) -> dict[str, Any]:
-    """Measure the gradients of the section `decoder` in PyTorch, on the same samples."""
-    from mmjax.benchmarks.gpu_steps import measure_torch
-
-    return measure_torch("decoder", sizes.tokens, sizes.tiny)
-
-
-# In this order; with the seconds that each may take.
-SECTIONS: dict[str, tuple[Callable[..., dict[str, Any]], float]] = {
-    "exactness": (exactness, 120),
-    "products": (products, 40),
-    "text_attention": (text_attention, 120),
-    "image_attention": (image_attention, 60),
-    "step_7b": (partial(step, "7b"), 180),
-    "step_3b": (partial(step, "3b"), 120),
-    "lora_7b": (partial(step, "lora_7b"), 120),
-    "decoder": (partial(step, "decoder"), 60),
-    "rows": (rows, 180),
-    "torch": (torch_step, 60),
-    "grouped_products": (grouped_products, 60),
-    "delta_net": (delta_net, 60),
+DEVICE = "device"  # the section that every run begins with
+SECTIONS = {  # in this order
+    "exactness": Section("gpu_kernels", "exactness", 120),
+    "products": Section("gpu_kernels", "products", 40),
+    "text_attention": Section("gpu_kernels", "text_attention", 120),
+    "image_attention": Section("gpu_kernels", "image_attention", 60),
+    "step_7b": Section("gpu_steps", "measure_step", 180, "7b"),
+    "step_3b": Section("gpu_steps", "measure_step", 120, "3b"),
+    "lora_7b": Section("gpu_steps", "measure_step", 120, "lora_7b"),
+    "decoder": Section("gpu_steps", "measure_step", 60, "decoder"),
+    "rows": Section("gpu_steps", "measure_rows", 180),
+    "torch": Section("gpu_steps", "measure_torch", 60),
+    "grouped_products": Section("gpu_kernels", "grouped_products", 60),
+    "delta_net": Section("gpu_kernels", "delta_net", 60),
 }
-CHANGEABLE = ("step_7b", "step_3b", "lora_7b", "decoder")  # sections that take changes to the config
-DEVICE = "device"
-DEVICE_SECONDS = 300.0  # for the section that every run begins with
 
 
-def first_line(error: BaseException) -> str:
-    """Say what an error is on one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+KNOWN = ",".join(SECTIONS)
+OPTIONS: Options = {
+    "changes": option(None, "changes to the config of the steps", metavar="a.b=value", nargs="*"),
+    "--results": option(Path("gpu.json"), "sections in it are not run again", metavar="F.json", type=Path),
+    "--sections": option(KNOWN, f"of {KNOWN}", metavar="A,B"),
+    "--minutes": option(9.0, "after which the rest is left for the next run"),
+    "--tiny": option(False, "small sizes for any device, with the kernel interpreted"),
+}
 
 
-# -------------------------------------------------------------------------------------------------------- the command
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("changes", nargs="*", metavar="a.b=value", help="changes to the config of the steps")
-    parser.add_argument(
-        "--results", type=Path, default=Path("gpu.json"), metavar="F.json", help="sections in it are not run again"
-    )
-    known = ",".join(SECTIONS)
-    parser.add_argument("--sections", default=known, metavar="A,B", help=f"of {known}")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which the rest is left for the next run")
-    parser.add_argument("--tiny", action="store_true", help="small sizes for any device, with the kernel interpreted")
-
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Run the sections that the file of results lacks, each in a process of its own; return all figures.
 
     A section that fails has its error's line as its only figure, and is run again the next time.
@@ -358,7 +74,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     check_output("--results", args.results, (".json",))
     deadline = math.inf if args.tiny else time.monotonic() + 60 * args.minutes
     results = json.loads(args.results.read_text()) if args.results.exists() else {}
-    described = _section(DEVICE, args, None if args.tiny else DEVICE_SECONDS)
+    described = _section(DEVICE, args, None if args.tiny else 300)
     if "error" in described:
         raise UserError(f"bench gpu: JAX cannot use a device here: {described['error']}")
     if described["platform"] not in ("gpu", "cuda") and not args.tiny:
@@ -379,7 +95,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         if remaining < 10:
             print_note(f"{name}: left for the next run of the same command")
             continue
-        limit = None if args.tiny else min(SECTIONS[name][1], remaining)
+        limit = None if args.tiny else min(SECTIONS[name].seconds, remaining)
         print_note(f"{name}{f', up to {limit:.0f} s' if limit else ''}")
         results[name] = _section(name, args, limit)
         args.results.write_text(json.dumps(results, indent=2) + "\n")
@@ -391,7 +107,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def _section(name: str, args: argparse.Namespace, limit: float | None) -> dict[str, Any]:
+def _section(name: str, args: Namespace, limit: float | None) -> dict[str, Any]:
     """Run a section in a process of its own: its memory is its own, and so is an error that a GPU does not recover."""
     options = ["--tiny"] if args.tiny else []
     command = [sys.executable, "-m", "mmjax.benchmarks.gpu", name, *options, *args.changes]
@@ -426,9 +142,8 @@ def main() -> None:
     enable_compilation_cache(user_cache() / "programs")
     sizes = TINY if "--tiny" in words else Sizes()
     changes = [word for word in words if word != "--tiny"]
-    function = device if name == DEVICE else SECTIONS[name][0]
     try:
-        figures = function(sizes, changes) if name in CHANGEABLE else function(sizes)
+        figures = device(sizes) if name == DEVICE else SECTIONS[name].measure(sizes, changes)
     except Exception as error:
         figures = {"error": first_line(error)}
     print(json.dumps(figures))

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mmjax.autotune.memory_plan import fit_run
 from mmjax.batch import PADDING
+from mmjax.benchmarks.corpora import visual_corpus
+from mmjax.benchmarks.gpu_kernels import Sizes
+from mmjax.benchmarks.synthetic_run import RandomSamples, make_executor, opened_data
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -39,22 +41,19 @@ from mmjax.config import (
 from mmjax.config.loading import apply_overrides
 from mmjax.cost.table import parameters
 from mmjax.data.loading.step_loader import LoadedStep
-from mmjax.data.plan.length_index import visual_corpus
-from mmjax.data.sample import Item, Sample, SampleLengths, Split, Text
+from mmjax.data.sample import SampleLengths, Split
 from mmjax.errors import UserError
-from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import RunPlan
 from mmjax.runtime.compiler_options import compiler_options
 from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
 from mmjax.runtime.executor import Executor
-from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
-from mmjax.runtime.state import hyperparameters, make_optimizer
+from mmjax.runtime.state import hyperparameters
 from mmjax.training.rate_probe import SAMPLES as PROBED_SAMPLES
 from mmjax.training.rate_probe import ProbedRow, fit_rates, fullest_pairs, time_gradients, with_samples
-from mmjax.training.run_data import RunData, open_data
+from mmjax.training.run_data import RunData
 
 STEPS = 5  # that are timed, after two that are not
 TOP = 20  # kernels of a profile
@@ -125,52 +124,38 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
 }
 
 
-class MadeSamples:
-    """Samples with the lengths of `visual_corpus`: tiles of an image, then text. Contents are random.
+class MadeSamples(RandomSamples):
+    """Samples with the lengths of `visual_corpus`: tiles of an image, then text.
 
     tile: pixels of a tile's side; 0: text alone, of as many tokens. scale: that the text's lengths are divided by.
     """
+
+    channels = 3
 
     def __init__(self, split: Split, vocab: int, tile: int, scale: int) -> None:
         lengths = visual_corpus(CORPUS, 0)
         self.vocab = vocab
         self.tile = tile
-        self.tiles = np.asarray(lengths["vision_items"] if tile else 0 * lengths["vision_items"])
-        text = np.asarray(lengths["llm_tokens"]) - (256 * np.asarray(lengths["vision_items"]) if tile else 0)
-        self.text = np.maximum(text // scale, 4)
+        self.tiles = lengths["vision_items"] * (tile > 0)
+        self.text = np.maximum((lengths["llm_tokens"] - 256 * self.tiles) // scale, 4)
 
     def __len__(self) -> int:
         return CORPUS
-
-    def fingerprint(self) -> str:
-        """Return what the samples depend on."""
-        return f"made of {self.vocab}, {self.tile}, {self.text.sum()}"
 
     def facts(self, index: int) -> SampleLengths:
         """Return the lengths of a sample."""
         return SampleLengths(int(self.text[index]), (("vision", (self.tile, self.tile)),) * int(self.tiles[index]))
 
-    def sample(self, index: int) -> Sample:
-        """Return the tiles and then the text of a sample."""
-        tokens = np.random.default_rng(index).integers(0, self.vocab, self.text[index]).astype(np.int32)
-        weights = np.ones(len(tokens), np.float32)
-        weights[0] = 0.0  # of a text alone nothing predicts it
-        return Sample((*(Item("vision", n) for n in range(self.tiles[index])), Text(tokens, weights)))
 
-    def item(self, index: int, number: int) -> np.ndarray:
-        """Return a tile of noise."""
-        return np.random.default_rng([index, number]).integers(0, 256, (self.tile, self.tile, 3), np.uint8)
-
-
-def make_config(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()) -> Config:
+def make_config(sizes: Sizes, name: str, changes: Sequence[str] = ()) -> Config:
     """Return the config of full tuning in bfloat16 with rows of about so many tokens, one of each module a step."""
-    model = _tiny(MODELS[name]()) if tiny else MODELS[name]()
-    tile = (model.encoders["vision"].patch * (4 if tiny else 32)) if model.encoders else 0
-    arguments = {"vocab": model.llm.vocab, "tile": tile, "scale": 32 if tiny else 1}
+    model = _tiny(MODELS[name]()) if sizes.tiny else MODELS[name]()
+    tile = (model.encoders["vision"].patch * (4 if sizes.tiny else 32)) if model.encoders else 0
+    arguments = {"vocab": model.llm.vocab, "tile": tile, "scale": 32 if sizes.tiny else 1}
     config = Config(
         name="gpu",
         data=DataConfig({"made": FunctionSource("mmjax.benchmarks.gpu_steps:MadeSamples", arguments)}, workers=0),
-        batch=BatchConfig(Tokens(tokens), dict.fromkeys(("llm", *model.encoders), 1), alignment=128, shapes=1),
+        batch=BatchConfig(Tokens(sizes.tokens), dict.fromkeys(("llm", *model.encoders), 1), alignment=128, shapes=1),
         model=model,
         training=TrainingConfig(steps=100, precision="bfloat16"),
         mesh=MeshConfig(),
@@ -199,33 +184,24 @@ class Prepared(NamedTuple):
     steps: list[LoadedStep]
 
 
-def prepare(name: str, tokens: int, tiny: bool, steps: int, changes: Sequence[str] = ()) -> Prepared:
+def prepare(sizes: Sizes, name: str, steps: int, changes: Sequence[str] = ()) -> Prepared:
     """Plan full tuning of a model on rows of about so many tokens, and load its first steps; compile nothing."""
     devices = jax.devices()[:1]
-    with tempfile.TemporaryDirectory() as path:
-        config = make_config(name, tokens, tiny, changes)
-        mesh = make_mesh(config.mesh, devices)
-        data = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh)
+    config = make_config(sizes, name, changes)
+    mesh = make_mesh(config.mesh, devices)
+    with opened_data(config, mesh) as data:
         config, plan = _fit(config, data, mesh)
         loaded = [data.loader(n) for n in range(steps)]
-    built = Model.build(plan.applied(config.model), jnp.dtype(config.training.precision))
-    executor = Executor.on_mesh(
-        built,
-        make_optimizer(config.optimizer, built.axes, built.dtype),
-        mesh,
-        ShardingRules.of(config.mesh),
-        sources=1,
-        loss_chunks=plan.loss_chunks,
-        accumulates=config.batch.microbatches > 1,
-        compiler_options=compiler_options(config.compiler, devices[0]),
-    )
+    compiler = compiler_options(config.compiler, devices[0])
+    planned = replace(config, model=plan.applied(config.model))
+    executor = make_executor(planned, mesh, loss_chunks=plan.loss_chunks, compiler_options=compiler)
     return Prepared(config, plan, executor, loaded)
 
 
-def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()) -> dict[str, Any]:
+def measure_step(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, Any]:
     """Measure compiling, a step, its MFU and memory, and the kernels that take most of it."""
-    config, plan, executor, steps = prepare(name, tokens, tiny, 2 + STEPS, changes)
-    layers = make_config(name, tokens, tiny, changes).model.llm.layers
+    config, plan, executor, steps = prepare(sizes, name, 2 + STEPS, changes)
+    layers = make_config(sizes, name, changes).model.llm.layers
     devices = list(executor.mesh.devices.flat)
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     hyper = hyperparameters(config, 0)
@@ -274,9 +250,9 @@ def measure_step(name: str, tokens: int, tiny: bool, changes: Sequence[str] = ()
     }
 
 
-def measure_rows(name: str, tokens: int, tiny: bool) -> dict[str, Any]:
-    """Predict what rows of all kinds take by the two that a run probes, and measure them."""
-    config, _, executor, (loaded,) = prepare(name, tokens, tiny, 1)
+def measure_rows(sizes: Sizes) -> dict[str, Any]:
+    """Predict what rows of `decoder` of all kinds take by the two that a run probes, and measure them."""
+    config, _, executor, (loaded,) = prepare(sizes, "decoder", 1)
     state, accumulated = executor.init(jax.random.key(0)), executor.zeros()
     executor.compile(state, loaded.microbatches, hyperparameters(config, 0))
     (batch,) = loaded.microbatches
@@ -288,7 +264,7 @@ def measure_rows(name: str, tokens: int, tiny: bool) -> dict[str, Any]:
 
     length = batch.text.sample.shape[1]
     one_sample = samples_of([length], length)
-    ready = time.monotonic() + (0 if tiny else WARM_SECONDS)
+    ready = time.monotonic() + (0 if sizes.tiny else WARM_SECONDS)
     while time.monotonic() < ready:
         measure(one_sample)
     one, many = measure(one_sample), measure(np.arange(length)[None] * PROBED_SAMPLES // length)
@@ -367,17 +343,16 @@ def top_kernels(folder: Path) -> dict[str, Any]:
     return figures
 
 
-def measure_torch(name: str, tokens: int, tiny: bool) -> dict[str, Any]:
-    """Measure forward and backward of the same decoder and samples in PyTorch, packed by their positions."""
+def measure_torch(sizes: Sizes) -> dict[str, Any]:
+    """Measure forward and backward of `decoder` and its samples in PyTorch, packed by their positions."""
     if missing := [library for library in ("torch", "transformers") if importlib.util.find_spec(library) is None]:
         return {"skipped": f"{' and '.join(missing)} not installed"}
     torch, transformers = map(importlib.import_module, ("torch", "transformers"))
-    if not torch.cuda.is_available() and not tiny:
+    if not torch.cuda.is_available() and not sizes.tiny:
         return {"skipped": f"torch {torch.__version__} finds no GPU"}
-    with tempfile.TemporaryDirectory() as path:
-        config = make_config(name, tokens, tiny)
-        mesh = make_mesh(config.mesh, jax.devices()[:1])
-        loaded = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh).loader(0)
+    config = make_config(sizes, "decoder")
+    with opened_data(config, make_mesh(config.mesh, jax.devices()[:1])) as data:
+        loaded = data.loader(0)
     (batch,) = loaded.microbatches
     c = config.model.llm
     shape = transformers.Qwen2Config(

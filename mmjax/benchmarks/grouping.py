@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from mmjax.balance import parts
-from mmjax.balance.baselines.bounds import rows_lower_bound
-from mmjax.balance.baselines.grouping import device_groups, length_groups, random_groups
 from mmjax.balance.isf import Iteration, choose_bounds, group_leftovers, isf
 from mmjax.balance.pack import choose_row_maximum, pack_rows
-from mmjax.benchmarks import measurement
-from mmjax.benchmarks.measurement import Measurement, median_seconds
-from mmjax.data.plan.length_index import internvl_corpus, read_lengths
+from mmjax.benchmarks.baselines.bounds import rows_lower_bound
+from mmjax.benchmarks.baselines.grouping import device_groups, length_groups, random_groups
+from mmjax.benchmarks.corpora import LENGTHS, internvl_corpus
+from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option
+from mmjax.data.plan.length_index import read_lengths
 from mmjax.errors import UserError
 
 BUDGETED = ("isf", "pack")
@@ -47,23 +47,19 @@ class Rows:
     seconds: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    measurement.add_arguments(parser)
-    parser.add_argument("--method", choices=("random", "length", "device", *BUDGETED), default="pack")
-    for name, default in (("items", 9), ("tokens", 4096)):
-        text = f"budget of a row in isf and pack; auto: chosen from the data (default: {default})"
-        parser.add_argument(f"--max-{name}", default=str(default), metavar="N|auto", help=text)
-    parser.add_argument("--samples-per-row", type=int, default=4, help="mean with auto budgets, at most one more")
-    parser.add_argument("--ranks", type=int, default=8, help="rows of a step")
-    parser.add_argument("--iterations", type=int, default=10, help="of isf")
+BUDGET = "budget of a row in isf and pack; auto: chosen from the data (default:"
+OPTIONS: Options = LENGTHS | {
+    "--method": option("pack", choices=("random", "length", "device", *BUDGETED)),
+    "--max-items": option("9", f"{BUDGET} 9)", metavar="N|auto"),
+    "--max-tokens": option("4096", f"{BUDGET} 4096)", metavar="N|auto"),
+    "--samples-per-row": option(4, "mean with auto budgets, at most one more", minimum=1),
+    "--ranks": option(8, "rows of a step", minimum=1),
+    "--iterations": option(10, "of isf", minimum=1),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Group all samples, shuffle the rows into an epoch, and measure its steps."""
-    for name in ("samples_per_row", "ranks", "iterations", "samples"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: give at least 1")
     if args.lengths:
         data = read_lengths(args.lengths, ("vision_items", "llm_tokens"), optional=("source",))
     else:
@@ -80,7 +76,7 @@ def run(args: argparse.Namespace) -> Measurement:
     }
     if args.method == "isf":
         figures["iterations"] = [
-            {"rows": i.groups, "samples": i.samples, "fill_items": float(i.fill[1]), "fill_tokens": float(i.fill[0])}
+            {"rows": i.groups, "samples": i.samples, "fill_items": i.fill[1], "fill_tokens": i.fill[0]}
             for i in grouped.iterations
         ]
     tokens, items = grouped.maximum
@@ -88,19 +84,15 @@ def run(args: argparse.Namespace) -> Measurement:
     return Measurement(figures, arrays, PUBLISHED[args.method])
 
 
-def _parse_budgets(args: argparse.Namespace) -> np.ndarray:
-    """Parse the budgets, tokens and items; 0 for `auto`."""
-    budgets = []
-    for option in ("--max-tokens", "--max-items"):
-        text = getattr(args, option[2:].replace("-", "_"))
-        if text != "auto" and (not text.isdecimal() or int(text) < 1):
-            raise UserError(f"{option} {text}: give a number of at least 1, or auto")
-        budgets.append(0 if text == "auto" else int(text))
-    return np.array(budgets)
+def _parse_budget(name: str, text: str) -> int:
+    """Parse a row's budget; 0 for `auto`."""
+    if text != "auto" and (not text.isdecimal() or int(text) < 1):
+        raise UserError(f"{name} {text}: give a number of at least 1, or auto")
+    return 0 if text == "auto" else int(text)
 
 
-def _group_by_budget(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
-    budgets = _parse_budgets(args)
+def _group_by_budget(lengths: np.ndarray, args: Namespace) -> Rows:
+    budgets = np.array([_parse_budget("--max-tokens", args.max_tokens), _parse_budget("--max-items", args.max_items)])
     samples_per_row = (args.samples_per_row, args.samples_per_row + 1)
     try:
         if args.method == "isf":
@@ -129,7 +121,7 @@ def _group_by_budget(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     return Rows(np.where(row >= 0, shuffled[row], -1).astype(np.int32), maximum, iterations, seconds)
 
 
-def _group_by_count(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
+def _group_by_count(lengths: np.ndarray, args: Namespace) -> Rows:
     """Group a fixed number of samples a row, padded to the longest; the budget is what the largest row takes."""
     groups: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
         "random": lambda rng: random_groups(len(lengths), args.samples_per_row, rng),
@@ -142,7 +134,7 @@ def _group_by_count(lengths: np.ndarray, args: argparse.Namespace) -> Rows:
     return Rows(row, np.array([int(lengths[:, TOKENS].max()) * args.samples_per_row, items]), (), seconds)
 
 
-def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: argparse.Namespace) -> dict[str, Any]:
+def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args: Namespace) -> dict[str, Any]:
     inside = grouped.row >= 0
     row = grouped.row[inside]
     lengths = lengths[inside]
@@ -155,20 +147,20 @@ def _measure(lengths: np.ndarray, source: np.ndarray | None, grouped: Rows, args
     padded = args.method not in BUDGETED
     return {
         "samples_in": len(inside),
-        "samples_grouped": int(inside.sum()),
-        "samples_oversize": int((~inside).sum()),
+        "samples_grouped": inside.sum(),
+        "samples_oversize": (~inside).sum(),
         "rows": rows,
         "rows_lower_bound": rows_lower_bound(lengths, grouped.maximum),
         "samples_per_row": len(row) / rows,
-        "fill_items": float(fill_items),
-        "fill_tokens": float(fill_tokens),
+        "fill_items": fill_items,
+        "fill_tokens": fill_tokens,
         "pad_ratio": _pad_ratio(lengths[:, TOKENS], row) if padded else 0.0,
-        "dist_ratio_items": float(items),
-        "dist_ratio_tokens": float(tokens),
-        "overdispersion": None if source is None else parts.overdispersion(source[inside], row // args.ranks),
-        "row_correlation": parts.row_correlation(lengths[:, TOKENS], row),
-        "max_items": int(grouped.maximum[1]),
-        "max_tokens": int(grouped.maximum[0]),
+        "dist_ratio_items": items,
+        "dist_ratio_tokens": tokens,
+        "overdispersion": None if source is None else overdispersion(source[inside], row // args.ranks),
+        "row_correlation": row_correlation(lengths[:, TOKENS], row),
+        "max_items": grouped.maximum[1],
+        "max_tokens": grouped.maximum[0],
     }
 
 
@@ -177,4 +169,40 @@ def _pad_ratio(length: np.ndarray, row: np.ndarray) -> float:
     order = np.argsort(row, kind="stable")
     per_row = int(np.bincount(row).max())
     full = len(order) // per_row * per_row
-    return float(parts.pad_ratio(length[order][:full].reshape(-1, per_row)).mean())
+    return parts.pad_ratio(length[order][:full].reshape(-1, per_row)).mean()
+
+
+def row_correlation(lengths: np.ndarray, row: np.ndarray) -> float:
+    """Compute the intraclass correlation of sample lengths `[n]` in rows `[n]`: are long samples packed with long ones?
+
+    sum over rows and pairs i != j of (t_i - mean)(t_j - mean) / (number of such pairs * variance). About 0 for random
+    rows of free length, 1 for rows of equal samples, below 0 where long ones go with short ones; 0 without pairs.
+    """
+    lengths = np.asarray(lengths, np.float64)
+    number = np.unique(np.asarray(row), return_inverse=True)[1]
+    away = lengths - lengths.mean() if len(lengths) else lengths
+    # Sum over pairs i != j of a_i a_j = (sum a)^2 - sum a^2, in each row.
+    pair_sum = np.bincount(number, away) ** 2 - np.bincount(number, away**2)
+    count = np.bincount(number)
+    pairs = float((count * (count - 1)).sum())
+    variance = float((away**2).mean()) if len(lengths) else 0.0
+    return float(pair_sum.sum()) / (pairs * variance) if pairs and variance else 0.0
+
+
+def overdispersion(source: np.ndarray, step: np.ndarray) -> float:
+    """Measure how much more a source's share varies from step to step than if samples were drawn independently.
+
+    For source s with share p of all samples, c_t of the n_t samples of step t and T steps:
+    sum_t n_t * (c_t / n_t - p)^2 / (p * (1 - p)) / (T - 1). About 1 for a shuffle; the largest over sources.
+    source, step: int `[n]`. 0 with fewer than two steps or sources.
+    """
+    sources, source = np.unique(np.asarray(source), return_inverse=True)
+    steps, step = np.unique(np.asarray(step), return_inverse=True)
+    if len(sources) < 2 or len(steps) < 2:
+        return 0.0
+    count = np.bincount(step * len(sources) + source, minlength=len(steps) * len(sources)).astype(np.float64)
+    count = count.reshape(len(steps), len(sources))
+    size = count.sum(1, keepdims=True)
+    share = count.sum(0) / len(source)
+    excess = (size * (count / size - share) ** 2).sum(0) / (share * (1 - share))
+    return float(excess.max() / (len(steps) - 1))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from mmjax.benchmarks.harness import Options, best_seconds, option
 from mmjax.config import LlavaSource
 from mmjax.data.media.decode_images import decode_image
 from mmjax.data.media.video import import_pyav, open_container
@@ -25,16 +26,15 @@ from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.sources.processors import PROBES
 
+OPTIONS: Options = {
+    "--images": option(2000, "of 640 x 480, JPEG"),
+    "--delay": option(0.05, "seconds after which the server answers"),
+    "--videos": option(1000, "of 50 frames of 128 x 96; 0: none"),
+    "--repeats": option(3),
+}
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--images", type=int, default=2000, help="of 640 x 480, JPEG")
-    parser.add_argument("--delay", type=float, default=0.05, help="seconds after which the server answers")
-    parser.add_argument("--videos", type=int, default=1000, help="of 50 frames of 128 x 96; 0: none")
-    parser.add_argument("--repeats", type=int, default=3)
 
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure files per second, the best of the repeats, and how many times as many as by the plainer way."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         _write_records(folder, "image", [f"{i}.jpg" for i in range(args.images)])
         images = LlavaSource(str(folder / "image.json"), images=str(folder / "images"))
         decoded = _rate(
-            args.images, lambda k: [decode_image(p.read_bytes()) for p in (folder / "images").iterdir()], args
+            args.images, lambda: [decode_image(p.read_bytes()) for p in (folder / "images").iterdir()], args
         )
         local = _rate(args.images, partial(_read, folder, images), args)
         with _serve_late(folder / "images", args.delay) as url:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 CODECS = {"mp4": "mpeg4", "mkv": "mpeg4", "webm": "libvpx-vp9"}  # of videos, by the ending of their files
 
 
-def _videos(folder: Path, ending: str, args: argparse.Namespace) -> dict[str, Any]:
+def _videos(folder: Path, ending: str, args: Namespace) -> dict[str, Any]:
     """Measure the headers of videos of one kind, from disk, against opening each by FFmpeg."""
     (folder / ending).mkdir()
     paths = [folder / ending / f"{i}.{ending}" for i in range(args.videos)]
@@ -66,7 +66,7 @@ def _videos(folder: Path, ending: str, args: argparse.Namespace) -> dict[str, An
         path.write_bytes(paths[0].read_bytes())
     _write_records(folder, "video", [path.name for path in paths])
 
-    def open_each(repeat: int) -> None:
+    def open_each() -> None:
         for path in paths:
             with path.open("rb") as file, open_container(file):
                 pass
@@ -100,20 +100,15 @@ def _write(folder: Path, count: int) -> None:
         (folder / f"{i}.jpg").write_bytes((folder / "0.jpg").read_bytes())
 
 
-def _read(folder: Path, source: LlavaSource, repeat: int) -> None:
+def _read(folder: Path, source: LlavaSource) -> None:
     cache = Path(tempfile.mkdtemp(dir=folder))
     conversations = open_conversations(source, "train", cache, "source")
     read_facts(conversations, PROBES, cache)
 
 
-def _rate(files: int, work: Callable[[int], object], args: argparse.Namespace) -> float:
+def _rate(files: int, work: Callable[[], object], args: Namespace) -> float:
     """Time the work; return files per second of the fastest repeat."""
-    seconds = []
-    for repeat in range(args.repeats):
-        began = time.perf_counter()
-        work(repeat)
-        seconds.append(time.perf_counter() - began)
-    return files / min(seconds)
+    return files / best_seconds({"": work}, args.repeats)[""]
 
 
 class _Late(SimpleHTTPRequestHandler):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from mmjax.autotune.absent import aot_devices
 from mmjax.autotune.compile_run import compiled_bytes
-from mmjax.autotune.run_plan import plan_run
-from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
+from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.synthetic_run import plan_rows
 from mmjax.config import (
     AdamW,
     AudioConfig,
@@ -22,7 +22,6 @@ from mmjax.config import (
     VisionConfig,
 )
 from mmjax.config.loading import load
-from mmjax.parallel.sharding import AXES
 from mmjax.planning.hardware import Rates, parse_cluster
 from mmjax.planning.memory import GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit
@@ -36,12 +35,7 @@ MIXES = (
 SPEED = Speed(Rates(1.0, 1.0, 1.0))  # nothing is chosen here
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--model", choices=sorted(MODELS), action="append", help="default: all")
-
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each model, mix and number of loss chunks.
 
     `predicted` and `compiled` are GB of a device, `off` by which part they differ.
@@ -62,10 +56,8 @@ def _compare(config: Config, lengths: dict[str, int], devices: list[Any]) -> dic
     model = config.model
     shape = {name: (1, length) for name, length in lengths.items()}
     batch = DeviceBatch(shape, dict.fromkeys(model.encoders, 64), DEVICES)
-    mesh = dict.fromkeys(AXES, 1) | {"fsdp": DEVICES}
-    layout = layout_of_rows(config, mesh, [shape], batch.widths, DEVICES)
     config = replace(config, batch=replace(config.batch, microbatches=1))
-    predicted = plan_run(on_one_mesh(config, mesh), layout, SPEED, MemoryLimit(0)).device
+    predicted = plan_rows(config, shape, {"fsdp": DEVICES}, SPEED, MemoryLimit(0), batch.widths).device
     compiled = compiled_bytes(config, batch, devices)
     return {"predicted": predicted / GB, "compiled": compiled / GB, "off": predicted / compiled - 1}
 
@@ -102,3 +94,6 @@ MODELS = {
     ),
 }
 LOSS_CHUNKS = {"large-vocabulary": (1, 8)}  # of the others 1
+OPTIONS: Options = {
+    "--model": option(None, "default: all", choices=sorted(MODELS), action="append"),
+}

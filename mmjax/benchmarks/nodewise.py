@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
 
-from mmjax.balance.baselines.nodewise import balance_nodewise, largest_cost, permute_batches, traffic_bounds
-from mmjax.balance.baselines.postbalance import balance_packed
-from mmjax.balance.rearrangement import inter_node, rearrange, volume
-from mmjax.benchmarks import measurement
-from mmjax.benchmarks.measurement import Measurement, median_seconds
+from mmjax.balance.rearrangement import rearrange
+from mmjax.benchmarks.baselines.nodewise import (
+    balance_nodewise,
+    inter_node,
+    largest_cost,
+    permute_batches,
+    traffic_bounds,
+    volume,
+)
+from mmjax.benchmarks.baselines.postbalance import balance_packed
+from mmjax.benchmarks.corpora import ONE_STEP, draw_step
+from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option
 from mmjax.errors import UserError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    measurement.add_arguments(parser)
-    measurement.add_step_arguments(parser, ranks=512)
-    parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--method", choices=("ilp", "best"), default="best")
-    parser.add_argument("--tolerance", type=float, default=0.002, help="of method best: largest cost over mean, less 1")
-    parser.add_argument("--time-limit", type=float, default=30.0, help="of method ilp, seconds")
+OPTIONS: Options = ONE_STEP | {
+    "--ranks-per-node": option(8, minimum=1),
+    "--method": option("best", choices=("ilp", "best")),
+    "--tolerance": option(0.002, "of method best: largest cost over mean, less 1", minimum=0),
+    "--time-limit": option(30.0, "of method ilp, seconds", above=0),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Draw the samples of one step, balance its items with and without regard to nodes, and compare what travels."""
-    sample, source, drawn = measurement.draw_step(args)
-    _check(args)
+    if args.ranks_per_node >= args.ranks:
+        raise UserError(f"--ranks-per-node {args.ranks_per_node}: give fewer than --ranks, so that there are two nodes")
+    sample, source, drawn = draw_step(args)
     present = drawn > 0
     length = drawn[present]
     start = source[present]
@@ -46,12 +51,12 @@ def run(args: argparse.Namespace) -> Measurement:
             "sent_max_reduction": _reduction(traffic.sent.max(), without.sent.max()),
             "received_max_reduction": _reduction(traffic.received.max(), without.received.max()),
             "total_reduction": _reduction(traffic.total, without.total),
-            "after": float(cost.max() / cost.mean()),
+            "after": cost.max() / cost.mean(),
             **solved,
             "sent_max_bound": _reduction(bounds.sent, without.sent.max()),
             "received_max_bound": _reduction(bounds.received, without.received.max()),
             "total_bound": _reduction(bounds.total, without.total),
-            "travelling": float(length[start != to].sum() / length.sum()),
+            "travelling": length[start != to].sum() / length.sum(),
             "items": len(length),
         },
         arrays={
@@ -64,18 +69,7 @@ def run(args: argparse.Namespace) -> Measurement:
     )
 
 
-def _check(args: argparse.Namespace) -> None:
-    if args.ranks_per_node < 1:
-        raise UserError(f"--ranks-per-node {args.ranks_per_node}: give at least 1")
-    if args.ranks_per_node >= args.ranks:
-        raise UserError(f"--ranks-per-node {args.ranks_per_node}: give fewer than --ranks, so that there are two nodes")
-    if not 0 <= args.tolerance <= 1:
-        raise UserError(f"--tolerance {args.tolerance}: give a share from 0 to 1")
-    if not 0 < args.time_limit < float("inf"):
-        raise UserError(f"--time-limit {args.time_limit}: give some seconds")
-
-
-def _plan(args: argparse.Namespace, length: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+def _plan(args: Namespace, length: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
     def plan() -> np.ndarray:
         return balance_nodewise(length, start, args.ranks, args.ranks_per_node, args.tolerance)
 
@@ -84,7 +78,7 @@ def _plan(args: argparse.Namespace, length: np.ndarray, start: np.ndarray) -> tu
 
 
 def _solve(
-    args: argparse.Namespace, length: np.ndarray, start: np.ndarray, baseline: np.ndarray
+    args: Namespace, length: np.ndarray, start: np.ndarray, baseline: np.ndarray
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Solve once only: it may take all of its time limit, beside which nothing else counts."""
     tokens = volume(rearrange(length, start, baseline, args.ranks))
@@ -95,7 +89,7 @@ def _solve(
 
 
 def _reduction(volume_with: float, volume_without: float) -> float:
-    return float(1 - volume_with / volume_without) if volume_without else 0.0
+    return 1 - volume_with / volume_without if volume_without else 0.0
 
 
 def _scatter_to_samples(to: np.ndarray, present: np.ndarray) -> np.ndarray:

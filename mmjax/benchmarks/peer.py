@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import json
@@ -11,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,8 +18,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from mmjax.benchmarks.harness import Options, option
 from mmjax.benchmarks.peer_data import write_records
-from mmjax.benchmarks.peer_process import LINES, Side, Task, environment
+from mmjax.benchmarks.peer_process import Side, Task, environment_of_side
+from mmjax.benchmarks.processes import end_with_error
 from mmjax.console import print_note
 from mmjax.errors import UserError, check_output
 
@@ -87,30 +89,30 @@ STANDARD = (
 TINY = Case(data="tiny", size="tiny", against=("padded",))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    every = "all combinations of what is named; without any: the usual ones"
-    parser.add_argument("--data", nargs="+", choices=("uneven", "near-equal", "text"), help=f"sets of samples; {every}")
-    parser.add_argument("--sizes", nargs="+", choices=("small", "mid"), help="7.8 or 20.9 million parameters")
-    parser.add_argument("--tune", nargs="+", choices=("full", "lora"))
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"))
-    parser.add_argument("--against", nargs="+", choices=tuple(STRATEGIES), help="how the Trainer draws samples")
-    parser.add_argument("--segments", type=int, default=5, help="times that each side has its turn")
-    parser.add_argument("--steps", type=int, default=6, help="of a turn")
-    parser.add_argument("--records", type=int, default=240, help="samples of a set")
-    parser.add_argument(
-        "--start", action="store_true", help="also time how long both sides take to their first step, cold and warm"
-    )
-    parser.add_argument(
-        "--core", nargs="+", type=int, help="that both sides are pinned to, or several; default: the first"
-    )
-    parser.add_argument("--huge-pages", action="store_true", help="give the Trainer the huge pages that mmjax takes")
-    parser.add_argument("--picture", type=Path, metavar="F.png|svg", help="draw tokens a second, and the first losses")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tiny", action="store_true", help="one small race, to see that it runs")
+OPTIONS: Options = {
+    "--data": option(
+        None,
+        "sets of samples; all combinations of what is named; without any: the usual ones",
+        choices=("uneven", "near-equal", "text"),
+        nargs="+",
+    ),
+    "--sizes": option(None, "7.8 or 20.9 million parameters", choices=("small", "mid"), nargs="+"),
+    "--tune": option(choices=("full", "lora"), nargs="+"),
+    "--dtypes": option(choices=("float32", "bfloat16"), nargs="+"),
+    "--against": option(None, "how the Trainer draws samples", choices=tuple(STRATEGIES), nargs="+"),
+    "--segments": option(5, "times that each side has its turn", minimum=1),
+    "--steps": option(6, "of a turn", minimum=1),
+    "--records": option(240, "samples of a set, each step has 8", minimum=BATCH),
+    "--start": option(False, "also time how long both sides take to their first step, cold and warm"),
+    "--core": option(None, "that both sides are pinned to, or several; default: the first", type=int, nargs="+"),
+    "--huge-pages": option(False, "give the Trainer the huge pages that mmjax takes"),
+    "--picture": option(None, "draw tokens a second, and the first losses", metavar="F.png|svg", type=Path),
+    "--seed": option(0, minimum=0),
+    "--tiny": option(False, "one small race, to see that it runs"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Run all races; return a row for each and each way in which the Trainer draws samples."""
     _check(args)
     cases = _cases(args)
@@ -124,16 +126,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [row for race in races for row in race.rows]
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: Namespace) -> None:
     if missing := [library for library in LIBRARIES if importlib.util.find_spec(library) is None]:
         raise UserError(f"bench peer needs {' and '.join(missing)}; install with: {INSTALL}")
-    for option in ("segments", "steps"):
-        if getattr(args, option) < 1:
-            raise UserError(f"--{option} {getattr(args, option)}: give at least 1")
-    if args.records < BATCH:
-        raise UserError(f"--records {args.records}: give at least {BATCH}, the samples of a step")
-    if args.seed < 0:
-        raise UserError(f"--seed {args.seed}: give at least 0")
     if not hasattr(os, "sched_setaffinity"):
         raise UserError("bench peer pins processes to a core and reads their clocks as Linux has them; run it there")
     if args.picture is not None:
@@ -143,7 +138,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--core {other[0]}: choose of {', '.join(map(str, sorted(usable)))}")
 
 
-def _cases(args: argparse.Namespace) -> Sequence[Case]:
+def _cases(args: Namespace) -> Sequence[Case]:
     named = (args.data, args.sizes, args.tune, args.dtypes)
     if args.tiny:
         tunes, dtypes = args.tune or ["full"], args.dtypes or ["float32"]
@@ -158,7 +153,7 @@ def _cases(args: argparse.Namespace) -> Sequence[Case]:
     return [Case(*chosen, against=against) for chosen in itertools.product(*lists)]
 
 
-def _prepare(folder: Path, cases: Sequence[Case], args: argparse.Namespace) -> None:
+def _prepare(folder: Path, cases: Sequence[Case], args: Namespace) -> None:
     """Write records, checkpoints and the Trainer's samples."""
     sets = sorted({case.data for case in cases})
     sizes = sorted({case.size for case in cases})
@@ -166,13 +161,12 @@ def _prepare(folder: Path, cases: Sequence[Case], args: argparse.Namespace) -> N
         write_records(folder / "data" / name, name, args.records, args.seed)
     task = json.dumps([str(folder), sizes, sets, args.seed])
     command = [sys.executable, "-m", "mmjax.benchmarks.peer_trainer", "prepare", task]
-    ended = subprocess.run(command, env=environment(1), capture_output=True, text=True)
+    ended = subprocess.run(command, env=environment_of_side(1), capture_output=True, text=True)
     if ended.returncode:
-        print(*ended.stderr.splitlines()[-LINES:], sep="\n", file=sys.stderr, flush=True)
-        raise SystemExit(1)
+        end_with_error(ended.returncode, ended.stderr.splitlines(), "the Trainer's samples could not be prepared")
 
 
-def _race(folder: Path, number: int, case: Case, cores: set[int], args: argparse.Namespace) -> Race:
+def _race(folder: Path, number: int, case: Case, cores: set[int], args: Namespace) -> Race:
     """Start all sides of a case, compare their first losses, and let them train in turns."""
     place = folder / f"race{number}"
     # With --start nothing is compiled at a case's first start, else Numba's programs are those of other commands.
@@ -261,8 +255,8 @@ def _compare(case: Case, ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return error
 
 
-def _row(case: Case, name: str, turns: dict[str, list[Turn]], others: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Compare mmjax with a Trainer. others: figures of both by side."""
+def _row(case: Case, name: str, turns: dict[str, list[Turn]], figures: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Compare mmjax with a Trainer. figures: of both by side."""
     ratios = [ours.rate / theirs.rate for ours, theirs in zip(turns["mmjax"], turns[name], strict=True)]
     ours, theirs = (reduce(Turn.__add__, turns[side]) for side in ("mmjax", name))
     both = {"mmjax": ours, "Trainer": theirs}
@@ -280,5 +274,5 @@ def _row(case: Case, name: str, turns: dict[str, list[Turn]], others: dict[str, 
         "samples/s": {side: turn.samples / turn.wall for side, turn in both.items()},
         "padding": {side: 1 - turn.tokens / turn.positions for side, turn in both.items()},
         "loading": {side: turn.workers / turn.cpu for side, turn in both.items()},
-        **{figure: {"mmjax": values["mmjax"], "Trainer": values[name]} for figure, values in others.items()},
+        **{figure: {"mmjax": values["mmjax"], "Trainer": values[name]} for figure, values in figures.items()},
     }

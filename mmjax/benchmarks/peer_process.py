@@ -8,17 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import mmjax
-from mmjax.errors import UserError
+from mmjax.benchmarks.processes import end_with_error, environment, pinned
 
-LINES = 40  # of a failed process's log
 END_SECONDS = 30.0  # that a process may take to end
 
 
@@ -89,32 +87,11 @@ class Gate:
 # ---------------------------------------------------------------------------------------------- around the processes
 
 
-@contextmanager
-def pinned(cores: set[int]) -> Iterator[None]:
-    """Pin this thread, and so the processes that it starts meanwhile, to these cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def environment(cores: int) -> dict[str, str]:
-    """Return the variables of a side: a thread of torch's and NumPy's for every core, one CPU device for JAX."""
-    path = [str(Path(mmjax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    # Those with huge pages are mmjax's own, which takes them by itself.
-    inherited = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    return inherited | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "OMP_NUM_THREADS": str(cores),
-        "OPENBLAS_NUM_THREADS": str(cores),
-        "MKL_NUM_THREADS": str(cores),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-    }
+def environment_of_side(cores: int) -> dict[str, str]:
+    """Return the variables of a side. Those with huge pages are mmjax's own, which takes them by itself."""
+    variables = environment(cores) | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    variables.pop("GLIBC_TUNABLES", None)
+    return variables
 
 
 class Side:
@@ -131,7 +108,7 @@ class Side:
         with pinned(cores), self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(folder / "task.json")],
-                env=environment(len(cores)) | variables,
+                env=environment_of_side(len(cores)) | variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -163,12 +140,12 @@ class Side:
         cpu: CPU seconds of all its processes. workers: of these, those of processes that it has started.
         """
         os.killpg(self.process.pid, signal.SIGCONT)
-        before = self._cpu_seconds()
+        cpu_before = self._cpu_seconds()
         began = time.perf_counter()
         self._write(json.dumps(request) + "\n")
         reply = self._read()
         wall = time.perf_counter() - began
-        spent = {pid: seconds - before.get(pid, 0.0) for pid, seconds in self._cpu_seconds().items()}
+        spent = {pid: seconds - cpu_before.get(pid, 0.0) for pid, seconds in self._cpu_seconds().items()}
         cpu = sum(spent.values())
         return reply | {"wall": wall, "cpu": cpu, "workers": cpu - spent[self.process.pid]}
 
@@ -203,10 +180,7 @@ class Side:
             return json.loads(line)
         code = self.process.wait()
         lines = self._log.read_text(errors="replace").splitlines()
-        if code == 2 and (mistakes := [line for line in lines if line.startswith("error: ")]):
-            raise UserError(mistakes[0].removeprefix("error: "))
-        print(*lines[-LINES:], f"{self.name} ended with code {code}", sep="\n", file=sys.stderr, flush=True)
-        raise SystemExit(1)
+        return end_with_error(code, lines, f"{self.name} ended with code {code}")
 
     def _cpu_seconds(self) -> dict[int, float]:
         """Return the CPU seconds of its processes by their numbers, to the nanosecond."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,44 +22,30 @@ from mmjax.balance.phases import (
     usual_widths,
     wire,
 )
-from mmjax.balance.waits import Prices, wait_bound, wait_share
-from mmjax.benchmarks import measurement
+from mmjax.balance.waits import Prices, least_fullest, wait_share
+from mmjax.benchmarks.corpora import PHASES, draw_steps, steps_options
+from mmjax.benchmarks.harness import Options, option
 from mmjax.config.loading import find_config, load
 from mmjax.data.plan.attended_pairs import causal_pairs
-from mmjax.data.plan.length_index import omni_corpus, read_lengths
-from mmjax.errors import UserError
 from mmjax.planning.flops import pair_costs
 
-PHASES = ("llm_tokens", "vision", "audio")
 AUDIO_STRIDE = 2  # frames of a position in the layers
 
-
-def add_step_arguments(parser: argparse.ArgumentParser, per_rank: int = 60) -> None:
-    """Add the options that say what steps hold."""
-    measurement.add_arguments(parser)
-    parser.add_argument("--per-rank", type=int, default=per_rank, help="samples drawn for each rank")
-    parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: all)")
-    parser.add_argument("--scale", type=int, default=1, help="divide all lengths by this, to at least 1")
+OPTIONS: Options = steps_options(60) | {
+    "--ranks": option(8, minimum=1),
+    "--steps": option(100, minimum=1),
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add_step_arguments(parser)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=100)
-
-
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure a row for each way of placing samples; `bound` is the larger of a phase's mean and its longest part.
 
     `mean_*`, `worst_*`: dist ratios of positions. `wait`: the share of a step that ranks wait for the one with most
     attention in each phase, in rows as long as the fullest rank needs, by the prices of omni_10b. `ms`: of a core.
     `sorts`: how many times as long that is as sorting the same lengths by index.
     """
-    check(args, "ranks", "steps", "per_rank", "scale", "samples")
-    lengths = read(args)
     peers = args.ranks_per_node or args.ranks
-    steps = [costs_of_step(lengths, sample, args.scale) for sample in draw(lengths, args)]
+    steps = list(draw_steps(args))
     prices = pair_costs(load(find_config("omni_10b"), ()).model)
     attention = [_attention(costs, prices) for costs in steps]
     sorting = np.median([_time_plan(_sort_lengths, costs)[1] for costs in steps])
@@ -78,8 +64,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             sent.append(wire(placed.width, args.ranks, over).sum() / max(costs.item_tokens.sum(), 1))
         took = np.median(seconds)
         cost = {
-            "wait": float(np.mean(waits)),
-            "wire_share": float(np.mean(sent)),
+            "wait": np.mean(waits),
+            "wire_share": np.mean(sent),
             "ms": 1e3 * took,
             "sorts": took / sorting,
         }
@@ -89,7 +75,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         wait_bound(prices.position @ costs.sample.sum(0) / args.ranks, attended.sample, args.ranks)
         for costs, attended in zip(steps, attention, strict=True)
     ]
-    rows.append(_row("bound", bounds) | {"wait": float(np.mean(waits)), "wire_share": 0.0, "ms": 0.0, "sorts": 0.0})
+    rows.append(_row("bound", bounds) | {"wait": np.mean(waits), "wire_share": 0.0, "ms": 0.0, "sorts": 0.0})
     return rows
 
 
@@ -120,44 +106,10 @@ def _sort_lengths(costs: Costs) -> list[np.ndarray]:
     return [np.argsort(cost, kind="stable") for cost in costs.sample.T.astype(np.int64)]
 
 
-def check(args: argparse.Namespace, *options: str) -> None:
-    """Raise UserError for options below 1, and for nodes of a size that does not go."""
-    for option in options:
-        if getattr(args, option) < 1:
-            raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give at least 1")
-    if args.ranks_per_node < 0:
-        raise UserError(f"--ranks-per-node {args.ranks_per_node}: give at least 1, or 0 for all ranks")
-
-
-def read(args: argparse.Namespace) -> Mapping[str, np.ndarray]:
-    """Read or make the lengths that the options ask for."""
-    return read_lengths(args.lengths, PHASES) if args.lengths else omni_corpus(args.samples, args.seed)
-
-
-def costs_of_step(lengths: Mapping[str, np.ndarray], sample: np.ndarray, scale: int) -> Costs:
-    """Compute packed costs of samples: lengths / scale, at least 1 where there is anything; one item per encoder."""
-    phase_lengths = np.stack([lengths[phase][sample] for phase in PHASES], axis=1)
-    phase_lengths = np.where(phase_lengths > 0, np.maximum(phase_lengths // scale, 1), 0)
-    owner, encoder = np.nonzero(phase_lengths[:, 1:])
-    items = phase_lengths[owner, 1 + encoder]
-    tokens = -(-items // measurement.PER_TOKEN)
-    return costs_of(phase_lengths[:, LLM], owner, 1 + encoder, items, tokens, len(PHASES))
-
-
-def draw(lengths: Mapping[str, np.ndarray], args: argparse.Namespace) -> Iterator[np.ndarray]:
-    """Draw consecutive steps of a shuffle, of as many shuffles as they need."""
-    rng = np.random.default_rng(args.seed)
-    size = args.ranks * args.per_rank
-    samples = len(lengths[PHASES[0]])
-    shuffles = -(-args.steps * size // samples)
-    order = np.concatenate([rng.permutation(samples) for _ in range(shuffles)])
-    return iter(order[: args.steps * size].reshape(args.steps, size))
-
-
 def _row(name: str, ratios: np.ndarray) -> dict[str, Any]:
     names = [phase.removesuffix("_tokens") for phase in PHASES]
-    means = {f"mean_{n}": float(x) for n, x in zip(names, ratios.mean(0), strict=True)}
-    return {"balance": name} | means | {f"worst_{n}": float(x) for n, x in zip(names, ratios.max(0), strict=True)}
+    means = {f"mean_{n}": x for n, x in zip(names, ratios.mean(0), strict=True)}
+    return {"balance": name} | means | {f"worst_{n}": x for n, x in zip(names, ratios.max(0), strict=True)}
 
 
 def _bound(costs: Costs, ranks: int) -> np.ndarray:
@@ -166,3 +118,12 @@ def _bound(costs: Costs, ranks: int) -> np.ndarray:
         longest[p] = costs.item_cost[costs.item_phase == p].max(initial=0.0)
     mean = costs.sample.sum(0) / ranks
     return 1 - mean / np.maximum(np.maximum(longest, np.ceil(mean)), 1e-30)
+
+
+def wait_bound(of_rows: float, seconds: np.ndarray, ranks: int) -> float:
+    """Bound from below the share of a microbatch's time that ranks wait. of_rows: seconds of a rank's rows.
+
+    seconds: float64 `[n, M]`, of each sample's attention.
+    """
+    mean = of_rows + float(seconds.sum()) / ranks
+    return max(0.0, 1 - mean / max(of_rows + float(least_fullest(seconds, ranks).sum()), np.finfo(float).tiny))

@@ -2,55 +2,84 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
+import threading
 import time
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from mmjax.benchmarks.measurement import Measurement
-from mmjax.benchmarks.pipeline_worker import STAGES, Task, Variant, make_pipeline
-from mmjax.benchmarks.processes import run_workers
+from mmjax.benchmarks.harness import Measurement, Options, option
+from mmjax.benchmarks.processes import run_worker, run_workers
+from mmjax.config import MeshConfig
 from mmjax.config.loading import find_config, load
+from mmjax.distributed import coordination
 from mmjax.errors import UserError
+from mmjax.models.model import Model
+from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.reorder import reorder
-from mmjax.planning.schedules import Action, Schedule, ScheduleName, StageGraph, make_schedule, unit_graph
+from mmjax.planning.schedules import (
+    Action,
+    Schedule,
+    ScheduleName,
+    StageGraph,
+    make_schedule,
+    schedule_name,
+    stage_cuts,
+    unit_graph,
+)
 from mmjax.planning.simulate import StageTimes, simulate, total_order
-from mmjax.runtime.passes import Gradients
+from mmjax.runtime.device_batch import ProcessReport
+from mmjax.runtime.executor import Executor, State
+from mmjax.runtime.passes import Gradients, StagedBatch
+from mmjax.runtime.placement import place_stages, tower_rows
+from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
+from mmjax.runtime.state import make_optimizer
+from mmjax.runtime.transfer import links
+from mmjax.runtime.units import unit_ranks
+from mmjax.training.run_data import open_data
 
 DEVICES = 6
 UNITS = ("units.vision.data=2", "units.audio.data=1", "units.llm.pipeline=3", "batch.microbatches=8")
+# Of one device each: two encoders side by side before an LLM in two stages; small batches, so that programs are short.
+STAGES = (
+    "units.vision.data=1",
+    "units.audio.data=1",
+    "units.llm.pipeline=2",
+    "model.llm.tied=false",
+    "batch.microbatches=8",
+    "batch.size.count=16",
+)
 RELATIVE = (1.0, 0.5, 1.0, 1.0)  # forward passes of `STAGES`; backward passes take twice as long
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "eager")
 SPREADS = (0.3, 1.0)  # of the logarithm of an encoder's times
 STEPS = 100  # that are reordered of each kind
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--steps", type=int, default=5, help="of driving, after one that compiles; 0: none")
-    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4], help="that run four stages; 1, 2 or 4")
-    parser.add_argument("--repeats", type=int, default=3, help="of each schedule, with and without the transfers' time")
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--milliseconds", type=float, default=30.0, help="of the longest forward pass")
-    parser.add_argument("--transfer", type=float, default=20.0, help="milliseconds added between processes")
+OPTIONS: Options = {
+    "--steps": option(5, "of driving, after one that compiles; 0: none"),
+    "--processes": option([2, 4], "that run four stages; 1, 2 or 4", nargs="*"),
+    "--repeats": option(3, "of each schedule, with and without the transfers' time", above=0),
+    "--microbatches": option(16, above=0),
+    "--milliseconds": option(30.0, "of the longest forward pass", above=0),
+    "--transfer": option(20.0, "milliseconds added between processes", above=0),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Drive, simulate and run, and reorder."""
     if wrong := [count for count in args.processes if count not in (1, 2, 4)]:
         raise UserError(f"--processes {wrong[0]}: four stages of one device run in 1, 2 or 4 processes")
-    for option in ("repeats", "microbatches", "milliseconds", "transfer"):
-        if getattr(args, option) <= 0:
-            raise UserError(f"--{option} {getattr(args, option)}: give more than 0")
     figures: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     if args.steps:
@@ -60,6 +89,56 @@ def run(args: argparse.Namespace) -> Measurement:
         figures |= {f"{name}_{processes}_processes": value for name, value in measured.figures.items()}
         arrays |= {f"{name}_{processes}_processes": value for name, value in measured.arrays.items()}
     return Measurement(figures | _reorder(), arrays)
+
+
+class Variant(NamedTuple):
+    """A schedule, and the seconds that are added to every transfer between processes."""
+
+    schedule: ScheduleName
+    delay: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """Hold what all processes run."""
+
+    forward: tuple[float, ...]  # seconds by stage
+    backward: tuple[float, ...]
+    microbatches: int
+    variants: tuple[Variant, ...]
+    repeats: int
+
+
+class Pipeline(NamedTuple):
+    """Stages with parameters, and the microbatches of a step on their devices."""
+
+    executor: Executor
+    state: State
+    batches: list[StagedBatch]
+    weight: jax.Array
+
+    def gradients(self) -> Gradients:
+        """Walk the passes of a step."""
+        return self.executor.gradients(self.state, self.executor.zeros(), self.batches, self.weight, None)
+
+
+def make_pipeline(words: Sequence[str], devices: Sequence[jax.Device], folder: Path) -> Pipeline:
+    """Make the stages of tiny_omni with these changes, and load its first step."""
+    config = load(find_config("tiny_omni"), words)
+    data = open_data(config, RunFolder(folder), 0, NO_CHANGES, make_mesh(MeshConfig(data=1, fsdp=-1), devices))
+    model = Model.build(config.model, jnp.dtype(config.training.precision), stage_cuts(config))
+    executor = Executor(
+        model,
+        make_optimizer(config.optimizer, model.axes, model.dtype),
+        place_stages(config, model, devices),
+        sources=data.sources,
+        schedule=schedule_name(config),
+        rows=tower_rows(config, data.loader.layout, unit_ranks(config, devices)),
+    )
+    state = executor.init(jax.random.key(0))
+    put = [executor.put(batch) for batch in data.loader(0).microbatches]
+    weight, batches, _ = executor.weigh_batches(put, executor.put_report(ProcessReport()))
+    return Pipeline(executor, state, batches, weight)
 
 
 # --------------------------------------------------------------------------------------------------------- host time
@@ -96,10 +175,10 @@ def _timed(run_pass: Callable[..., None], seconds: dict[str, list[float]]) -> Ca
     """
 
     def timed(run: Gradients, action: Action, *operands: Any) -> None:
-        held = len(run.residuals)
+        residuals = len(run.residuals)
         began = time.thread_time()
         run_pass(run, action, *operands)
-        if action.kind == "forward" or len(run.residuals) < held:
+        if action.kind == "forward" or len(run.residuals) < residuals:
             seconds[action.kind].append(time.thread_time() - began)
         jax.block_until_ready((run.sums, dict(run.inputs), run.output_gradients, run.residuals))
 
@@ -109,7 +188,7 @@ def _timed(run_pass: Callable[..., None], seconds: dict[str, list[float]]) -> Ca
 # ------------------------------------------------------------------------------------------------ against the simulator
 
 
-def _run_stages(args: argparse.Namespace, processes: int) -> Measurement:
+def _run_stages(args: Namespace, processes: int) -> Measurement:
     """Run four stages in so many processes, and compare the seconds of a step with those simulated."""
     forward = tuple(args.milliseconds / 1e3 * relative for relative in RELATIVE)
     variants = tuple(Variant(name, delay) for name in SCHEDULES for delay in (0.0, args.transfer / 1e3))
@@ -121,8 +200,9 @@ def _run_stages(args: argparse.Namespace, processes: int) -> Measurement:
         repeats=args.repeats,
     )
     with tempfile.TemporaryDirectory() as path:
-        worker = "mmjax.benchmarks.pipeline_worker"
-        measured = run_workers(worker, task, Path(path), [path] * processes, len(forward) // processes)
+        measured = run_workers(
+            "mmjax.benchmarks.pipeline", task, Path(path), [()] * processes, len(forward) // processes
+        )
     seconds = step_seconds(measured, len(variants))
     graph = unit_graph(load(find_config("tiny_omni"), STAGES))
     simulated = np.array([simulated_seconds(graph, processes, task, variant) for variant in variants])
@@ -223,3 +303,60 @@ def _gain(graph: StageGraph, forward: np.ndarray, backward: np.ndarray) -> float
         simulate(schedule, StageTimes(forward[:, o], backward[:, o])).makespan for o in (np.arange(len(order)), order)
     )
     return planned / reordered
+
+
+# ------------------------------------------------------------------------------------------------- one of the processes
+
+
+def measure(task: Task, folder: Path) -> dict[str, Any]:
+    """Measure when the steps of each variant began and ended here, on a clock that all processes of a host share."""
+    pipeline = make_pipeline(STAGES, jax.devices(), folder)
+    # Equal microbatches: nothing compiles after the first walk.
+    pipeline = pipeline._replace(batches=pipeline.batches[:1] * task.microbatches)
+    jax.block_until_ready(pipeline.gradients().sums)
+    passes = pipeline.executor.passes
+    late: list[float] = []
+    for program, local, forward, backward in zip(
+        passes.programs, passes.local, task.forward, task.backward, strict=True
+    ):
+        if local:
+            program.forward = lengthened(program.forward, forward, late)
+            program.backward = lengthened(program.backward, backward, late)
+            program.forward_backward = lengthened(program.forward_backward, forward + backward, late)
+    send = links().send
+    measured: dict[str, Any] = {"began": [], "ended": []}
+    for variant in task.variants * task.repeats:
+        passes.order = lru_cache(lambda n, name=variant.schedule: total_order(make_schedule(name, passes.graph, n)))
+        passes.order(task.microbatches)
+        links().send = delayed(send, variant.delay)
+        coordination.wait_for_all(f"bench/{len(measured['began'])}")
+        measured["began"].append(time.monotonic())
+        jax.block_until_ready(pipeline.gradients().sums)
+        measured["ended"].append(time.monotonic())
+    return measured | {"late": late}
+
+
+def lengthened(run: Callable[..., Any], seconds: float, late: list[float]) -> Callable[..., Any]:
+    """Wrap a program so that it takes so many seconds once its operands are there; `late` gets what it exceeds."""
+
+    def lengthened_run(*operands: Any) -> Any:
+        jax.block_until_ready(operands)
+        began = time.perf_counter()
+        result = jax.block_until_ready(run(*operands))
+        remaining = began + seconds - time.perf_counter()
+        late.append(max(0.0, -remaining))
+        time.sleep(max(0.0, remaining))
+        return result
+
+    return lengthened_run
+
+
+def delayed(send: Callable[[jax.Array, int], None], seconds: float) -> Callable[[jax.Array, int], None]:
+    """Wrap the sending of a piece so that it is offered later, and the sender goes on meanwhile."""
+    if not seconds:
+        return send
+    return lambda piece, number: threading.Timer(seconds, send, (piece, number)).start()
+
+
+if __name__ == "__main__":  # of a folder with a task
+    run_worker(measure)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mmjax.balance.parts import LLM, fill, overdispersion
-from mmjax.balance.phases import wire
+from mmjax.balance.parts import fill
 from mmjax.balance.waits import mean_waits
-from mmjax.benchmarks import measurement
-from mmjax.benchmarks.fill import rank_dist_ratios
-from mmjax.benchmarks.measurement import TILES, Measurement, index_of_samples
-from mmjax.benchmarks.phases import check
+from mmjax.benchmarks.corpora import LENGTHS, TILES, index_of_samples
+from mmjax.benchmarks.fill import rank_dist_ratios, wire_share
+from mmjax.benchmarks.grouping import overdispersion
+from mmjax.benchmarks.harness import Measurement, Options, option, ranks_of_node
 from mmjax.config import Config, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
 from mmjax.config.loading import default_config, find_config, load
 from mmjax.data.plan.grouping import Group
@@ -40,24 +39,19 @@ _COMPILED = {"ranks": 2 * RANKS_PER_NODE, "per_rank": 16, "ranks_per_node": 0, "
 T = TypeVar("T")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    measurement.add_arguments(parser)
-    parser.add_argument("--ranks", type=int, default=8, help="each with one row of every module")
-    parser.add_argument("--per-rank", type=int, default=16, help="samples of a step, for each rank")
-    parser.add_argument("--ranks-per-node", type=int, default=0, help="that exchange among themselves (default: 8)")
-    parser.add_argument("--grouping", choices=tuple(GROUPINGS), default="pack")
-    parser.add_argument("--balance", choices=tuple(BALANCES), default="post", help="off: post with locality=off")
-    parser.add_argument("--steps", type=int, default=16, help="with pack raised to whole chunks (default: 16)")
-    parser.add_argument("--microbatches", type=int, default=1, help="of a step, which has so many times --per-rank")
-    parser.add_argument(
-        "--config",
-        default="",
-        help="whose model's positions and pairs are priced (default: mllm_9b, omni_10b with audio)",
-    )
+OPTIONS: Options = LENGTHS | {
+    "--ranks": option(8, "each with one row of every module", minimum=1),
+    "--per-rank": option(16, "samples of a step, for each rank", minimum=1),
+    "--ranks-per-node": option(0, "that exchange among themselves (default: 8)", minimum=0),
+    "--grouping": option("pack", choices=tuple(GROUPINGS)),
+    "--balance": option("post", "off: post with locality=off", choices=tuple(BALANCES)),
+    "--steps": option(16, "with pack raised to whole chunks (default: 16)", minimum=1),
+    "--microbatches": option(1, "of a step, which has so many times --per-rank", minimum=1),
+    "--config": option("", "whose model's positions and pairs are priced (default: mllm_9b, omni_10b with audio)"),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Plan steps of these samples, used as often as needed. Seconds are CPU time, Numba's compilation excluded.
 
     grouping: drawing samples and choosing those of each step; placing: ranks, rows and offsets of their parts.
@@ -67,12 +61,6 @@ def run(args: argparse.Namespace) -> Measurement:
     longest_wait: steps. wire_share: tokens sent, padding included / tokens that encoders make.
     overdispersion: of the sources that the file names, about 1 for a shuffle.
     """
-    check(args, "ranks", "per_rank", "steps", "samples", "microbatches")
-    if args.seed < 0:
-        raise UserError(f"--seed {args.seed}: give at least 0")
-    per_node = args.ranks_per_node or math.gcd(RANKS_PER_NODE, args.ranks)
-    if args.ranks % per_node:
-        raise UserError(f"--ranks-per-node {per_node}: choose a divisor of --ranks {args.ranks}")
     keys = {"vision": "vision", TILES: "vision", "audio": "audio"}
     if args.lengths:
         read = read_lengths(args.lengths, ("llm_tokens",), optional=(*keys, "source"))
@@ -81,7 +69,7 @@ def run(args: argparse.Namespace) -> Measurement:
     encoders = {name: key for key, name in keys.items() if key in read}
     if not encoders:
         raise UserError(f"--lengths {args.lengths[0]}: no lengths of an encoder; give vision, audio or {TILES}")
-    small = argparse.Namespace(**vars(args) | _COMPILED)
+    small = Namespace(**vars(args) | _COMPILED)
     _plan(small, read, encoders)
     return _measurement(_plan(args, read, encoders), read.get("source"))
 
@@ -100,13 +88,13 @@ class _Planned:
     placing_seconds: float = 0.0
 
 
-def _plan(args: argparse.Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str, str]) -> _Planned:
+def _plan(args: Namespace, read: Mapping[str, np.ndarray], encoders: Mapping[str, str]) -> _Planned:
     available = len(read["llm_tokens"])
     step = args.ranks * args.per_rank * getattr(args, "microbatches", 1)
     samples = -(-2 * args.steps * step // available) * available  # whole chunks may be more than these steps
     config = _config(args, tuple(encoders))
     index = index_of_samples(read, tuple(encoders.values()), samples, 1, config.model)
-    per_node = args.ranks_per_node or math.gcd(RANKS_PER_NODE, args.ranks)
+    per_node = ranks_of_node(args.ranks_per_node, args.ranks, math.gcd(RANKS_PER_NODE, args.ranks))
 
     def first_step() -> StepPlanner:
         planner, _ = make_planner(index, config, [1.0], Topology(args.ranks, per_node, per_node))
@@ -134,7 +122,7 @@ def _place(placer: Placer, groups: Sequence[Group]) -> list[MicrobatchPlan]:
     return [m for group in groups for m in placer.place(group)]
 
 
-def _config(args: argparse.Namespace, encoders: Sequence[str]) -> Config:
+def _config(args: Namespace, encoders: Sequence[str]) -> Config:
     """Build the config of a run with these encoders: of its model only what it costs matters."""
     config = load(default_config(), ())
     priced = load(find_config(getattr(args, "config", "") or PRICED["audio" in encoders]), ()).model
@@ -160,14 +148,10 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
     steps = len(planned.plans)
     step_room: list[np.ndarray] = []
     step_use: list[np.ndarray] = []
-    sent = encoded = 0
     for plan in planned.plans:
         room, use = zip(*(room_and_use(m, index) for m in plan.microbatches), strict=True)
         step_room.append(sum(room))
         step_use.append(sum(use))
-        for m in plan.microbatches:
-            sent += int(wire(np.array(m.shape.widths), m.topology.ranks, m.topology.peers).sum())
-            encoded += int(index.tokens(m.samples)[m.module != LLM].sum())
     used = np.array(step_use)
     room = np.array(step_room)
     prices = planned.planner.placer.prices
@@ -189,7 +173,7 @@ def _measurement(planned: _Planned, source: np.ndarray | None) -> Measurement:
         "worst_wait": max(w.wait for w in waits),
         "wait_bound": mean.bound,
         "padding": mean.padding,
-        "wire_share": sent / max(encoded, 1),
+        "wire_share": wire_share([m for plan in planned.plans for m in plan.microbatches], index),
         "overdispersion": None if source is None else overdispersion(source[sample % len(source)], step),
         "steps": steps,
     }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.data.sample import Item, Sample, SampleLengths, Text
-from mmjax.disk import read_json_lines
+from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.processes import SHORT, train
+from mmjax.benchmarks.synthetic_run import RandomSamples
+from mmjax.data.sample import SampleLengths
 from mmjax.errors import UserError
 
 SAMPLES = 24  # of a step
@@ -25,44 +27,40 @@ SAMPLES = 24  # of a step
 COMPUTED = 0.18
 
 
-class LateImages:
-    """A `Source` of tiny images, of which each takes a while to read, as from slow storage."""
+class LateImages(RandomSamples):
+    """Samples of tiny images, of which each takes a while to read, as from slow storage."""
+
+    vocab = 30
 
     def __init__(self, split: str, tokens: int, images: int, seconds: float) -> None:
         """tokens, images: of a sample."""
         # Of the other splits only a few are read, for the score at the end of a run.
         self._samples = 200 * SAMPLES if split == "train" else SAMPLES
-        self._tokens = tokens
-        self._images = images
+        self._facts = SampleLengths(tokens, (("vision", (8, 8)),) * images)
         self._seconds = seconds
 
     def __len__(self) -> int:
         return self._samples
 
     def fingerprint(self) -> str:
-        return f"late {self._tokens} {self._images}"
+        return f"late {self._facts}"
 
     def facts(self, index: int) -> SampleLengths:
-        return SampleLengths(self._tokens, (("vision", (8, 8)),) * self._images)
-
-    def sample(self, index: int) -> Sample:
-        tokens = np.random.default_rng(index).integers(2, 30, self._tokens).astype(np.int32)
-        images = [Item("vision", number) for number in range(self._images)]
-        return Sample((*images, Text(tokens, np.ones(self._tokens, np.float32))))
+        return self._facts
 
     def item(self, index: int, number: int) -> np.ndarray:
         time.sleep(self._seconds)
-        return np.random.default_rng(index).integers(0, 256, (8, 8, 1)).astype(np.uint8)
+        return super().item(index, number)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--seconds", type=float, default=0.02, help="that reading an image takes")
-    parser.add_argument("--tokens", type=int, default=192, help="of text in each sample")
-    parser.add_argument("--steps", type=int, default=150, help="of each training; the first third is not measured")
+OPTIONS: Options = {
+    "--seconds": option(0.02, "that reading an image takes"),
+    "--tokens": option(192, "of text in each sample"),
+    "--steps": option(150, "of each training; the first third is not measured"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Train `tiny_vlm` without a delay, then late from workers, and from the pool.
 
     A step without a delay says how many images each sample has: as many as it computes in `COMPUTED` of their delay
@@ -80,21 +78,24 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"loader": loader, "images/step": images * SAMPLES} | row for loader, row in rows.items()]
 
 
-def _train(args: argparse.Namespace, folder: Path, images: int, seconds: float, *changes: str) -> dict[str, float]:
+def _train(args: Namespace, folder: Path, images: int, seconds: float, *changes: str) -> dict[str, float]:
     """Train in a process of its own; return the mean seconds of a step and the share of waiting."""
     source = "data.sources.embedded"
-    command = [
-        sys.executable, "-m", "mmjax.train", "tiny_vlm", f"run={folder}", f"training.steps={args.steps}",
-        "schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0", "data.workers=2",
-        "data.prefetch=1", f"batch.size.count={SAMPLES}",
-        f"{source}=function", f"{source}.function=mmjax.benchmarks.pool:LateImages",
+    words = (
+        "tiny_vlm",
+        *SHORT,
+        f"training.steps={args.steps}",
+        "data.workers=2",
+        "data.prefetch=1",
+        f"batch.size.count={SAMPLES}",
+        f"{source}=function",
+        f"{source}.function=mmjax.benchmarks.pool:LateImages",
         f"{source}.arguments.tokens={args.tokens}",
-        f"{source}.arguments.seconds={seconds}", f"{source}.arguments.images={images}", *changes,
-    ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        raise UserError(f"the run did not end well: {ended.stderr.strip().splitlines()[-1]}")
-    measured = [r for r in read_json_lines(folder / "metrics.jsonl") if "data_wait_share" in r][args.steps // 3 :]
+        f"{source}.arguments.seconds={seconds}",
+        f"{source}.arguments.images={images}",
+        *changes,
+    )
+    measured = [r for r in train(folder, words, {}) if "data_wait_share" in r][args.steps // 3 :]
     total = sum(r["seconds/step"] for r in measured)
     wait = sum(r["seconds/data_wait"] for r in measured)
     return {"seconds/step": total / len(measured), "data_wait_share": wait / total}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 
 import numpy as np
 
-from mmjax.balance.baselines.postbalance import (
+from mmjax.benchmarks.baselines.postbalance import (
     balance_conv,
     balance_packed,
     balance_padded,
     balance_quadratic,
+    least_largest_load,
     lower_bound,
     paper_conv,
     paper_packed,
@@ -19,30 +20,28 @@ from mmjax.balance.baselines.postbalance import (
     paper_quadratic,
     rank_costs,
 )
-from mmjax.balance.lpt import least_largest_load
-from mmjax.benchmarks import measurement
-from mmjax.benchmarks.measurement import Measurement, median_seconds
+from mmjax.benchmarks.corpora import ONE_STEP, draw_step
+from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option
 from mmjax.errors import UserError
 
 LAM = 1e-4  # per token: attention costs as much as the rest at 10,000 tokens
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    measurement.add_arguments(parser)
-    measurement.add_step_arguments(parser, ranks=512)
-    parser.add_argument("--cost", choices=("packed", "padded", "quadratic", "conv"), default="packed")
-    parser.add_argument("--method", choices=("paper", "best"), default="best")
-    parser.add_argument("--equal-counts", action="store_true", help="as many items on every rank, give or take one")
-    parser.add_argument(
-        "--tolerance", type=float, help="tokens, of the paper's method for quadratic (default: the items' mean length)"
-    )
+OPTIONS: Options = ONE_STEP | {
+    "--cost": option("packed", choices=("packed", "padded", "quadratic", "conv")),
+    "--method": option("best", choices=("paper", "best")),
+    "--equal-counts": option(False, "as many items on every rank, give or take one"),
+    "--tolerance": option(
+        None, "tokens, of the paper's method for quadratic (default: the items' mean length)", type=float, minimum=0
+    ),
+}
 
 
-def run(args: argparse.Namespace) -> Measurement:
+def run(args: Namespace) -> Measurement:
     """Draw the samples of one step, balance the phase's items, and compare with the samples as they were drawn."""
-    _check(args)
-    sample, source, drawn = measurement.draw_step(args)
+    if args.equal_counts and args.method == "paper":
+        raise UserError("--equal-counts: the paper's algorithms have no such variant; use --method best")
+    sample, source, drawn = draw_step(args)
     present = drawn > 0
     length = drawn[present]
 
@@ -55,16 +54,16 @@ def run(args: argparse.Namespace) -> Measurement:
     mean = rank_costs(weight, length, to, args.ranks, LAM).mean()
     unbalanced = rank_costs(args.cost, length, source[present], args.ranks, LAM).max()
     packed = args.cost == "packed"
-    mean_load = -(-int(length.sum()) // args.ranks)
+    mean_load = -(-length.sum() // args.ranks)
     rank = np.full(len(sample), -1, np.int32)
     rank[present] = to
     return Measurement(
         figures={
-            "before": float(unbalanced / mean),
-            "after": float(cost.max() / mean),
-            "lower_bound": float(bound / mean),
+            "before": unbalanced / mean,
+            "after": cost.max() / mean,
+            "lower_bound": bound / mean,
             "gap": int(cost.max()) - mean_load if packed else None,
-            "gap_bound": int(least_largest_load(length, args.ranks)) - mean_load if packed else None,
+            "gap_bound": least_largest_load(length, args.ranks) - mean_load if packed else None,
             "milliseconds": 1e3 * median_seconds(balance),
             "sort_milliseconds": 1e3 * median_seconds(lambda: np.sort(length)),
             "items": len(length),
@@ -73,14 +72,7 @@ def run(args: argparse.Namespace) -> Measurement:
     )
 
 
-def _check(args: argparse.Namespace) -> None:
-    if args.equal_counts and args.method == "paper":
-        raise UserError("--equal-counts: the paper's algorithms have no such variant; use --method best")
-    if args.tolerance is not None and not args.tolerance >= 0:
-        raise UserError(f"--tolerance {args.tolerance}: give at least 0 tokens")
-
-
-def _make_method(args: argparse.Namespace, length: np.ndarray) -> Callable[[], np.ndarray]:
+def _make_method(args: Namespace, length: np.ndarray) -> Callable[[], np.ndarray]:
     ranks = args.ranks
     equal = args.equal_counts
     tolerance = float(length.mean()) if args.tolerance is None else args.tolerance

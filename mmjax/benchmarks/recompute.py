@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mmjax.autotune.layer_profile import (
@@ -18,21 +17,18 @@ from mmjax.autotune.layer_profile import (
     time_layer,
     typical_seconds,
 )
-from mmjax.autotune.run_plan import plan_run
-from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
 from mmjax.batch import Microbatch
+from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.synthetic_run import make_executor, plan_rows
 from mmjax.config import Config, ConnectorConfig, DecoderConfig, MeshConfig, ModelConfig, Remat, VisionConfig
 from mmjax.config.loading import load
 from mmjax.cost.trace import tower_batch
 from mmjax.errors import UserError
-from mmjax.models.model import Model
-from mmjax.parallel.sharding import AXES, ShardingRules, make_mesh
+from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.memory import GB, DeviceBatch
 from mmjax.planning.remat import MemoryLimit, RunPlan
 from mmjax.planning.speed import LayerTimes, Speed
 from mmjax.runtime.devices import device_description
-from mmjax.runtime.executor import Executor
-from mmjax.runtime.state import make_optimizer
 
 AUTO = "auto"
 STEP = "step"
@@ -47,16 +43,16 @@ MIXES: dict[str, tuple[Remat, Remat]] = {  # of the LLM's layers and of the enco
 TOKENS = 64  # that the encoder gives to the text
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--width", type=int, default=1536, help="of the LLM; the encoder has half of it")
-    parser.add_argument("--layers", type=int, default=4, help="of each tower")
-    parser.add_argument("--length", type=int, default=256, help="positions of the row of each tower")
-    parser.add_argument("--seconds", type=float, default=150, help="to measure for")
-    parser.add_argument("--room", type=float, default=0.5, help="for activations in `auto`: 0 is full's, 1 is none's")
+OPTIONS: Options = {
+    "--width": option(1536, "of the LLM; the encoder has half of it"),
+    "--layers": option(4, "of each tower"),
+    "--length": option(256, "positions of the row of each tower"),
+    "--seconds": option(150.0, "to measure for"),
+    "--room": option(0.5, "for activations in `auto`: 0 is full's, 1 is none's"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each mix of remat policies, and `auto` with the memory for activations cut to `--room`.
 
     `activations`: GB that it keeps. `step`: seconds of a step's forward and backward pass. `measured`: how much longer
@@ -72,9 +68,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     device = jax.devices()[0]
     batch = DeviceBatch({"llm": (1, args.length), "vision": (1, args.length)}, {"vision": TOKENS})
     speed = _speed(config, batch, device)
-    fits = {name: _fit(_mixed(config, mix), batch, speed, np.inf) for name, mix in MIXES.items()}
+
+    def fit(config: Config, room: float) -> RunPlan:
+        return plan_rows(config, batch.shape, {}, speed, MemoryLimit(room), batch.widths)
+
+    fits = {name: fit(_mixed(config, mix), np.inf) for name, mix in MIXES.items()}
     smallest, largest = (fits[name].device for name in ("full", "none"))
-    fits[AUTO] = _fit(config, batch, speed, smallest + args.room * (largest - smallest))
+    fits[AUTO] = fit(config, smallest + args.room * (largest - smallest))
     states: dict[str, tuple[Any, Any]] = {}
     programs: dict[tuple[str, str], Callable[[], Any]] = {
         (STEP, name): _gradients(replace(config, model=fitted.applied(config.model)), batch, states)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _config(args: argparse.Namespace) -> Config:
+def _config(args: Namespace) -> Config:
     width = args.width
     llm = DecoderConfig(
         args.layers, width, heads=width // 64, kv_heads=width // 256, head_width=64, mlp_width=4 * width, vocab=512
@@ -127,19 +127,11 @@ def _speed(config: Config, batch: DeviceBatch, device: jax.Device) -> Speed:
     return Speed(device_description(device).rates(config.training.precision), times)
 
 
-def _fit(config: Config, batch: DeviceBatch, speed: Speed, room: float) -> RunPlan:
-    mesh = dict.fromkeys(AXES, 1)
-    layout = layout_of_rows(config, mesh, [batch.shape], batch.widths)
-    return plan_run(on_one_mesh(config, mesh), layout, speed, MemoryLimit(room))
-
-
 def _gradients(config: Config, batch: DeviceBatch, states: dict[str, tuple[Any, Any]]) -> Callable[[], jax.Array]:
     """Build the program of a microbatch's gradients. Models of the same runs of layers share the `states`."""
-    model = Model.build(config.model, jnp.dtype(config.training.precision))
-    mesh = make_mesh(config.mesh, jax.devices()[:1])
-    optimizer = make_optimizer(config.optimizer, model.axes, model.dtype)
-    executor = Executor.on_mesh(model, optimizer, mesh, ShardingRules.of(config.mesh), sources=1, accumulates=False)
-    runs = str({tower: [name for run in plan for name in run.parts] for tower, plan in model.runs.items()})
+    executor = make_executor(config, make_mesh(config.mesh, jax.devices()[:1]))
+    towers = executor.model.runs.items()
+    runs = str({tower: [name for run in plan for name in run.parts] for tower, plan in towers})
     if runs not in states:
         states[runs] = executor.states[0].random_parameters()(jax.random.key(0))
     (arrays,) = executor.put(_microbatch(config, batch))

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mmjax.autotune.run_plan import plan_run
-from mmjax.autotune.sharded_stages import layout_of_rows, on_one_mesh
 from mmjax.balance.parts import LLM, dist_ratio
 from mmjax.balance.phases import cost_per_rank
-from mmjax.benchmarks.phases import add_step_arguments, balances, check, costs_of_step, draw, read
+from mmjax.benchmarks.corpora import draw_steps, steps_options
+from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.phases import balances
+from mmjax.benchmarks.synthetic_run import plan_rows
 from mmjax.config import AdamW, AudioConfig, Config, ModelConfig, Remat
 from mmjax.config.loading import load
-from mmjax.errors import UserError
-from mmjax.parallel.sharding import AXES
 from mmjax.planning.flops import executed, frozen_modules, recompute_flops
 from mmjax.planning.hardware import Rates
 from mmjax.planning.memory import GB
@@ -29,21 +28,20 @@ PRESETS = ("omni-10b", "omni-18b", "omni-84b")
 PRECISION = "bfloat16"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--preset", choices=PRESETS, default=PRESETS[-1])
-    parser.add_argument("--memory", type=float, default=80, metavar="GB", help="of a device")
-    parser.add_argument("--host-memory", type=float, default=0, metavar="GB", help="of the host, for each device")
-    parser.add_argument("--tflops", type=float, default=600, help="that products reach")
-    parser.add_argument("--memory-gbs", type=float, default=2700, metavar="GB/S", help="that its memory reaches")
-    parser.add_argument("--host-gbs", type=float, default=50, metavar="GB/S", help="between device and host, each way")
-    parser.add_argument("--shards", type=int, default=256, help="devices that share the parameters (ZeRO-3)")
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=10)
-    add_step_arguments(parser, per_rank=16)
+OPTIONS: Options = steps_options(16) | {
+    "--preset": option(PRESETS[-1], choices=PRESETS),
+    "--memory": option(80.0, "of a device", above=0, metavar="GB"),
+    "--host-memory": option(0.0, "of the host, for each device", minimum=0, metavar="GB"),
+    "--tflops": option(600.0, "that products reach", above=0),
+    "--memory-gbs": option(2700.0, "that its memory reaches", above=0, metavar="GB/S"),
+    "--host-gbs": option(50.0, "between device and host, each way", above=0, metavar="GB/S"),
+    "--shards": option(256, "devices that share the parameters (ZeRO-3)", minimum=1),
+    "--ranks": option(64, minimum=1),
+    "--steps": option(10, minimum=1),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Plan one row for each way of placing samples.
 
     A rank has one row of each module, as long as the fullest rank of all steps needs it. `policies`: how many layers of
@@ -52,25 +50,18 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     the fullest device; where nothing fits, what would be needed at least. `pflops`: of the fullest rank in a step, with
     what it computes again.
     """
-    check(args, "ranks", "steps", "per_rank", "scale", "samples", "shards")
-    for option in ("memory", "tflops", "memory_gbs", "host_gbs"):
-        if not getattr(args, option) > 0:
-            raise UserError(f"--{option.replace('_', '-')} {getattr(args, option)}: give more than 0")
-    if not args.host_memory >= 0:
-        raise UserError(f"--host-memory {args.host_memory}: give at least 0")
     config = load(args.preset.replace("-", "_"))
-    lengths = read(args)
-    steps = [costs_of_step(lengths, sample, args.scale) for sample in draw(lengths, args)]
+    steps = list(draw_steps(args))
     places = balances(args.ranks, args.ranks_per_node or args.ranks)
     rows = []
     for balance in ("none", "llm", "post"):
         filled = np.array([cost_per_rank(costs, places[balance](costs), args.ranks) for costs in steps])
         ratios = np.mean([dist_ratio(step.T) for step in filled], axis=0)
-        rows.append({"balance": balance, "dist_ratio": float(ratios[LLM])} | _row(config, filled.max((0, 1)), args))
+        rows.append({"balance": balance, "dist_ratio": ratios[LLM]} | _row(config, filled.max((0, 1)), args))
     return rows
 
 
-def _row(config: Config, longest: np.ndarray, args: argparse.Namespace) -> dict[str, Any]:
+def _row(config: Config, longest: np.ndarray, args: Namespace) -> dict[str, Any]:
     """Plan the best mix for rows of these positions `[modules]`."""
     model = config.model
     shape = _shape(model, longest)
@@ -78,11 +69,9 @@ def _row(config: Config, longest: np.ndarray, args: argparse.Namespace) -> dict[
     towers = {"llm": model.llm, **model.encoders}
     speed = Speed(Rates(args.tflops * 1e12, args.memory_gbs * GB, args.host_gbs * GB))
     room = MemoryLimit(args.memory * GB, args.host_memory * GB)
-    batch = replace(config.batch, microbatches=1)
     training = replace(config.training, precision=PRECISION, loss_chunks=1)
-    config = replace(config, batch=batch, training=training, optimizer=AdamW())
-    mesh = dict.fromkeys(AXES, 1) | {"fsdp": args.shards}
-    plan = plan_run(on_one_mesh(config, mesh), layout_of_rows(config, mesh, [shape]), speed, room)
+    config = replace(config, training=training, optimizer=AdamW())
+    plan = plan_rows(config, shape, {"fsdp": args.shards}, speed, room)
     everything = sum(f.total for f in executed(model, shape, frozen_modules(model)).values())
 
     def again_flops(name: str, policy: Remat) -> int:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mmjax.autotune.layer_profile import STACK, layer_programs, typical_seconds
 from mmjax.autotune.memory_plan import fit_run
 from mmjax.autotune.run_time import StepTime, time_run
 from mmjax.autotune.sharded_stages import device_microbatch, on_one_mesh
+from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.synthetic_run import RandomSamples, make_executor, opened_data
 from mmjax.config import (
     BatchConfig,
     Config,
@@ -34,27 +33,25 @@ from mmjax.config import (
 )
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.step_plan import RankLayout
-from mmjax.data.sample import Item, Sample, SampleLengths, Split, Text
+from mmjax.data.sample import SampleLengths, Split
 from mmjax.errors import UserError
-from mmjax.models.model import Model
-from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.hardware import Cluster, Device
 from mmjax.planning.memory import DeviceBatch
 from mmjax.planning.remat import RunPlan
 from mmjax.planning.speed import FORWARD, LayerTimes, Speed
 from mmjax.runtime.devices import device_description
-from mmjax.runtime.executor import Executor
-from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
-from mmjax.runtime.state import hyperparameters, make_optimizer
-from mmjax.training.run_data import open_data
+from mmjax.runtime.state import hyperparameters
 
 VOCAB, TEXT, SIDE = 2048, 192, 64  # of every sample: text tokens, and pixels of the side of its image
 LAYERS = 4  # of each tower
 POLICY = "none"  # of all layers
 
 
-class EqualSamples:
+class EqualSamples(RandomSamples):
     """Samples of an image and a text that are as long as those of all others, so that every row has one length."""
+
+    vocab = VOCAB
 
     def __init__(self, split: Split) -> None:
         pass
@@ -62,22 +59,9 @@ class EqualSamples:
     def __len__(self) -> int:
         return 64
 
-    def fingerprint(self) -> str:
-        """Return no fingerprint: nothing keeps an index of these."""
-        return ""
-
     def facts(self, index: int) -> SampleLengths:
         """Return the lengths of a sample."""
         return SampleLengths(TEXT, (("vision", (SIDE, SIDE)),))
-
-    def sample(self, index: int) -> Sample:
-        """Return an image and then random text."""
-        tokens = np.random.default_rng(index).integers(0, VOCAB, TEXT).astype(np.int32)
-        return Sample((Item("vision", 0), Text(tokens, np.ones(TEXT, np.float32))))
-
-    def item(self, index: int, number: int) -> np.ndarray:
-        """Return an image of noise."""
-        return np.random.default_rng(index).integers(0, 256, (SIDE, SIDE, 1), np.uint8)
 
 
 class Step(NamedTuple):
@@ -92,40 +76,64 @@ class Step(NamedTuple):
     run: Callable[[], Any]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4], help="of a step; several are compared")
-    parser.add_argument("--width", type=int, default=256, help="of the LLM and the encoder, a multiple of 64")
-    parser.add_argument("--seconds", type=float, default=120, help="to measure for")
-    parser.add_argument("--cpu-time", action="store_true", help="of this process, which should run on one core")
+TIMING: Options = {
+    "--seconds": option(120.0, "to measure for"),
+    "--cpu-time": option(False, "of this process, which should run on one core"),
+}
+OPTIONS: Options = TIMING | {
+    "--microbatches": option([1, 4], "of a step; several are compared", minimum=1),
+    "--width": option(256, "of the LLM and the encoder, a multiple of 64"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Measure one row for each number of microbatches, with data parallelism over all devices.
 
     `measured`: seconds of a step; `predicted`: by the planner, from the times of single layers and the device's rates.
     `layers` and `update`: the parts of `predicted`. Medians of rounds in which steps and layers took turns.
     """
-    if args.width < 64 or args.width % 64 or min(args.microbatches) < 1:
-        raise UserError("--width must be a multiple of 64, and --microbatches at least 1")
+    check_width(args)
     devices = jax.devices()
     steps = {count: make_step(spmd_config(args.width, len(devices), count), devices) for count in args.microbatches}
-    programs: dict[int | str, Callable[[], Any]] = {count: step.run for count, step in steps.items()}
+    programs: dict[Hashable, Callable[[], Any]] = {count: step.run for count, step in steps.items()}
     first = next(iter(steps.values()))
     for tower, shape in first.batch.shape.items():
         programs[tower] = layer_programs(first.config, tower, shape, devices[0])[POLICY]
-    clock = time.process_time if args.cpu_time else time.perf_counter
-    typical = typical_seconds(programs, args.seconds, clock)
-    # As a profile does: devices of one CPU share its cores.
-    sharing = len(devices) if devices[0].platform == "cpu" else 1
-    layers = {tower: sharing * typical[tower] / STACK for tower in first.batch.shape}
+    turns = take_turns(programs, args)
+    layers = turns.layer_seconds({tower: tower for tower in first.batch.shape})
     rows = []
     for count, step in steps.items():
-        predicted = predict_step(step, layers, device_description(devices[0], clock))
-        row = {"devices": len(devices), "microbatches": count, "measured": typical[count], "predicted": predicted.total}
-        row["ratio"] = predicted.total / typical[count]
+        predicted = predict_step(step, layers, turns.device)
+        measured = turns.seconds[count]
+        row = {"devices": len(devices), "microbatches": count, "measured": measured, "predicted": predicted.total}
+        row["ratio"] = predicted.total / measured
         rows.append(row | {"layers": LAYERS * count * sum(layers.values()), "update": predicted.update})
     return rows
+
+
+class Turns(NamedTuple):
+    """Typical seconds of programs that took turns, and the device by the same clock."""
+
+    seconds: dict[Hashable, float]
+    device: Device
+
+    def layer_seconds(self, programs: Mapping[str, Hashable]) -> dict[str, float]:
+        """Return the seconds of a tower's layer from its program: as in a profile, devices of a CPU share its cores."""
+        devices = jax.devices()
+        sharing = len(devices) if devices[0].platform == "cpu" else 1
+        return {tower: sharing * self.seconds[program] / STACK for tower, program in programs.items()}
+
+
+def take_turns(programs: Mapping[Hashable, Callable[[], Any]], args: Namespace) -> Turns:
+    """Time programs in turns."""
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    return Turns(typical_seconds(programs, args.seconds, clock), device_description(jax.devices()[0], clock))
+
+
+def check_width(args: Namespace) -> None:
+    """Raise UserError for a width that has no whole heads."""
+    if args.width < 64 or args.width % 64:
+        raise UserError("--width must be a multiple of 64")
 
 
 def spmd_config(width: int, devices: int, microbatches: int) -> Config:
@@ -149,21 +157,12 @@ def spmd_config(width: int, devices: int, microbatches: int) -> Config:
 def make_step(config: Config, devices: list[jax.Device]) -> Step:
     """Compile a config's step, and load its first batch."""
     mesh = make_mesh(config.mesh, devices)
-    with tempfile.TemporaryDirectory() as path:
-        data = open_data(config, RunFolder(Path(path)), 0, NO_CHANGES, mesh)
+    with opened_data(config, mesh) as data:
         loaded = data.loader(0)
     layout = data.loader.layout
     plan, _ = fit_run(config, mesh, layout, partial(data.layout_of, mesh=mesh))
-    model = Model.build(plan.applied(config.model), jnp.dtype(config.training.precision))
-    executor = Executor.on_mesh(
-        model,
-        make_optimizer(config.optimizer, model.axes, model.dtype),
-        mesh,
-        ShardingRules.of(config.mesh),
-        sources=1,
-        loss_chunks=plan.loss_chunks,
-        accumulates=config.batch.microbatches > 1,
-    )
+    planned = replace(config, model=plan.applied(config.model))
+    executor = make_executor(planned, mesh, loss_chunks=plan.loss_chunks)
     hyper = hyperparameters(config, 0)
     batches = [executor.put(batch) for batch in loaded.microbatches]
     state = executor.init(jax.random.key(0))

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
-import sys
 import tempfile
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmjax.disk import read_json_lines
-from mmjax.errors import UserError
+from mmjax.benchmarks.harness import Options, option
+from mmjax.benchmarks.processes import SHORT, train
 
 LOGGED = "seconds/start/"  # what the metrics of a process's first step begin with that are its start's activities
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument("config", nargs="?", default="tiny_omni", help="its name or file (default: tiny_omni)")
-    parser.add_argument("changes", nargs="*", metavar="a.b=value", help="changes to it")
+OPTIONS: Options = {
+    "config": option("tiny_omni", "its name or file (default: tiny_omni)", nargs="?"),
+    "changes": option(None, "changes to it", metavar="a.b=value", nargs="*"),
+}
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: Namespace) -> list[dict[str, Any]]:
     """Time every activity of each start, largest first; then their sums.
 
     Cold: Numba's and XLA's programs are compiled. Warm: a second run of the same config in the same folder of runs.
@@ -39,12 +36,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [*rows, {"activity": "in all", **{kind: sum(seconds.values()) for kind, seconds in starts.items()}}]
 
 
-def _start(folder: Path, args: argparse.Namespace, run: str, *options: str, steps: int = 1) -> dict[str, float]:
-    short = "schedule.warmup=0", "training.evaluate_every=0", "training.checkpoint_every=0", f"training.steps={steps}"
-    command = [sys.executable, "-m", "mmjax.train", args.config, *options, f"run={folder / run}", *short, *args.changes]
-    variables = os.environ | {"NUMBA_CACHE_DIR": str(folder / "numba")}
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if ended.returncode:
-        raise UserError(f"the run did not start: {ended.stderr.strip().splitlines()[-1]}")
-    *_, last_step = (record for record in read_json_lines(folder / run / "metrics.jsonl") if "loss" in record)
+def _start(folder: Path, args: Namespace, run: str, *options: str, steps: int = 1) -> dict[str, float]:
+    words = (args.config, *options, *SHORT, f"training.steps={steps}", *args.changes)
+    records = train(folder / run, words, {"NUMBA_CACHE_DIR": str(folder / "numba")})
+    *_, last_step = (record for record in records if "loss" in record)
     return {key.removeprefix(LOGGED): seconds for key, seconds in last_step.items() if key.startswith(LOGGED)}

@@ -9,7 +9,7 @@ import pytest
 
 from mmjax.balance.level import PartArrays, level, sort_columns
 from mmjax.balance.lpt import to_rows
-from mmjax.balance.waits import Prices, least_fullest, wait_bound, wait_share
+from mmjax.balance.waits import Prices, least_fullest, wait_share
 
 PRICES = Prices(np.array([4.2, 0.4, 0.2]) / 0.65, np.array([2.4, 1.2, 0.7]) / 1e4 / 0.40)
 
@@ -128,5 +128,3 @@ def test_no_assignment_gets_below_the_bound_and_often_one_reaches_it():
 
 def test_the_share_of_waiting_is_that_of_the_mean_rank_in_the_time_of_the_fullest():
     assert wait_share(np.array([[[1.0, 3.0]], [[2.0, 2.0]]])) == pytest.approx(1 - 4 / 5)
-    # A rank's rows take 6; one sample of 8 outweighs the share of 5 that two ranks have of 8 + 2.
-    assert wait_bound(6.0, np.array([[8.0], [2.0]]), 2) == pytest.approx(1 - 11 / 14)

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import corpus
 
-from mmjax.balance.baselines.bounds import rows_lower_bound
 from mmjax.balance.budgets import Budgets, fit_budgets
 from mmjax.balance.pack import Packing, choose_row_maximum, columns_for, count_steps, oversize, pack, pack_rows
-from mmjax.balance.parts import Parts, dist_ratio, overdispersion, parts_of, row_correlation
+from mmjax.balance.parts import Parts, dist_ratio, parts_of
+from mmjax.benchmarks.baselines.bounds import rows_lower_bound
+from mmjax.benchmarks.grouping import overdispersion, row_correlation
 
 
 def step_use(parts: Parts, packing: Packing, modules: int = 3) -> np.ndarray:

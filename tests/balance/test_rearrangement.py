@@ -7,14 +7,12 @@ from mmjax.balance.rearrangement import (
     Places,
     Rearrangement,
     compose,
-    inter_node,
     inverse,
     pack_places,
     rearrange,
     restrict,
     restrict_to_parts,
     tables,
-    volume,
     width,
 )
 
@@ -88,26 +86,9 @@ def test_composition_is_one_exchange_that_does_what_two_do(problem):
     composed = compose(inverse(encoder), llm)
     held = arrays(encoder, encoder.destination, int(length.sum()))
     assert np.array_equal(apply(composed, held), apply(llm, apply(inverse(encoder), held)))
-    assert np.array_equal(volume(compose(encoder, inverse(encoder))), np.diag(np.bincount(loaded, length, ranks)))
-
-
-@settings(max_examples=100)
-@given(problems(), st.integers(1, 4))
-def test_volumes_are_those_of_a_count_item_by_item(problem, ranks_per_node):
-    length, (source, destination), ranks = problem
-    expected = np.zeros((ranks, ranks), np.int64)
-    for tokens, a, b in zip(length, source, destination, strict=True):
-        expected[a, b] += tokens
-    moved = rearrange(length, source, destination, ranks)
-    assert np.array_equal(volume(moved), expected)
-    assert width(moved) == (expected - np.diag(np.diag(expected))).max()
-
-    node = np.arange(ranks) // ranks_per_node
-    between = np.where(node[:, None] != node, expected, 0)
-    traffic = inter_node(length, source, destination, ranks, ranks_per_node)
-    assert np.array_equal(traffic.sent, between.sum(1))
-    assert np.array_equal(traffic.received, between.sum(0))
-    assert traffic.total == between.sum()
+    back = compose(encoder, inverse(encoder))
+    assert np.array_equal(back.source.rank, back.destination.rank)
+    assert np.array_equal(back.source.offset, back.destination.offset)
 
 
 @settings(max_examples=100)
@@ -216,3 +197,13 @@ def test_maps_that_make_no_sense_are_refused():
         compose(moved, moved)
     with pytest.raises(ValueError, match="inside its item"):
         restrict_to_parts(moved, np.array([0]), np.array([1]), np.array([4]))
+
+
+@settings(max_examples=100)
+@given(problems())
+def test_the_width_is_the_most_tokens_that_one_rank_sends_another(problem):
+    length, (source, destination), ranks = problem
+    sent = np.zeros((ranks, ranks), np.int64)
+    for tokens, a, b in zip(length, source, destination, strict=True):
+        sent[a, b] += tokens * (a != b)
+    assert width(rearrange(length, source, destination, ranks)) == sent.max()

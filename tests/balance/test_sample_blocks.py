@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from test_mask_work import any_mask, dense
 
-from mmjax.balance.baselines.token_blocks import KINDS
 from mmjax.balance.mask_work import Mask, block_work, distribute, excess
-from mmjax.balance.sample_blocks import MAX_EXCESS, block_samples, distribute_samples, visible_keys
+from mmjax.balance.sample_blocks import MAX_EXCESS, block_samples, distribute_samples
+from mmjax.benchmarks.baselines.token_blocks import KINDS, visible_keys
 
 
 def packed(lengths: list[int], tokens: int = 0) -> Mask:

@@ -9,7 +9,7 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.balance.baselines.token_blocks import KINDS
+from mmjax.benchmarks.baselines.token_blocks import KINDS
 from mmjax.benchmarks.context import METHODS
 
 # No training runs this: by default the examples of docs/balance.md do.

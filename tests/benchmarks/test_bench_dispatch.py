@@ -51,7 +51,7 @@ def test_phases_balanced_apart_travel_in_one_all_to_all_per_encoder(capsys, tmp_
 def test_bad_options_are_told_in_one_line(capsys, lengths):
     for words, said in (
         (["--devices=0"], "--devices 0: give at least 1"),
-        (["--devices=8", "--ranks-per-node=3"], "--ranks-per-node 3: give a number that divides --devices 8"),
+        (["--devices=8", "--ranks-per-node=3"], "--ranks-per-node 3: choose a divisor of --devices 8"),
         (["--devices=16", "--per-rank=8"], "on a CPU set JAX_NUM_CPU_DEVICES=16"),
     ):
         ended = run(capsys, bench.main, "dispatch", f"--lengths={lengths}", "--scale=16", *words)

@@ -8,7 +8,7 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.config.model import SETTINGS
+from mmjax.benchmarks.frozen import SETTINGS
 
 
 @pytest.mark.exhaustive

@@ -11,7 +11,8 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.benchmarks.gpu import SECTIONS, TINY, image_mask, markdown, products, text_mask
+from mmjax.benchmarks.gpu import SECTIONS, markdown
+from mmjax.benchmarks.gpu_kernels import TINY, image_mask, products, text_mask
 from mmjax.benchmarks.gpu_steps import KINDS, row_lengths, samples_of, top_kernels
 from mmjax.models.attention import allowed
 

@@ -7,8 +7,9 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.balance.parts import dist_ratio, overdispersion
-from mmjax.data.plan.length_index import visual_corpus
+from mmjax.balance.parts import dist_ratio
+from mmjax.benchmarks.corpora import internvl_corpus, visual_corpus
+from mmjax.benchmarks.grouping import overdispersion, row_correlation
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +111,35 @@ def test_the_table_stands_beside_the_papers_figures(capsys, lengths):
     ended = run(capsys, bench.main, "grouping", f"--lengths={lengths}", "--method=isf")
     assert ended.out.splitlines()[0].split() == ["figure", "measured", "published"]
     assert any(line.split() == ["dist_ratio_tokens", line.split()[1], "0.14"] for line in ended.out.splitlines())
+
+
+def test_row_correlation_tells_sorted_random_and_complementary_rows_apart():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 100, 3000)
+    row = np.arange(3000) // 2
+    assert row_correlation(np.repeat(lengths[:1500], 2), row) == pytest.approx(1)
+    assert abs(row_correlation(lengths, row)) < 0.06
+    assert row_correlation(np.stack([lengths[:1500], 100 - lengths[:1500]], 1).ravel(), row) == pytest.approx(
+        -1, abs=0.01
+    )
+    assert row_correlation(lengths, np.arange(3000)) == 0
+    assert row_correlation(np.array([]), np.array([], int)) == 0
+
+
+def test_overdispersion_is_one_for_a_shuffle_and_large_for_blocks_of_one_source():
+    rng = np.random.default_rng(0)
+    source, step = rng.choice(3, 24 * 200, p=[0.6, 0.3, 0.1]), np.repeat(np.arange(200), 24)
+    assert 0.8 < overdispersion(source, step) < 1.3
+    assert overdispersion(np.sort(source), step) > 15
+    alternating = np.tile([0, 0, 1], 8 * 200)
+    assert overdispersion(alternating, step) == pytest.approx(0)
+    assert overdispersion(np.zeros(48, int), step[:48]) == 0
+
+
+def test_modelled_lengths_of_internvls_training_set_have_its_means_and_are_the_same_by_a_seed():
+    lengths = internvl_corpus(50_000, 3)
+    assert lengths["vision_items"].mean() == pytest.approx(1.826, rel=0.01)
+    assert lengths["llm_tokens"].mean() == pytest.approx(777, rel=0.01)
+    assert lengths["llm_tokens"].min() >= 37
+    assert lengths["llm_tokens"].max() == 4096
+    assert all(np.array_equal(lengths[key], internvl_corpus(50_000, 3)[key]) for key in lengths)

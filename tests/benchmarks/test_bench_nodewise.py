@@ -7,7 +7,7 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.balance.rearrangement import inter_node
+from mmjax.benchmarks.baselines.nodewise import inter_node
 from mmjax.data.plan.length_index import omni_corpus
 
 SMALL = ("--ranks=30", "--ranks-per-node=4", "--per-rank=40", "--seed=3")
@@ -72,8 +72,8 @@ def test_too_few_samples_are_drawn_twice(capsys, tmp_path):
         (["--ranks=8", "--ranks-per-node=8"], "--ranks-per-node 8: give fewer than --ranks"),
         (["--ranks-per-node=0"], "--ranks-per-node 0: give at least 1"),
         (["--seed=-1"], "--seed -1: give at least 0"),
-        (["--tolerance=nan"], "--tolerance nan: give a share"),
-        (["--time-limit=0"], "--time-limit 0.0: give some seconds"),
+        (["--tolerance=nan"], "--tolerance nan: give at least 0"),
+        (["--time-limit=0"], "--time-limit 0.0: give more than 0"),
         (["--lengths", "nowhere.npz"], "--lengths nowhere.npz: not a readable .npz file"),
         (["--samples=0"], "--samples 0: give at least 1"),
     ],

@@ -64,7 +64,7 @@ def test_what_is_not_installed_is_one_line(capsys, monkeypatch):
     ("word", "message"),
     [
         ("--segments=0", "--segments 0: give at least 1"),
-        ("--records=7", "--records 7: give at least 8, the samples of a step"),
+        ("--records=7", "--records 7: give at least 8"),
         ("--core=1000", "--core 1000: choose of "),
         ("--seed=-1", "--seed -1: give at least 0"),
         ("--picture=race.pdf", "--picture race.pdf: name a file that ends in .png or .svg"),
@@ -133,3 +133,8 @@ def test_a_side_that_cannot_start_says_why_in_its_own_line(tmp_path):
     task = Task(**side, tune="full", precision="float32", batch=2, seed=0)
     with pytest.raises(UserError, match="nowhere"):
         Side("mmjax.benchmarks.peer_mmjax", task, {0}, {})
+
+
+def test_what_the_trainers_side_shares_with_mmjaxs_loads_no_jax():
+    code = "import sys, mmjax.benchmarks.peer_data, mmjax.benchmarks.peer_process; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

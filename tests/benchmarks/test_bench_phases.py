@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from commands import run
 
 from mmjax import bench
+from mmjax.benchmarks.phases import wait_bound
 
 
 def rows(capsys, *words: str) -> dict[str, dict]:
@@ -34,4 +36,9 @@ def test_nodes_exchange_among_themselves(capsys):
 def test_bad_options_are_told_in_one_line(capsys, word, said):
     ended = run(capsys, bench.main, "phases", word)
     assert ended.code == 2
-    assert ended.err.startswith(f"error: {said}: give at least 1")
+    assert ended.err.startswith(f"error: {said}: give at least ")
+
+
+def test_the_bound_of_waiting_is_that_of_the_fullest_possible_rank():
+    # A rank's rows take 6; one sample of 8 outweighs the share of 5 that two ranks have of 8 + 2.
+    assert wait_bound(6.0, np.array([[8.0], [2.0]]), 2) == pytest.approx(1 - 11 / 14)

@@ -10,8 +10,17 @@ import pytest
 from commands import run
 
 from mmjax import bench
-from mmjax.benchmarks.pipeline import RELATIVE, hidden_share, simulated_seconds, step_seconds
-from mmjax.benchmarks.pipeline_worker import STAGES, Task, Variant, delayed, lengthened
+from mmjax.benchmarks.pipeline import (
+    RELATIVE,
+    STAGES,
+    Task,
+    Variant,
+    delayed,
+    hidden_share,
+    lengthened,
+    simulated_seconds,
+    step_seconds,
+)
 from mmjax.config.loading import find_config, load
 from mmjax.planning.schedules import make_schedule, unit_graph
 from mmjax.planning.simulate import StageTimes, simulate

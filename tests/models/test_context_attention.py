@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from test_attention import random_case
 
-from mmjax.balance.baselines.token_blocks import KINDS
 from mmjax.balance.mask_work import block_work, token_order
-from mmjax.balance.sample_blocks import block_samples, distribute_samples, visible_keys
+from mmjax.balance.sample_blocks import block_samples, distribute_samples
+from mmjax.benchmarks.baselines.token_blocks import KINDS, visible_keys
 from mmjax.config import MeshConfig
 from mmjax.kernels.masks import MaskSpec
 from mmjax.models.attention import attention, plan_attention

@@ -10,8 +10,7 @@ import pytest
 from test_executor import assert_gradients_of_one_mesh, make_pipeline
 from tiny_run import load_steps, tiny_config
 
-from mmjax.benchmarks.papers import omnibal_partition
-from mmjax.benchmarks.papers_tables import OMNIBAL_MODELS
+from mmjax.benchmarks.papers_omnibal import OMNIBAL_MODELS, omnibal_partition
 from mmjax.config import Config, EmbeddedSource, Unit
 
 

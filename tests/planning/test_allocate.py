@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from mmjax.benchmarks.allocation_baselines import (
+from mmjax.benchmarks.baselines.allocation import (
     allocate_by_flops,
     allocate_colocated,
     allocate_loosely,

@@ -8,7 +8,7 @@ import pytest
 from made import AUDIO, VISION, Made, config, image, index_of, random_samples, random_texts, text
 
 from mmjax.data.media.patches import encoder_input
-from mmjax.data.plan.length_index import LengthIndex, build_index, cached_index, internvl_corpus
+from mmjax.data.plan.length_index import LengthIndex, build_index, cached_index
 from mmjax.data.sample import Item, SampleLengths
 from mmjax.errors import UserError
 
@@ -173,12 +173,3 @@ def test_a_sample_that_is_much_longer_than_the_others_is_named():
     assert build_index(sources, {}).longest(4000) == line
     assert build_index(sources, {}).longest(3999) == ""  # where it is left out
     assert build_index({"a": random_texts([4, 5, 30])}, {}).longest(4000) == ""
-
-
-def test_modelled_lengths_of_internvls_training_set_have_its_means_and_are_the_same_by_a_seed():
-    lengths = internvl_corpus(50_000, 3)
-    assert lengths["vision_items"].mean() == pytest.approx(1.826, rel=0.01)
-    assert lengths["llm_tokens"].mean() == pytest.approx(777, rel=0.01)
-    assert lengths["llm_tokens"].min() >= 37
-    assert lengths["llm_tokens"].max() == 4096
-    assert all(np.array_equal(lengths[key], internvl_corpus(50_000, 3)[key]) for key in lengths)

@@ -12,7 +12,7 @@ from made_lengths import lengths_of
 from mmjax.balance.phases import costs_of, place_jointly
 from mmjax.balance.waits import Prices, Waits, mean_waits
 from mmjax.benchmarks import planning
-from mmjax.benchmarks.measurement import index_of_samples
+from mmjax.benchmarks.corpora import index_of_samples
 from mmjax.config import Config
 from mmjax.data.plan.grouping import make_budget
 from mmjax.data.plan.length_index import LengthIndex, omni_corpus

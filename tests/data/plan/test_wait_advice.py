@@ -9,7 +9,7 @@ import pytest
 from made_lengths import lengths_of
 
 from mmjax.benchmarks import planning
-from mmjax.benchmarks.measurement import index_of_samples
+from mmjax.benchmarks.corpora import index_of_samples
 from mmjax.data.plan.grouping import StepGrouper, make_budget
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
 

@@ -82,10 +82,10 @@ def cornstarch(chain: Chain, stages: int) -> tuple[int, ...]:
     return min(options, key=lambda cuts: iteration_seconds(chain, cuts, side_by_side=True))
 
 
-def _cut_to_target(seconds: np.ndarray, target: float, most: int) -> tuple[int, ...]:
-    """Cut a tower into the fewest stages of which none takes longer than `target`, but into `most` at most."""
+def _cut_to_target(seconds: np.ndarray, target: float, max_stages: int) -> tuple[int, ...]:
+    """Cut a tower into the fewest stages of which none takes longer than `target`, but into `max_stages` at most."""
     cuts: tuple[int, ...] = ()
-    for stages in range(2, min(most, len(seconds)) + 1):
+    for stages in range(2, min(max_stages, len(seconds)) + 1):
         if _longest(seconds, cuts) <= target:
             break
         cuts = partition(seconds, stages)

@@ -12,8 +12,6 @@ from types import MappingProxyType
 
 import numpy as np
 from numba import njit
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, eye_array, hstack, kron
 
 from mmjax.balance.mask_work import Mask, check_ranks
 
@@ -141,43 +139,6 @@ def random(blocks: int, ranks: int, rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(ring(blocks, ranks))
 
 
-def integer_program(
-    work: np.ndarray, ranks: int, seconds: float = 10.0, equal_counts: bool = False
-) -> tuple[np.ndarray, bool]:
-    """Find the ranks `[B]` (int32) whose largest work is least, and whether that is proven. work: int `[B]`.
-
-    Cornstarch, equation 1; `equal_counts` adds that counts differ by one at most. Raises RuntimeError where `seconds`
-    do not suffice to find any distribution.
-    """
-    check_ranks(ranks)
-    work = np.asarray(work, np.float64)
-    blocks = len(work)
-    if blocks == 0 or not work.any():
-        return ring(blocks, ranks), True
-    share = csr_array(work[None] / work.sum())  # of order one, as the solver's tolerances are
-    largest = csr_array(-np.ones((ranks, 1)))
-    no_largest = [csr_array((blocks, 1)), csr_array((ranks, 1))]
-    of_block = hstack([kron(eye_array(blocks), np.ones((1, ranks))), no_largest[0]])
-    of_rank = hstack([kron(np.ones((1, blocks)), eye_array(ranks)), no_largest[1]])
-    min_blocks, max_blocks = (blocks // ranks, -(-blocks // ranks)) if equal_counts else (0, blocks)
-    constraints = [
-        LinearConstraint(of_block, 1, 1),
-        LinearConstraint(of_rank, min_blocks, max_blocks),
-        LinearConstraint(hstack([kron(share, eye_array(ranks)), largest]), -np.inf, 0),
-    ]
-    chosen = np.r_[np.ones(blocks * ranks), 0]
-    solution = milp(
-        1 - chosen,
-        integrality=chosen,
-        bounds=Bounds(0, 1),
-        constraints=constraints,
-        options={"time_limit": seconds, "mip_rel_gap": 0},
-    )
-    if solution.x is None:
-        raise RuntimeError(f"no distribution of {blocks} blocks found in {seconds} s: {solution.message}")
-    return solution.x[:-1].reshape(blocks, ranks).argmax(1).astype(np.int32), solution.status == 0
-
-
 @njit(cache=True)
 def _longest_first(work, heaviest_first, ranks):
     """Return the rank of each block, int32 [B]; of equal loads the first rank's."""
@@ -188,3 +149,27 @@ def _longest_first(work, heaviest_first, ranks):
         heapq.heapreplace(loads, (load + work[block], lightest))
         rank[block] = lightest
     return rank
+
+
+def visible_keys(mask: Mask, rank: np.ndarray, ranks: int) -> np.ndarray:
+    """Find the keys that queries of each rank may attend, bool `[ranks, T]`. rank: int `[T]`, of each token."""
+    visible = np.zeros((ranks, len(rank)), np.bool_)
+    in_sample = mask.sample >= 0
+    sample = np.where(in_sample, mask.sample, 0)
+    # A number for each span of each sample.
+    pairs = sample * (mask.span.max(initial=0) + np.int64(1)) + mask.span
+    spans, span = np.unique(pairs, return_inverse=True)
+    kinds = {kind: in_sample & (mask.kind == kind) for kind in np.unique(mask.kind)}
+    in_span = in_sample & (mask.span != 0)
+    for number, keys in enumerate(visible):
+        queries = np.flatnonzero(in_sample & (rank == number))
+        for kind, of_kind in kinds.items():
+            seeing = queries[mask.sees[queries] & kind != 0]
+            # Of a kind, a rank's last query that sees it may attend all that any of its queries may.
+            last = np.full(sample.max(initial=0) + 1, -1, np.int64)
+            np.maximum.at(last, sample[seeing], mask.pos[seeing])
+            keys |= of_kind & (mask.pos <= last[sample])
+        with_queries = np.zeros(len(spans), np.bool_)
+        with_queries[span[queries]] = True
+        keys |= in_span & with_queries[span]
+    return visible

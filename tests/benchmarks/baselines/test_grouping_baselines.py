@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from mmjax.balance.baselines.grouping import device_groups, length_groups, random_groups
 from mmjax.balance.parts import dist_ratio, pad_ratio
+from mmjax.benchmarks.baselines.grouping import device_groups, length_groups, random_groups
 
 RANKS, PER_ROW = 8, 4
 

@@ -7,15 +7,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.baselines.postbalance import (
+from mmjax.balance.lpt import longest_first, lpt, polish
+from mmjax.benchmarks.baselines.postbalance import (
     balance_conv,
     balance_packed,
     balance_padded,
     balance_quadratic,
+    deal,
+    least_largest_load,
     lower_bound,
     rank_costs,
 )
-from mmjax.balance.lpt import deal, least_largest_load, longest_first, lpt, polish
 
 # No training runs this: by default the examples of docs/balance.md do.
 pytestmark = pytest.mark.exhaustive

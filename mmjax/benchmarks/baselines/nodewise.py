@@ -13,9 +13,9 @@ from scipy.optimize import Bounds as VariableBounds
 from scipy.optimize import LinearConstraint, linear_sum_assignment, milp
 from scipy.sparse import coo_matrix, csr_matrix, hstack, kron, vstack
 
-from mmjax.balance.baselines.moves import ENDLESS, by_key, even, fill, polish_bins, shed
 from mmjax.balance.lpt import longest_first
-from mmjax.balance.rearrangement import sum_by_key
+from mmjax.balance.rearrangement import Rearrangement, sum_by_key
+from mmjax.benchmarks.baselines.moves import ENDLESS, by_key, even, fill, polish_bins, shed
 
 # Nodes are filled to less than ranks are, since ranks of a full node cannot all be full: parts of the tolerance, tried
 # in this order until the ranks fit.
@@ -272,3 +272,35 @@ def _least_total(volume: np.ndarray, first: np.ndarray) -> np.ndarray:
 def _largest_sent(volume: np.ndarray, node: np.ndarray, first: np.ndarray) -> float:
     source_node = np.repeat(np.arange(len(first) - 1), np.diff(first))
     return float(np.where(source_node[:, None] != node, volume, 0).sum(1).max())
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Tokens that leave their node. sent, received: int64 `[ranks]`."""
+
+    sent: np.ndarray
+    received: np.ndarray
+
+    @property
+    def total(self) -> int:
+        """Sum the tokens of all ranks."""
+        return int(self.sent.sum())
+
+
+def volume(moved: Rearrangement) -> np.ndarray:
+    """Count tokens from rank to rank, int64 `[ranks, ranks]`: V of OrchMLLM section 5.2.2, rows are sources."""
+    # Source and destination as one number; int64, since ranks^2 of 50,000 ranks exceeds int32.
+    pair = moved.source.rank.astype(np.int64) * moved.ranks + moved.destination.rank
+    return sum_by_key(pair, moved.length, moved.ranks**2).reshape(moved.ranks, moved.ranks)
+
+
+def inter_node(
+    length: np.ndarray, source: np.ndarray, destination: np.ndarray, ranks: int, ranks_per_node: int
+) -> Traffic:
+    """Count tokens that each rank sends to, and receives from, other nodes. length, source, destination: int `[n]`.
+
+    Node k has ranks k * ranks_per_node and on; the last one may be smaller.
+    """
+    leaves = np.flatnonzero(source // ranks_per_node != destination // ranks_per_node)
+    length = length[leaves]
+    return Traffic(sum_by_key(source[leaves], length, ranks), sum_by_key(destination[leaves], length, ranks))

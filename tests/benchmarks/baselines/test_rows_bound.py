@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.baselines.bounds import configuration_bound, martello_toth, rows_lower_bound
+from mmjax.benchmarks.baselines.bounds import configuration_bound, martello_toth, rows_lower_bound
 
 
 def fewest_rows(lengths: list[tuple[int, int]], budget: tuple[int, int]) -> int:

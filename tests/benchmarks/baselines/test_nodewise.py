@@ -5,9 +5,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.baselines.nodewise import balance_nodewise, largest_cost, permute_batches, traffic_bounds
-from mmjax.balance.baselines.postbalance import balance_packed
-from mmjax.balance.rearrangement import inter_node
+from mmjax.balance.rearrangement import rearrange
+from mmjax.benchmarks.baselines.nodewise import (
+    balance_nodewise,
+    inter_node,
+    largest_cost,
+    permute_batches,
+    traffic_bounds,
+    volume,
+)
+from mmjax.benchmarks.baselines.postbalance import balance_packed
 
 # No training runs this: by default the examples of docs/balance.md do.
 pytestmark = pytest.mark.exhaustive
@@ -133,3 +140,20 @@ def test_items_that_all_start_on_one_rank_are_spread_over_all():
     length = drawn(16, 60, 2)[0]
     rank = balance_nodewise(length, np.zeros(len(length), np.int64), 16, 4)
     assert np.bincount(rank, length, 16).max() <= largest_cost(length, 16, 0.002)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_volumes_and_traffic_are_those_of_a_count_item_by_item(seed):
+    rng = np.random.default_rng(seed)
+    ranks, ranks_per_node = rng.integers(1, 9), rng.integers(1, 5)
+    length = rng.integers(0, 50, 30)
+    source, destination = rng.integers(0, ranks, (2, 30))
+    expected = np.zeros((ranks, ranks), np.int64)
+    np.add.at(expected, (source, destination), length)
+    assert np.array_equal(volume(rearrange(length, source, destination, ranks)), expected)
+    node = np.arange(ranks) // ranks_per_node
+    between = np.where(node[:, None] != node, expected, 0)
+    traffic = inter_node(length, source, destination, ranks, ranks_per_node)
+    assert np.array_equal(traffic.sent, between.sum(1))
+    assert np.array_equal(traffic.received, between.sum(0))
+    assert traffic.total == between.sum()

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.baselines.moves import ENDLESS, by_key, even, fill, shed
 from mmjax.balance.lpt import longest_first
+from mmjax.benchmarks.baselines.moves import ENDLESS, by_key, even, fill, shed
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12).map(lambda found: np.array(found, np.int64))
 

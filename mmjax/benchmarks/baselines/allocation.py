@@ -41,8 +41,8 @@ from mmjax.planning.tower_options import (
 
 
 def _score_mmscale(options: TowerOptions, microbatches: int) -> Scores:
-    whole = options.passes.sum(1)
-    return Scores(whole, (microbatches - 1) * whole / options.workers, np.zeros(len(whole)))
+    seconds = options.passes.sum(1)
+    return Scores(seconds, (microbatches - 1) * seconds / options.workers, np.zeros(len(seconds)))
 
 
 # MMScale, equations 1 and 2: every tower's path as the warm-up, then the slowest of the towers' mean stages.
@@ -77,7 +77,7 @@ def allocate_by_flops(problem: Problem) -> Allocation | None:
         if len(choices) < len(work) or sum(int(o.devices[n]) for o, n in choices) > problem.cluster.devices:
             continue
         simulated = simulate_choice(problem, {name: c for name, c in chosen.items() if c is not None}, count)
-        best = simulated if best is None or simulated.seconds < best.seconds else best
+        best = _faster(best, simulated)
     return best
 
 
@@ -107,18 +107,18 @@ def allocate_loosely(problem: Problem) -> Allocation | None:
             tables[key] = encoder_tables(problem, SLOWEST, *key)
         target = float(llm[0].passes[llm[1]].max())
         chosen = {"llm": llm}
-        left = problem.cluster.devices - int(llms.devices[n])
+        free = problem.cluster.devices - int(llms.devices[n])
         for name, table in zip(encoders, tables[key], strict=True):
-            usable = np.flatnonzero(compatible_ranks(table.ranks, llm) & (table.devices <= left))
+            usable = np.flatnonzero(compatible_ranks(table.ranks, llm) & (table.devices <= free))
             if len(usable):
                 slowest = table.scores.alone[usable]
                 late = np.maximum(slowest - target, 0.0)
                 fewest = usable[np.lexsort((slowest, table.devices[usable], late))[0]]
                 chosen[name] = table.choices[fewest]
-                left -= int(table.devices[fewest])
+                free -= int(table.devices[fewest])
         if len(chosen) == len(problem.towers):
             simulated = simulate_choice(problem, chosen, count)
-            best = simulated if best is None or simulated.seconds < best.seconds else best
+            best = _faster(best, simulated)
     return best
 
 
@@ -133,8 +133,8 @@ def allocate_colocated(problem: Problem) -> Allocation | None:
         return allocate(problem)
     fused = []
     for towers in _by_layout(problem, encoders):
-        most = min(ENCODER_STAGES, *(len(costs.forward) for costs in towers))
-        fused += [_fuse([(costs, _cut_evenly(costs, n)) for costs in towers], n) for n in range(1, most + 1)]
+        max_stages = min(ENCODER_STAGES, *(len(costs.forward) for costs in towers))
+        fused += [_fuse([(costs, _cut_evenly(costs, n)) for costs in towers], n) for n in range(1, max_stages + 1)]
     return allocate(problem._replace(towers={"encoders": fused, "llm": problem.towers["llm"]}))
 
 
@@ -155,8 +155,12 @@ def allocate_replicated(problem: Problem) -> Allocation | None:
                     if best is not None and bounds.alone[n] + bounds.tail[n] >= best.seconds:
                         break
                     simulated = simulate_choice(problem, {"llm": (options, n)}, count)
-                    best = simulated if best is None or simulated.seconds < best.seconds else best
+                    best = _faster(best, simulated)
     return best
+
+
+def _faster(best: Allocation | None, simulated: Allocation) -> Allocation:
+    return simulated if best is None or simulated.seconds < best.seconds else best
 
 
 def _by_layout(problem: Problem, towers: Sequence[str]) -> list[tuple[TowerCosts, ...]]:

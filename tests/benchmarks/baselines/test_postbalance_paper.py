@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.baselines.postbalance import (
+from mmjax.benchmarks.baselines.postbalance import (
     balance_conv,
     balance_packed,
     balance_padded,

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.baselines.token_blocks import ITEM, KINDS, TEXT
 from mmjax.balance.mask_work import Mask, allowed_keys
+from mmjax.benchmarks.baselines.token_blocks import ITEM, KINDS, TEXT
 
 any_row = given(st.sampled_from(sorted(KINDS)), st.integers(64, 3000), st.integers(0, 2**32))
 

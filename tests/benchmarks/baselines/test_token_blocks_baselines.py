@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.balance.baselines.token_blocks import integer_program, longest_first, random, ring, zigzag
 from mmjax.balance.mask_work import Mask, block_work, excess
+from mmjax.benchmarks.baselines.token_blocks import longest_first, random, ring, zigzag
 
 small = given(st.lists(st.integers(0, 60), max_size=7).map(lambda x: np.array(x, np.int64)), st.integers(1, 3))
 
@@ -66,29 +66,8 @@ def test_random_differs_by_seed():
     assert (random(64, 8, np.random.default_rng(0)) != random(64, 8, np.random.default_rng(1))).any()
 
 
-@pytest.mark.parametrize("equal_counts", [False, True])
-def test_the_integer_program_finds_what_trying_all_distributions_does(equal_counts):
-    @settings(max_examples=30)
-    @small
-    def check(work, ranks):
-        rank, proven = integer_program(work, ranks, equal_counts=equal_counts)
-        assert proven
-        counts = np.bincount(rank, minlength=ranks)
-        assert not equal_counts or counts.max() - counts.min() <= 1
-        assert heaviest(work, rank, ranks) == least(work, ranks, equal_counts)
-
-    check()
-
-
-def test_the_integer_program_says_when_time_did_not_suffice():
-    work = np.random.default_rng(0).integers(10**6, 10**7, 200)
-    with pytest.raises(RuntimeError, match="no distribution of 200 blocks"):
-        integer_program(work, 20, seconds=0.0)
-
-
-@pytest.mark.parametrize("method", [longest_first, integer_program])
-def test_no_ranks_are_refused_by_what_reads_work(method):
+def test_no_ranks_are_refused():
     with pytest.raises(ValueError, match="0 ranks"):
-        method(np.array([1]), 0)
+        longest_first(np.array([1]), 0)
     with pytest.raises(ValueError, match="0 ranks"):
         ring(3, 0)
