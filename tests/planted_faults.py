@@ -349,7 +349,7 @@ FAULTS = (
         "runtime/shared.py",
         "total = wait(jax.tree.map(add_on_mesh, restrict(gradients, self.structure), arrived))",
         "total = restrict(gradients, self.structure)",
-        ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
+        ("runtime/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
         "stages that have no layout of their unit's",
@@ -363,14 +363,14 @@ FAULTS = (
         "runtime/objectives.py",
         "reference.run(frozen, inputs | twins, batch)",
         "reference.run(frozen, inputs, batch)",
-        ("pipeline/test_frozen_reference.py::test_a_text_model_in_stages_with_context_has_the_gradients_of_one_mesh",),
+        ("runtime/test_frozen_reference.py::test_a_text_model_in_stages_with_context_has_the_gradients_of_one_mesh",),
     ),
     Fault(
         "a generator's loss of latents that its last stage mixes anew",
         "models/stage.py",
         "clean = values[self._clean[0]]",
         "clean = values[self._clean[0]] + draws.posterior",
-        ("pipeline/test_encoded_image_units.py::test_gradients_are_those_of_one_mesh",),
+        ("runtime/test_encoded_image_units.py::test_gradients_are_those_of_one_mesh",),
     ),
     Fault(
         "moments that a stage has none of, read as a number",
@@ -391,7 +391,7 @@ FAULTS = (
         "runtime/stage_program.py",
         "outputs[seeded] = seed(outputs[seeded])",
         "pass",
-        ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
+        ("runtime/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
         "stages of one worker that are put in an order all the same",
@@ -419,14 +419,14 @@ FAULTS = (
         "runtime/executor.py",
         "norm = jnp.sqrt(jnp.sum(norms * self._counts))",
         "norm = jnp.sqrt(jnp.sum(norms))",
-        ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
+        ("runtime/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
         "a gradient that reaches a stage twice",
         "runtime/passes.py",
         "run.output_gradients[producer, microbatch][name] = arrived",
         "run.output_gradients[producer, microbatch][name] = arrived + arrived",
-        ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
+        ("runtime/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
         "a gradient norm that counts a tied table twice",
@@ -434,7 +434,7 @@ FAULTS = (
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(sums)), jnp.float32(0)).reshape(1)",
         'twice = (sums, sums.get("llm", {}).get("embed", {}))\n    '
         "return sum((jnp.sum(jnp.square(x)) for x in jax.tree.leaves(twice)), jnp.float32(0)).reshape(1)",
-        ("pipeline/test_executor.py::test_gradients_are_those_of_one_program",),
+        ("runtime/test_executor.py::test_gradients_are_those_of_one_program",),
     ),
     Fault(
         "pieces that arrive in each other's place",

@@ -58,7 +58,7 @@ ELSEWHERE: dict[str, dict[str, list[str]]] = {
             "python -m mmjax.train llava_style checkpoint=policy-0",
         ],
     },
-    "tests/pipeline/test_runs.py": {
+    "tests/training/test_unit_runs.py": {
         "test_an_llm_with_context_over_processes_gives_the_losses_of_one_mesh_and_goes_on_with_any_context": [
             "python -m mmjax.train my.py units.vision",
         ],

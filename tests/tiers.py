@@ -27,7 +27,7 @@ LONG_FILES = (
     "test_exactness.py", "test_spoiled_samples.py", "test_export.py", "test_notebooks.py", "test_llava_style.py",
     "test_absent_devices.py", "test_stacked_vision.py", "test_mutations.py", "test_plan_command.py", "test_report.py",
     "test_workers.py", "test_generator.py", "test_recipes.py", "test_collectives.py", "test_layer_profile.py",
-    "test_verify.py", "test_bench_gpu.py", "test_bench_balance_run.py", "test_measured_fit.py", "test_runs.py",
+    "test_verify.py", "test_bench_gpu.py", "test_bench_balance_run.py", "test_measured_fit.py", "test_unit_runs.py",
     "test_executor.py", "test_qwen_vl.py", "test_ray_pool.py", "test_generated_text.py", "test_decoders.py",
     "test_step.py", "test_generator_units.py", "test_evaluation.py", "test_generators.py", "test_frozen_settings.py",
     "test_expert_meshes.py", "test_drawing_commands.py", "test_encoded_images.py", "test_checkpoint.py",

@@ -25,7 +25,7 @@ CLOCKED = (
     "tests/training/test_metrics_log.py", "tests/runtime/test_run_lock.py", "tests/distributed/test_watchdog.py",
     "tests/data/storage/test_spool.py", "tests/data/loading/test_ray_pool.py", "tests/runtime/test_latents.py",
     "tests/test_studio.py", "tests/test_startup.py", "tests/test_hub.py", "tests/test_doctor.py", "tests/test_disk.py",
-    "tests/test_train.py", "tests/test_report.py", "tests/pipeline/test_runs.py",
+    "tests/test_train.py", "tests/test_report.py", "tests/training/test_unit_runs.py",
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_a_plan_of_ten_billion_parameters_takes_what_the_compiler_says():
     "words", [("none",), ("products",), ("full",), ("full", "divided"), ("none", "divided"), ("full", "experts")]
 )
 def test_every_stage_of_a_pipeline_takes_what_was_planned_for_it(words):
-    stages = told("tests/pipeline/compiled_stages.py", *words)
+    stages = told("tests/autotune/compiled_stages.py", *words)
     assert list(stages) == ["audio + vision", "llm[0:9]", "llm[9:19]", "llm[19:28]"]
     for name, found in stages.items():
         assert found["planned"] == pytest.approx(max(found["compiled"].values()), rel=0.1), name

@@ -10,7 +10,7 @@ from drawing import PICTURE
 from test_encoded_images import encoding_config, encoding_words
 from test_executor import assert_same_gradients
 from test_generator_units import assert_planned_as_compiled
-from test_runs import assert_stages_and_one_mesh_go_on_from_each_other
+from test_unit_runs import assert_stages_and_one_mesh_go_on_from_each_other
 
 from mmjax import generate
 from mmjax.config import Config, FunctionSource, Unit

@@ -1,6 +1,6 @@
 """Planned bytes of every stage of omni_10b on units, and what XLA compiles for absent H100s: a JSON object.
 
-``python tests/pipeline/compiled_stages.py full divided``: with this remat policy in all layers, on these units.
+``python tests/autotune/compiled_stages.py full divided``: with this remat policy in all layers, on these units.
 """
 
 from __future__ import annotations

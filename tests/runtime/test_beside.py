@@ -22,7 +22,7 @@ from test_executor import (
     steps_of,
 )
 from test_mixtures import mixture
-from test_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_from_each_other, go_back, together
+from test_unit_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_from_each_other, go_back, together
 
 from mmjax.config import Config, Unit
 from mmjax.config.training import unit_modules

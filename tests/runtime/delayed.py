@@ -1,7 +1,7 @@
 """Train as a pipeline with random delays, and compare every run with the undelayed one, to the bit.
 
 Four processes of one device each run `delayed.py FOLDER STEPS SEEDS`; for a long comparison,
-`python tests/pipeline/test_pipeline_processes.py 200 3` starts them.
+`python tests/runtime/test_pipeline_processes.py 200 3` starts them.
 """
 
 from __future__ import annotations

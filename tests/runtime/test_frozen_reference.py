@@ -19,7 +19,7 @@ from test_executor import (
 )
 from test_generator_units import assert_planned_as_compiled
 from test_mixed_stages import CHAIN, make_pipeline
-from test_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_from_each_other
+from test_unit_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_from_each_other
 from tiny_run import load_steps, one_shape, with_answers, worst_leaf
 
 from mmjax import train

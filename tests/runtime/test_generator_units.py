@@ -18,7 +18,7 @@ from started import finish, launch
 from test_executor import assert_same_gradients, make_pipeline, steps_of
 from test_pipeline_processes import SHORT
 from test_pipeline_processes import assert_same_gradients as assert_gradients_of_runs
-from test_runs import assert_stages_and_one_mesh_go_on_from_each_other, go_back
+from test_unit_runs import assert_stages_and_one_mesh_go_on_from_each_other, go_back
 from tiny_run import make_executor
 
 from mmjax.autotune.compile_run import compile_run
