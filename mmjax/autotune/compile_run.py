@@ -209,7 +209,7 @@ class RunPrograms:
         executor = self.executor
         state = self.executor.states[number].shardings
         hyper = hyperparameters(self.config, 0)
-        part = put_shapes(executor.abstract_parts[number], state)
+        part = put_shapes(executor.states[number].abstract, state)
         on_all = replicated(executor.stages[number].mesh)
         if executor.is_one_stage:
             weight = jax.ShapeDtypeStruct((), np.float32, sharding=on_all)
@@ -286,7 +286,7 @@ class RunPrograms:
         """Add to the bytes that programs make what lies beside them: state, batches that are loaded, microbatches."""
         executor = self.executor
         # Also what a program is not given because it does not use it: parameters and sums lie there all the same.
-        moments = 0 if executor.optimizer.offloads else _on_device(executor.abstract_parts[number].optimizer)
+        moments = 0 if executor.optimizer.offloads else _on_device(executor.states[number].abstract.optimizer)
         sums = _on_device(self.sums(number)) if executor.accumulates else 0
         loaded = LOADED * self.config.batch.microbatches * _on_device(self.batch(number))
         beside = _on_device(self.parameters(number)) + sums + moments + loaded

@@ -47,7 +47,6 @@ from mmjax.parallel.sharding import make_mesh
 from mmjax.planning.memory import GB
 from mmjax.planning.remat import RunPlan
 from mmjax.runtime.compiler_options import compiler_options
-from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import CompileCounter, peak_flops, peak_memory_used
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import hyperparameters
@@ -217,7 +216,7 @@ def measure_step(sizes: Sizes, name: str, changes: Sequence[str]) -> dict[str, A
         state, accumulated, report = executor.step(state, accumulated, batches, hyper)
         jax.block_until_ready((state, report))
         seconds.append(time.perf_counter() - began)
-    weight, batches, _ = executor.weigh_batches(batches, executor.put_report(ProcessReport()))
+    batches, weight, *_ = executor.weigh_batches(batches)
     jax.block_until_ready((batches, accumulated))
     began = time.perf_counter()
     for batch in batches:

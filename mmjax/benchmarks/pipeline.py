@@ -39,7 +39,6 @@ from mmjax.planning.schedules import (
     unit_graph,
 )
 from mmjax.planning.simulate import StageTimes, simulate, total_order
-from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.passes import Gradients, StagedBatch
 from mmjax.runtime.placement import place_stages, tower_rows
@@ -137,7 +136,7 @@ def make_pipeline(words: Sequence[str], devices: Sequence[jax.Device], folder: P
     )
     state = executor.init(jax.random.key(0))
     put = [executor.put(batch) for batch in data.loader(0).microbatches]
-    weight, batches, _ = executor.weigh_batches(put, executor.put_report(ProcessReport()))
+    batches, weight, *_ = executor.weigh_batches(put)
     return Pipeline(executor, state, batches, weight)
 
 

@@ -135,7 +135,7 @@ class CheckpointStore:
         self._saves = 0
         self._commit: Commit | None = None
         # A pipeline's state lies on several meshes, each with programs of its own; a checkpoint does not show it.
-        self._abstract = executor.abstract_parts
+        self._abstract = tuple(state.abstract for state in executor.states)
         self._targets = [unstack_layers(part, _layer_of_struct) for part in self._abstract]
         self._target = _merge_parts(self._targets)
         self._local = [any(x.sharding.addressable_devices for x in jax.tree.leaves(part)) for part in self._abstract]

@@ -73,6 +73,15 @@ class State(NamedTuple):
         return reduce(merge, (stage.frozen for stage in self.stages))
 
 
+class WeighedBatches(NamedTuple):
+    """A step's microbatches on the devices, with weight 0 where a sample is unreadable, and what its report needs."""
+
+    batches: list[StagedBatch]
+    weights: dict[str, jax.Array]  # of the LLM's tokens, and by name of generators' patches, on the stage of the loss
+    reports: ProcessReport  # of all processes
+    unreadable: tuple[jax.Array, jax.Array]  # ids and number of the samples that any process could not read
+
+
 class Executor:
     """Runs the steps of a model: a graph of stages, of one on one mesh."""
 
@@ -223,11 +232,6 @@ class Executor:
     # ------------------------------------------------------------------------------------------------------ state
 
     @property
-    def abstract_parts(self) -> tuple[TrainState, ...]:
-        """Return shapes, dtypes and shardings of `parts`."""
-        return tuple(state.abstract for state in self.states)
-
-    @property
     def parameter_shardings(self) -> Params:
         """Return the sharding of every parameter, on its stage's mesh."""
         return reduce(merge, (all_parameters(state.shardings) for state in self.states))
@@ -235,10 +239,6 @@ class Executor:
     def init(self, key: jax.Array, params: Params | None = None) -> State:
         """Make the state of step 0. params: those that are not drawn, which lie as `parameter_shardings` says."""
         return self.from_parts([state.init(key, params or {}) for state in self.states])
-
-    def put_report(self, report: ProcessReport) -> ProcessReport:
-        """Put this process's report on each of its devices: every field becomes an array `[devices, ...]`."""
-        return put_report(report, self.mesh)
 
     def parts(self, state: State) -> tuple[TrainState, ...]:
         """Return the state by stage, on its devices. What several have, such as counters, is the same in each."""
@@ -316,20 +316,16 @@ class Executor:
         gradient are not finite, where no token of the step has a loss weight, or where more samples are unreadable than
         may be left out.
         """
-        reports = self.put_report(process_report or ProcessReport())
-        weights, batches, unreadable = self.weigh_batches(batches, reports)
-        gradients = self.gradients(state, sums, batches, weights, noise if self.model.is_random else None)
-        return self.update(state, gradients, hyper, weights, reports, unreadable)
+        weighed = self.weigh_batches(batches, process_report)
+        noise = noise if self.model.is_random else None
+        gradients = self.gradients(state, sums, weighed.batches, weighed.weights, noise)
+        return self._update(state, gradients, hyper, weighed)
 
     def weigh_batches(
-        self, batches: Sequence[StagedBatch], reports: ProcessReport
-    ) -> tuple[dict[str, jax.Array], list[StagedBatch], tuple[jax.Array, jax.Array]]:
-        """Return the weights of a step's losses, and its microbatches with weight 0 where a sample is unreadable.
-
-        The weights are of the LLM's tokens, and by name of generators' patches, each on the stage that makes the loss.
-        Also returns the ids and the number of the samples that any process could not read. reports: of all processes,
-        on the devices.
-        """
+        self, batches: Sequence[StagedBatch], process_report: ProcessReport | None = None
+    ) -> WeighedBatches:
+        """Add up the weights of a step's losses, without the samples that any process could not read."""
+        reports = put_report(process_report or ProcessReport(), self.mesh)
         self._meet([array for batch in batches for part in batch for array in jax.tree.leaves(part)])
         unreadable = self.passes.wait(self.merge_unreadable(reports.unreadable))
         totals = loss_weights(self.model.config, np.float32(0))
@@ -341,7 +337,7 @@ class Executor:
             on_stage = tuple(view(x, replicated(self.stages[number].mesh)) for x in unreadable)
             for batch in weighed:
                 totals, batch[number] = self.programs[number].weigh(totals, batch[number], on_stage)
-        return totals, [tuple(batch) for batch in weighed], unreadable
+        return WeighedBatches([tuple(batch) for batch in weighed], totals, reports, unreadable)
 
     def gradients(
         self,
@@ -373,21 +369,15 @@ class Executor:
             parameters = shared.with_copy(number, parameters, copy)
         return parameters
 
-    def update(
-        self,
-        state: State,
-        gradients: Gradients,
-        hyper: Hyperparameters,
-        weights: Mapping[str, jax.Array],
-        reports: ProcessReport,
-        unreadable: tuple[jax.Array, jax.Array],
+    def _update(
+        self, state: State, gradients: Gradients, hyper: Hyperparameters, weighed: WeighedBatches
     ) -> tuple[State, list[Sums | None], StepReport]:
         """Update every stage, or none, from a step's gradients."""
         if self.is_one_stage:
-            arguments = state.stages[0], gradients.sums[0], hyper, weights, reports, unreadable
-            updated, cleared, report = self.update_whole(*arguments)
+            arguments = weighed.weights, weighed.reports, weighed.unreadable
+            updated, cleared, report = self.update_whole(state.stages[0], gradients.sums[0], hyper, *arguments)
             return State((updated,)), [cleared], report
-        report, valid = self._settle_gradients(gradients, reports, unreadable)
+        report, valid = self._settle_gradients(gradients, weighed)
         states, sums = [], []
         for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
@@ -407,9 +397,7 @@ class Executor:
         copies = self._copies(states, state.copies) if updated else state.copies
         return State(tuple(states), copies), sums, report
 
-    def _settle_gradients(
-        self, gradients: Gradients, reports: ProcessReport, unreadable: tuple[jax.Array, jax.Array]
-    ) -> tuple[StepReport, jax.Array]:
+    def _settle_gradients(self, gradients: Gradients, weighed: WeighedBatches) -> tuple[StepReport, jax.Array]:
         """Report a step to all devices, and whether it may update."""
         # Squares of the stages that share a mesh are added up on it. A stage that another process has counts there.
         squares: dict[Mesh, jax.Array] = {}
@@ -428,7 +416,7 @@ class Executor:
                 self.programs[number].sums.losses,
                 *parts,
             )
-        return self.passes.wait(self._settle(*self._meet((norms, losses)), reports, unreadable))
+        return self.passes.wait(self._settle(*self._meet((norms, losses)), weighed.reports, weighed.unreadable))
 
     def _on_all_devices(self, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
         """Join arrays `[n]`, each replicated on some of the devices, to `[devices * n]`, with zeros on the others.
@@ -495,23 +483,22 @@ class Executor:
 
         batches: as `put` made them. unreadable: samples of the step that were left out.
         """
-        reports = self.put_report(ProcessReport(unreadable=unreadable))
-        weights, batches, _ = self.weigh_batches(batches, reports)
+        weighed = self.weigh_batches(batches, ProcessReport(unreadable=unreadable))
         samples: list[int] = []
-        for number, batch in enumerate(batches):
-            owner = self.owners(batch)
+        for number, batch in enumerate(weighed.batches):
+            owner = self._owners(batch)
             numbers = np.arange(len(owner))
             # Alone, at its place: another copy of an encoder has not its items.
-            single = [batch if n == number else None for n in range(len(batches))]
+            single = weighed._replace(batches=[batch if n == number else None for n in range(len(batches))])
 
-            def bad(rows: list[int], single: Any = single, numbers: np.ndarray = numbers) -> bool:
-                return not self.is_finite(state, single, np.isin(numbers, rows), weights, noise)
+            def bad(rows: list[int], single: WeighedBatches = single, numbers: np.ndarray = numbers) -> bool:
+                return not self._is_finite(state, single, np.isin(numbers, rows), noise)
 
             rows = bisect_bad(numbers.tolist(), bad, MAX_TRIALS)
             samples += np.unique(owner[rows][owner[rows] >= 0]).tolist()
         return samples
 
-    def owners(self, batch: StagedBatch) -> np.ndarray:
+    def _owners(self, batch: StagedBatch) -> np.ndarray:
         """Return every token's sample, of all rows on all processes."""
         last = self._losses["llm"]
         # Every process bisects the same rows, so each needs the samples of all.
@@ -523,30 +510,18 @@ class Executor:
         self._walks += 1
         return np.asarray(self._meet(move_array(owner, replicated(self.mesh), (self._walks, "owners"))))
 
-    def is_finite(
-        self,
-        state: State,
-        batches: Sequence[StagedBatch | None],
-        rows: np.ndarray,
-        weight: Mapping[str, jax.Array],
-        noise: np.ndarray | None,
-    ) -> bool:
-        """Return whether the gradients of these rows, bool `[R]`, are finite.
-
-        batches: as `weigh_batches` returned them, all but one None.
-        """
-        batch = next(batch for batch in batches if batch is not None)
-        owners = self.owners(batch)
+    def _is_finite(self, state: State, weighed: WeighedBatches, rows: np.ndarray, noise: np.ndarray | None) -> bool:
+        """Return whether the gradients of these rows, bool `[R]`, of the microbatch that is not None are finite."""
+        batch = next(batch for batch in weighed.batches if batch is not None)
+        owners = self._owners(batch)
         isolated = tuple(
             isolate_rows(part, owners, rows) if local else part for local, part in zip(self.local, batch, strict=True)
         )
-        single = [None if batch is None else isolated for batch in batches]
-        gradients = self.gradients(state, self.zeros(), single, weight, noise if self.model.is_random else None)
-        report, _ = self._settle_gradients(gradients, self.put_report(ProcessReport()), self._none_unreadable())
+        single = [None if batch is None else isolated for batch in weighed.batches]
+        noise = noise if self.model.is_random else None
+        gradients = self.gradients(state, self.zeros(), single, weighed.weights, noise)
+        report, _ = self._settle_gradients(gradients, weighed)
         return bool(report.finite)
-
-    def _none_unreadable(self) -> tuple[jax.Array, jax.Array]:
-        return self.passes.wait(self.merge_unreadable(self._meet(self.put_report(ProcessReport()).unreadable)))
 
     def compile(self, state: State, batches: Sequence[Microbatch], hyper: Hyperparameters) -> list[Sums | None]:
         """Compile all programs for batches of these shapes ahead of the first step; return `zeros()`.
@@ -555,27 +530,26 @@ class Executor:
         """
         # A model that drops nothing takes no noise: there is then one program, whether a step is given any or not.
         noise = np.zeros(2, np.uint32) if self.model.is_random else None
-        reports = self.put_report(ProcessReport())
         if self.is_one_stage:
             part = state.stages[0]
             sums = self.sums if self.accumulates else None
             for batch in batches:
                 put = self.put(batch)
                 # Twice, since the first total is a number and each later one an array: two programs of `weigh`.
-                weights, ((put,), _), unreadable = self.weigh_batches([put, put], reports)
-                arguments = (part.trainable, part.frozen, sums, put, weights, noise, {})
+                weighed = self.weigh_batches([put, put])
+                arguments = (part.trainable, part.frozen, sums, *weighed.batches[0], weighed.weights, noise, {})
                 check_ram(self.programs[0].forward_backward.compile(*arguments), self.mesh.local_devices[0])
-            self.update_whole.compile(part, self.sums, hyper, weights, reports, unreadable)
+            self.update_whole.compile(part, self.sums, hyper, weighed.weights, weighed.reports, weighed.unreadable)
             self.parts(state)  # moments in host memory are loaded by programs of their own
             return self.zeros()
         # Twice through each copy, since sums of a first microbatch and of a later one are two programs.
         count = 2 * max(placed.copy[1] for placed in self.stages)
         for batch in batches:
             put = self.put(batch)
-            weights, weighed, unreadable = self.weigh_batches([put] * count, reports)
-            gradients = self.gradients(state, self.zeros(), weighed, weights, noise)
+            weighed = self.weigh_batches([put] * count)
+            gradients = self.gradients(state, self.zeros(), weighed.batches, weighed.weights, noise)
         # The update is lowered and not run, which would give the state's buffers away.
-        self._settle_gradients(gradients, reports, unreadable)
+        self._settle_gradients(gradients, weighed)
         for number, mesh in enumerate(self.meshes):
             if not self.local[number]:
                 continue

@@ -32,7 +32,6 @@ from mmjax.planning.flops import Flops, executed, frozen_modules
 from mmjax.planning.hardware import Device
 from mmjax.planning.measured_file import Probed, probed_text, read_probed
 from mmjax.planning.work import resolve_attention
-from mmjax.runtime.device_batch import ProcessReport
 from mmjax.runtime.devices import device_description
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.run_dir import path_words
@@ -96,7 +95,7 @@ def time_gradients(
 
     batch: this process's rows. name: unique to this microbatch, by which processes wait for each other.
     """
-    weights, (put,), _ = executor.weigh_batches([executor.put(batch)], executor.put_report(ProcessReport()))
+    (put,), weights, *_ = executor.weigh_batches([executor.put(batch)])
     seconds = []
     for call in range(CALLS):
         jax.block_until_ready((state, accumulated, put, weights))

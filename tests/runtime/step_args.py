@@ -10,7 +10,7 @@ from tiny_run import weights
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config
-from mmjax.runtime.device_batch import ProcessReport, put_rows
+from mmjax.runtime.device_batch import ProcessReport, put_report, put_rows
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.state import hyperparameters
 
@@ -30,7 +30,7 @@ def step_arguments(config: Config, executor: Executor, batch: Microbatch) -> Ste
 
     state = structs(executor.states[0].abstract, executor.states[0].shardings)
     of_losses = {name: jax.ShapeDtypeStruct((), np.float32) for name in weights([batch])}
-    reports = executor.put_report(ProcessReport())
+    reports = put_report(ProcessReport(), executor.mesh)
     noise = np.zeros(2, np.uint32) if executor.model.is_random else None
     put = put_rows(batch, executor.mesh, executor.rules)
     unreadable = jax.eval_shape(executor.merge_unreadable, reports.unreadable)

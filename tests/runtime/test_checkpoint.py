@@ -32,7 +32,7 @@ from mmjax.runtime.checkpoint import (
     restore_parameters,
 )
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps
-from mmjax.runtime.device_batch import ProcessReport
+from mmjax.runtime.device_batch import ProcessReport, put_report
 from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.passes import PlacedStage
@@ -57,7 +57,7 @@ def executor(model=CONFIG.model, mesh=WHOLE, devices=1, cuts=None, optimizer=CON
 def moved(on: Executor, seed=0) -> State:
     """A state whose every array is random, so that nothing can be mixed up unseen."""
     rng = np.random.default_rng(seed)
-    host = jax.tree.map(lambda x: np.asarray(100 * rng.normal(size=x.shape), x.dtype), on.abstract_parts[0])
+    host = jax.tree.map(lambda x: np.asarray(100 * rng.normal(size=x.shape), x.dtype), on.states[0].abstract)
     return State((jax.device_put(host, on.states[0].shardings),))
 
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_holds_the_state_at_its_step_though_training_goes_on_at_onc
     hyper = hyperparameters(CONFIG, 0)
     (accumulated,) = one.zeros()
     (part,) = state.stages
-    reports = one.put_report(ProcessReport())
+    reports = put_report(ProcessReport(), one.mesh)
     reported = reports, one.merge_unreadable(reports.unreadable)
     for _ in range(3):  # donates the arrays that are being written
         part, accumulated, _ = one.update_whole(part, accumulated, hyper, {"llm": np.float32(1)}, *reported)
@@ -219,7 +219,7 @@ def test_other_moments_are_refused_and_are_no_damage(small_saved):
 def test_an_update_after_a_restart_is_bit_for_bit_the_one_without_wherever_moments_are(moments, tmp_path):
     on, on_host = (executor(load(TINY).model, optimizer=AdamW(moments=moments, offload=o)) for o in (False, True))
     hyper = hyperparameters(CONFIG, 0)
-    reports = on.put_report(ProcessReport())
+    reports = put_report(ProcessReport(), on.mesh)
     reported = reports, on.merge_unreadable(reports.unreadable)
 
     def updated(state: State, steps: range, on: Executor = on) -> State:

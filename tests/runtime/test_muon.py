@@ -16,7 +16,7 @@ from tiny_run import MESHES, make_executor, tiny_config
 from mmjax.config import Muon
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh, sharding
 from mmjax.planning.stage_time import MUON_ITERATIONS
-from mmjax.runtime.device_batch import ProcessReport
+from mmjax.runtime.device_batch import ProcessReport, put_report
 from mmjax.runtime.muon import ITERATIONS, newton_schulz, orthogonalize
 from mmjax.runtime.state import hyperparameters
 
@@ -75,7 +75,7 @@ def test_under_fsdp_a_device_receives_its_shards_twice_and_no_whole_matrix():
     executor = make_executor(config, MESHES["fsdp=8"])
     struct = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
     state = jax.tree.map(struct, executor.states[0].abstract, executor.states[0].shardings)
-    reports = executor.put_report(ProcessReport())
+    reports = put_report(ProcessReport(), executor.mesh)
     hyper = hyperparameters(config, 0)
     text = (
         executor.update_whole.lower(

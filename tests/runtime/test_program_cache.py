@@ -131,7 +131,7 @@ def test_another_executor_of_the_same_config_reads_its_programs_and_one_of_anoth
         optimizer = make_optimizer(replace(config.optimizer, **changes), model.axes, model.dtype)
         executor = Executor.on_mesh(model, optimizer, mesh, ShardingRules(), sources=1)
         counter = CompileCounter()
-        executor.states[0].init_optimizer.compile(executor.abstract_parts[0].trainable)
+        executor.states[0].init_optimizer.compile(executor.states[0].abstract.trainable)
         return counter.compiled, counter.from_cache
 
     assert drawn() == (1, 0)

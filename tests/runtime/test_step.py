@@ -13,7 +13,7 @@ from tiny_run import MESHES, Trained, load_steps, make_executor, paths, tiny_con
 from mmjax.batch import Microbatch
 from mmjax.config import AdamW, BatchConfig, EmbeddedSource, PackGrouping, Rates, Samples, TrainingConfig
 from mmjax.data.plan.placement import Topology
-from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport
+from mmjax.runtime.device_batch import MAX_UNREADABLE, ProcessReport, put_report
 from mmjax.runtime.devices import CompileCounter
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.state import TrainState, hyperparameters
@@ -234,9 +234,8 @@ def test_a_step_that_processes_planned_differently_updates_nothing_and_says_so(r
     put = [executor.put(batch) for batch in run.steps[0]]
     (accumulated,) = executor.gradients(state, accumulated, put, {"llm": np.float32(1)}, None).sums
     part = state.stages[0]
-    reports = executor.put_report(
-        ProcessReport(digest=123 << 31 | 5, content=7 << 40 | 3, needed_flops=8.0, batch_seconds=0.5, stop=True)
-    )
+    report = ProcessReport(digest=123 << 31 | 5, content=7 << 40 | 3, needed_flops=8.0, batch_seconds=0.5, stop=True)
+    reports = put_report(report, executor.mesh)
     unreadable = executor.merge_unreadable(reports.unreadable)
     for half in range(2):
         digest = np.array(reports.digest)

@@ -87,9 +87,7 @@ def run(case: str, folder: Path, devices: Sequence[jax.Device], steps: int = STE
     loaded = [loader(step) for step in range(steps)]
 
     noise, first = np.array([config.seed, 0], np.uint32), executor.zeros()
-    weight, batches, _ = executor.weigh_batches(
-        [executor.put(b) for b in loaded[0].microbatches], executor.put_report(ProcessReport())
-    )
+    batches, weight, *_ = executor.weigh_batches([executor.put(b) for b in loaded[0].microbatches])
     (first,) = executor.gradients(state, first, batches, weight, noise).sums
     whole = jax.device_get(jax.jit(lambda x: x, out_shardings=replicated(mesh))(first))
 

@@ -31,7 +31,7 @@ from tiny_run import (
 from mmjax.batch import Microbatch
 from mmjax.config import Muon
 from mmjax.data.plan.placement import ONE_RANK, Topology
-from mmjax.runtime.device_batch import ProcessReport
+from mmjax.runtime.device_batch import ProcessReport, put_report
 from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.stage_program import Sums
@@ -170,7 +170,7 @@ def test_adamw_decays_the_matrices_of_an_encoder_that_saw_nothing_and_leaves_its
     hyper = hyperparameters(CONFIG, 5)
     accumulated = gradients(executor, state_with(executor, parameters), batches)
     accumulated = jax.device_put(accumulated, jax.tree.map(lambda x: x.sharding, executor.zeros()[0]))
-    reports = executor.put_report(ProcessReport())
+    reports = put_report(ProcessReport(), executor.mesh)
     unreadable = executor.merge_unreadable(reports.unreadable)
     (state,) = state_with(executor, parameters).stages
     state, _, _ = executor.update_whole(state, accumulated, hyper, {"llm": np.float32(1)}, reports, unreadable)

@@ -125,7 +125,7 @@ def test_units_that_share_experts_and_divide_tokens_give_the_losses_of_one_mesh_
     # Four devices encode, each rows of its own; four have the LLM, its experts and tokens.
     encoders = [f"units.encoders.{word}" for word in ("modules=vision,audio", "tensor=2", "context=2", "encoders=data")]
     llm = [f"units.llm.{word}" for word in ("expert=2", "tensor=2", "sequence_parallel=overlap")]
-    one, staged = runs / "one", runs / "staged"
+    one, staged = runs / "one_with_experts", runs / "experts_in_units"
     assert run(capsys, train.main, *words, "mesh.expert=4", f"run={one}").code == 0
     ended = run(capsys, train.main, *words, *encoders, *llm, f"run={staged}")
     assert ended.code == 0, ended
