@@ -339,7 +339,7 @@ FAULTS = (
     ),
     Fault(
         "a batch hash that misses the encoders' rows",
-        "data/loading/step_loader.py",
+        "data/loading/batch_hash.py",
         "for encoder, items in batch.items.items():",
         "for encoder, items in ():",
         ("data/loading/test_batch_hash.py::test_every_number_of_every_array_counts",),

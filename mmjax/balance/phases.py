@@ -22,7 +22,7 @@ from mmjax.balance.vector_lpt import ALL_ALIKE, LLM_FIRST, even_everywhere, long
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a step's samples and their items, in any unit; one for all phases, or times come by `Aim.share`.
+    """Costs of a step's samples and their items, in any unit; one for all phases, or times come by `PlanGoals.share`.
 
     sample: float64 `[n, phases]`, phase 0 is the LLM, an encoder's column is the sum of its items.
     item_sample: int64 `[m]`; item_phase: int32 `[m]`, 1 and on; item_cost: float64 `[m]`.
@@ -108,7 +108,7 @@ _LLM_LATER = 0.05  # of the step's time, that must be saved for that
 
 
 @dataclass(frozen=True)
-class Aim:
+class PlanGoals:
     """Goals of a joint plan.
 
     tolerance: an encoder's phase whose fullest rank has this share more than the least possible is good enough; of the
@@ -154,7 +154,7 @@ def place_by_llm(costs: Costs, ranks: int) -> PhasePlan:
     return _at_home(costs, _lpt(costs.sample[:, LLM], ranks))
 
 
-def place_apart(costs: Costs, ranks: int) -> PhasePlan:
+def place_each_phase(costs: Costs, ranks: int) -> PhasePlan:
     """Place every phase by LPT on its own, items on any rank: OrchMLLM sections 5.1 and 6, packed costs.
 
     The width is that of an all-to-all over all ranks.
@@ -167,7 +167,9 @@ def place_apart(costs: Costs, ranks: int) -> PhasePlan:
         items = np.flatnonzero(costs.item_phase == p)
         # Without regard to where its sample is: of r ranks, about 1 / r of the items stay with it by chance.
         item_rank[items] = _lpt(costs.item_cost[items], ranks)
-        width[p - 1] = widest(sample_rank[costs.item_sample[items]], item_rank[items], costs.item_tokens[items], ranks)
+        width[p - 1] = largest_transfer(
+            sample_rank[costs.item_sample[items]], item_rank[items], costs.item_tokens[items], ranks
+        )
     return PhasePlan(sample_rank, item_rank, width)
 
 
@@ -177,7 +179,7 @@ def place_jointly(
     ranks_per_node: int | None = None,
     widths: Sequence[Sequence[int]] | None = None,
     start: np.ndarray | None = None,
-    aim: Aim | None = None,
+    goals: PlanGoals | None = None,
 ) -> PhasePlan:
     """Place samples by all costs at once, the LLM's first, over all ranks; move items within their node if needed.
 
@@ -186,7 +188,7 @@ def place_jointly(
     default: nothing moves. All nodes have the same width. start: int32 `[n]`, kept where the plan gains too little.
     Raises ValueError. In place of OrchMLLM sections 5 and 6.
     """
-    aim = aim or Aim()
+    goals = goals or PlanGoals()
     size = _node_sizes(ranks, ranks_per_node)
     widths = _check_widths(widths, costs.phases)
     mean = costs.sample.sum(0) / ranks
@@ -194,9 +196,9 @@ def place_jointly(
     mean[mean == 0] = 1.0
 
     def planned(llm_weight: tuple[float, float]) -> tuple[PhasePlan, float]:
-        sample_rank = _place_samples(costs, ranks, mean, aim.tolerance, llm_weight)
-        plan = _move_items(costs, sample_rank, size, mean, widths, aim)
-        return plan, step_time(costs, plan, ranks, ranks_per_node, aim)
+        sample_rank = _place_samples(costs, ranks, mean, goals.tolerance, llm_weight)
+        plan = _move_items(costs, sample_rank, size, mean, widths, goals)
+        return plan, step_time(costs, plan, ranks, ranks_per_node, goals)
 
     plan, time = planned(LLM_FIRST)
     if time > 1 + _POOR:  # few samples, or a long one
@@ -209,7 +211,7 @@ def place_jointly(
         # An estimate is not worth moving samples for when it promises next to nothing: the start needs no exchange at
         # all.
         start_plan = _at_home(costs, np.asarray(start, np.int32))
-        if time > step_time(costs, start_plan, ranks, ranks_per_node, aim) * (1 - aim.min_gain):
+        if time > step_time(costs, start_plan, ranks, ranks_per_node, goals) * (1 - goals.min_gain):
             return start_plan
     return plan
 
@@ -224,7 +226,7 @@ def cost_per_rank(costs: Costs, plan: PhasePlan, ranks: int) -> np.ndarray:
     return cost
 
 
-def widest(source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, ranks: int) -> int:
+def largest_transfer(source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, ranks: int) -> int:
     """Return the most tokens that items take from one rank to another. source, destination, tokens: int `[m]`."""
     away = np.flatnonzero(source != destination)
     # Only pairs that occur are numbered: a table of all would be ranks^2 long.
@@ -232,7 +234,7 @@ def widest(source: np.ndarray, destination: np.ndarray, tokens: np.ndarray, rank
     return int(np.bincount(pair, tokens[away]).max(initial=0))
 
 
-def usual_widths(costs: Costs) -> list[tuple[int, ...]]:
+def candidate_widths(costs: Costs) -> list[tuple[int, ...]]:
     """List the widths that each encoder's all-to-all may have: 0, and parts and multiples of the longest item."""
     longest = int(costs.item_tokens.max(initial=1))
     # From an eighth of the longest item to twice that, each twice the one before.
@@ -247,15 +249,15 @@ def wire(width: np.ndarray, ranks: int, ranks_per_node: int | None = None) -> np
 
 
 def step_time(
-    costs: Costs, plan: PhasePlan, ranks: int, ranks_per_node: int | None = None, aim: Aim | None = None
+    costs: Costs, plan: PhasePlan, ranks: int, ranks_per_node: int | None = None, goals: PlanGoals | None = None
 ) -> float:
     """Estimate the step's time, 1 = all ranks equal and nothing sent: phases end when their fullest rank does."""
-    aim = aim or Aim()
+    goals = goals or PlanGoals()
     cost = cost_per_rank(costs, plan, ranks)
     # Phases follow each other, so their waits add up, each weighted by its part of the step.
     fullest = cost.max(0) / np.maximum(cost.mean(0), np.finfo(float).tiny)
     sent = wire(plan.width, ranks, ranks_per_node).sum() / max(int(costs.item_tokens.sum()), 1)
-    return float(_share(costs, aim) @ fullest + aim.exchange * sent)
+    return float(_share(costs, goals) @ fullest + goals.exchange * sent)
 
 
 def _place_samples(
@@ -296,22 +298,27 @@ def _whole_units(cost: np.ndarray) -> float:
 
 
 def _move_items(
-    costs: Costs, sample_rank: np.ndarray, size: np.ndarray, mean: np.ndarray, widths: Sequence[Sequence[int]], aim: Aim
+    costs: Costs,
+    sample_rank: np.ndarray,
+    size: np.ndarray,
+    mean: np.ndarray,
+    widths: Sequence[Sequence[int]],
+    goals: PlanGoals,
 ) -> PhasePlan:
     """Choose for each encoder the width that makes the step shortest. size: int64 `[nodes]`, ranks of each."""
     ranks = int(size.sum())
-    share = _share(costs, aim)
+    share = _share(costs, goals)
     plan = _at_home(costs, sample_rank)
     item_rank = plan.item_rank.astype(np.int64)
     chosen = plan.width
     # What one token more of width costs: it is sent between all pairs of ranks of every node.
-    per_token = aim.exchange * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
+    per_token = goals.exchange * int((size * (size - 1)).sum()) / max(int(costs.item_tokens.sum()), 1)
     for p in range(1, costs.phases):
         items = np.flatnonzero(costs.item_phase == p)
         cost = costs.item_cost[items] / mean[p]
         home_rank = item_rank[items]
         load = np.bincount(home_rank, cost, ranks)
-        goal = max(1 + aim.tolerance, float(cost.max(initial=0)))
+        goal = max(1 + goals.tolerance, float(cost.max(initial=0)))
         # Nothing may move, or nothing needs to.
         if len(widths[p - 1]) == 1 or load.max() <= goal:
             continue
@@ -346,9 +353,9 @@ def _fullest(cost: np.ndarray, ranks: int) -> float:
     return float(load.max())
 
 
-def _share(costs: Costs, aim: Aim) -> np.ndarray:
-    if aim.share is not None:
-        return np.asarray(aim.share, np.float64)
+def _share(costs: Costs, goals: PlanGoals) -> np.ndarray:
+    if goals.share is not None:
+        return np.asarray(goals.share, np.float64)
     total = costs.sample.sum(0)
     return total / max(total.sum(), np.finfo(float).tiny)
 

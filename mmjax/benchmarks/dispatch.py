@@ -7,7 +7,15 @@ from argparse import Namespace
 import jax
 import numpy as np
 
-from mmjax.balance.phases import Costs, PhasePlan, place_apart, place_in_order, place_jointly, usual_widths, wire
+from mmjax.balance.phases import (
+    Costs,
+    PhasePlan,
+    candidate_widths,
+    place_each_phase,
+    place_in_order,
+    place_jointly,
+    wire,
+)
 from mmjax.balance.rearrangement import Rearrangement, rearrange, tables, width
 from mmjax.benchmarks.corpora import costs_of_step, draw_samples, read_phases, steps_options
 from mmjax.benchmarks.harness import Measurement, Options, median_seconds, option, ranks_of_node
@@ -55,8 +63,8 @@ def run(args: Namespace) -> Measurement:
 
 def _plan(costs: Costs, ranks: int, peers: int, locality: str) -> PhasePlan:
     if locality == "off":
-        return place_apart(costs, ranks)
-    return place_jointly(costs, ranks, peers, usual_widths(costs))
+        return place_each_phase(costs, ranks)
+    return place_jointly(costs, ranks, peers, candidate_widths(costs))
 
 
 def _rearrange(costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks: int, phase: int) -> Rearrangement:
@@ -67,7 +75,7 @@ def _rearrange(costs: Costs, source: np.ndarray, sample_rank: np.ndarray, ranks:
 
 def _two_step_tokens(costs: Costs, ranks: int) -> int:
     """Count tokens on the wire where every phase is balanced apart and each output goes home first: two all-to-alls."""
-    plan = place_apart(costs, ranks)
+    plan = place_each_phase(costs, ranks)
     in_order = place_in_order(costs, ranks)
     total = 0
     for p in range(1, costs.phases):

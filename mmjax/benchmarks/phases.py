@@ -13,13 +13,13 @@ from mmjax.balance.parts import LLM, dist_ratio
 from mmjax.balance.phases import (
     Costs,
     PhasePlan,
+    candidate_widths,
     cost_per_rank,
     costs_of,
-    place_apart,
     place_by_llm,
+    place_each_phase,
     place_in_order,
     place_jointly,
-    usual_widths,
     wire,
 )
 from mmjax.balance.waits import Prices, least_fullest, wait_share
@@ -92,8 +92,8 @@ def balances(ranks: int, peers: int) -> dict[str, Callable[[Costs], PhasePlan]]:
     return {
         "none": lambda costs: place_in_order(costs, ranks),
         "llm": lambda costs: place_by_llm(costs, ranks),
-        "apart": lambda costs: place_apart(costs, ranks),
-        "post": lambda costs: place_jointly(costs, ranks, peers, usual_widths(costs)),
+        "apart": lambda costs: place_each_phase(costs, ranks),
+        "post": lambda costs: place_jointly(costs, ranks, peers, candidate_widths(costs)),
     }
 
 

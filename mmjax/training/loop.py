@@ -22,8 +22,9 @@ from mmjax.config import Config, MeshConfig, ModelConfig
 from mmjax.config.loading import resolve_callbacks, to_json
 from mmjax.config.validation import check_layout
 from mmjax.console import ProgressLine, print_lines, size
+from mmjax.data.loading.batch_hash import hex_hash
 from mmjax.data.loading.ray_pool import pool_steps
-from mmjax.data.loading.step_loader import LoadedStep, spelled
+from mmjax.data.loading.step_loader import LoadedStep
 from mmjax.data.loading.workers import refuse_in_worker, steps
 from mmjax.distributed import coordination
 from mmjax.distributed.watchdog import Watchdog
@@ -440,7 +441,7 @@ class Trainer:
         hyper = hyperparameters(self.config, step)
         scalars = self.metrics.compute(loaded, report, hyper)
         low, high = map(int, report.content)
-        extra = {"batch": spelled(low + (high << 32)), "worst": self.nonfinite.worst_losses(report)}
+        extra = {"batch": hex_hash(low + (high << 32)), "worst": self.nonfinite.worst_losses(report)}
         if self.metrics.steps == 1:
             extra |= {f"seconds/start/{name}": seconds for name, seconds in startup_seconds().items()}
         self.log(step + 1, scalars | extra)

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from mmjax.balance.parts import dist_ratio
 from mmjax.balance.phases import (
-    Aim,
     Costs,
     PhasePlan,
+    PlanGoals,
     cost_per_rank,
     costs_of,
-    place_apart,
     place_by_llm,
+    place_each_phase,
     place_in_order,
     place_jointly,
     step_time,
@@ -95,11 +95,11 @@ def test_the_start_is_kept_unless_the_plan_is_worth_it(problem, data):
     costs, ranks, ranks_per_node, widths = problem
     n = len(costs)
     start = np.array(data.draw(st.lists(st.integers(0, ranks - 1), min_size=n, max_size=n)), np.int32)
-    aim = Aim(min_gain=0.05)
-    free = place_jointly(costs, ranks, ranks_per_node, widths, aim=aim)
-    plan = place_jointly(costs, ranks, ranks_per_node, widths, start, aim)
+    goals = PlanGoals(min_gain=0.05)
+    free = place_jointly(costs, ranks, ranks_per_node, widths, goals=goals)
+    plan = place_jointly(costs, ranks, ranks_per_node, widths, start, goals)
     kept = PhasePlan(start, start[costs.item_sample], np.zeros(costs.phases - 1, np.int64))
-    before, after = (step_time(costs, at, ranks, ranks_per_node, aim) for at in (kept, free))
+    before, after = (step_time(costs, at, ranks, ranks_per_node, goals) for at in (kept, free))
     expected = free if after <= 0.95 * before else kept
     assert np.array_equal(plan.sample_rank, expected.sample_rank)
     assert np.array_equal(plan.item_rank, expected.item_rank)
@@ -108,16 +108,16 @@ def test_the_start_is_kept_unless_the_plan_is_worth_it(problem, data):
 
 def best_time(costs: Costs, ranks: int, move: bool) -> float:
     """The least time over all samples' ranks, and over all items' ranks if they may move for nothing."""
-    best, aim = np.inf, Aim(exchange=0.0)
+    best, goals = np.inf, PlanGoals(exchange=0.0)
     none = np.zeros(costs.phases - 1, np.int64)
     for samples in itertools.product(range(ranks), repeat=len(costs)):
         at = np.array(samples, np.int32)
         if not move:
-            best = min(best, step_time(costs, PhasePlan(at, at[costs.item_sample], none), ranks, None, aim))
+            best = min(best, step_time(costs, PhasePlan(at, at[costs.item_sample], none), ranks, None, goals))
         else:
             for items in itertools.product(range(ranks), repeat=len(costs.item_sample)):
                 plan = PhasePlan(at, np.array(items, np.int32), none)
-                best = min(best, step_time(costs, plan, ranks, None, aim))
+                best = min(best, step_time(costs, plan, ranks, None, goals))
     return best
 
 
@@ -131,9 +131,9 @@ def test_few_samples_take_at_most_a_third_longer_than_the_best_assignment(costs,
 @settings(max_examples=30)
 @given(made_costs(most_samples=3, most_phases=3), st.integers(1, 2))
 def test_few_items_that_move_freely_take_at_most_a_third_longer_than_the_best_assignment(costs, ranks):
-    aim = Aim(exchange=0.0)
-    plan = place_jointly(costs, ranks, None, [(0, 10_000)] * (costs.phases - 1), aim=aim)
-    assert step_time(costs, plan, ranks, None, aim) <= 4 / 3 * best_time(costs, ranks, move=True) + 1e-9
+    goals = PlanGoals(exchange=0.0)
+    plan = place_jointly(costs, ranks, None, [(0, 10_000)] * (costs.phases - 1), goals=goals)
+    assert step_time(costs, plan, ranks, None, goals) <= 4 / 3 * best_time(costs, ranks, move=True) + 1e-9
 
 
 @pytest.mark.parametrize("lam", [0.0, 1e-4])
@@ -155,7 +155,7 @@ def test_sixteen_samples_a_rank_are_within_three_percent_and_little_travels():
         assert ratios(costs, plan, 8).max() <= 0.03
         total = costs.item_tokens.sum()
         sent.append(wire(plan.width, 8).sum() / total)
-        apart.append(wire(place_apart(costs, 8).width, 8).sum() / total)
+        apart.append(wire(place_each_phase(costs, 8).width, 8).sum() / total)
     assert np.mean(sent) <= 0.5
     assert np.mean(sent) <= 0.25 * np.mean(apart)
 
@@ -166,7 +166,7 @@ def test_few_samples_a_rank_are_as_equal_as_if_each_phase_were_balanced_alone(pe
     for step in np.split(omni(40 * 8 * per_rank), 40, axis=1):
         costs = from_lengths(step)
         joint.append(ratios(costs, place_jointly(costs, 8, None, WIDTHS), 8))
-        apart.append(ratios(costs, place_apart(costs, 8), 8))
+        apart.append(ratios(costs, place_each_phase(costs, 8), 8))
     assert np.all(np.mean(joint, axis=0) <= np.mean(apart, axis=0) + 0.005)
 
 
@@ -183,7 +183,7 @@ def test_a_rank_with_one_long_text_has_its_images_encoded_by_others():
     """Four ranks: one text is all that a rank may hold of the LLM, so its images must come from other ranks."""
     llm = np.array([90.0] + [10.0] * 27)
     costs = costs_of(llm, np.arange(1, 28), np.ones(27, int), np.full(27, 8.0), np.full(27, 4), 2)
-    plan = place_jointly(costs, 4, None, [(0, 4, 8, 16)], aim=Aim(exchange=0.001))
+    plan = place_jointly(costs, 4, None, [(0, 4, 8, 16)], goals=PlanGoals(exchange=0.001))
     load = cost_per_rank(costs, plan, 4)
     assert load[:, 0].max() == 90
     assert load[:, 1].max() == 56
@@ -196,7 +196,7 @@ def test_a_rank_with_one_long_text_has_its_images_encoded_by_others():
 
 def test_images_of_one_sample_are_shared_out_where_they_are_too_many_for_a_rank():
     costs = costs_of(np.full(8, 5.0), np.zeros(16, int), np.ones(16, int), np.ones(16), np.ones(16, int), 2)
-    plan = place_jointly(costs, 4, None, [(0, 2, 4, 8)], aim=Aim(exchange=0.001))
+    plan = place_jointly(costs, 4, None, [(0, 2, 4, 8)], goals=PlanGoals(exchange=0.001))
     assert cost_per_rank(costs, plan, 4).max(0).tolist() == [10, 4]
     assert plan.width.tolist() == [4]
 
@@ -204,7 +204,7 @@ def test_images_of_one_sample_are_shared_out_where_they_are_too_many_for_a_rank(
 @settings(max_examples=100)
 @given(made_costs(), st.integers(1, 9))
 def test_the_other_modes_lose_nothing_and_do_what_they_say(costs, ranks):
-    in_order, by_llm, apart = place_in_order(costs, ranks), place_by_llm(costs, ranks), place_apart(costs, ranks)
+    in_order, by_llm, apart = place_in_order(costs, ranks), place_by_llm(costs, ranks), place_each_phase(costs, ranks)
     for plan in (in_order, by_llm, apart):
         assert np.all((plan.sample_rank >= 0) & (plan.sample_rank < ranks))
         np.testing.assert_allclose(cost_per_rank(costs, plan, ranks).sum(0), costs.sample.sum(0))
@@ -226,10 +226,10 @@ def test_time_is_one_for_equal_ranks_and_counts_what_is_sent():
     assert step_time(costs, home, 2) == pytest.approx(1.0)
     sent = PhasePlan(home.sample_rank, home.item_rank[::-1].copy(), np.array([20]))
     assert wire(sent.width, 2).tolist() == [40]
-    assert step_time(costs, sent, 2, aim=Aim(exchange=0.1)) == pytest.approx(1.1)
+    assert step_time(costs, sent, 2, goals=PlanGoals(exchange=0.1)) == pytest.approx(1.1)
     lopsided = PhasePlan(home.sample_rank, np.zeros(4, np.int32), np.array([0]))
     assert step_time(costs, lopsided, 2) == pytest.approx(0.75 + 2 * 0.25)
-    assert step_time(costs, lopsided, 2, aim=Aim(share=np.array([0.5, 0.5]))) == pytest.approx(1.5)
+    assert step_time(costs, lopsided, 2, goals=PlanGoals(share=np.array([0.5, 0.5]))) == pytest.approx(1.5)
 
 
 def test_samples_taken_alone_keep_their_items():
@@ -271,7 +271,7 @@ def test_no_phase_is_less_even_than_balanced_alone_and_little_travels(ranks, per
         costs = from_lengths(step)
         plan = place_jointly(costs, ranks, 8, WIDTHS)
         joint.append(ratios(costs, plan, ranks))
-        apart.append(ratios(costs, place_apart(costs, ranks), ranks))
+        apart.append(ratios(costs, place_each_phase(costs, ranks), ranks))
         sent.append(wire(plan.width, ranks, 8).sum() / costs.item_tokens.sum())
     assert np.all(np.mean(joint, axis=0) <= np.mean(apart, axis=0) + 0.001)
     assert np.mean(sent) <= 0.15
@@ -295,4 +295,4 @@ def test_fifty_thousand_heavy_tailed_samples_are_placed():
     sample = np.flatnonzero(vision)
     costs = costs_of(llm, sample, np.ones(len(sample), int), vision[sample], -(-vision[sample] // 4), 2)
     plan = place_jointly(costs, 8, None, [(0, 1000, 100_000)])
-    assert np.all(ratios(costs, plan, 8) <= ratios(costs, place_apart(costs, 8), 8) + 0.005)
+    assert np.all(ratios(costs, plan, 8) <= ratios(costs, place_each_phase(costs, 8), 8) + 0.005)

@@ -13,7 +13,8 @@ import numpy as np
 from mmjax.balance.parts import LLM
 from mmjax.batch import TOKEN_FIELDS, TextBatch, branch_gap
 from mmjax.config import DecoderConfig
-from mmjax.data.loading.step_loader import LoadedStep, StepLoader, spelled
+from mmjax.data.loading.batch_hash import hex_hash
+from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.step_plan import StepPlan
 from mmjax.data.sample import Sample, Source, Text
@@ -86,7 +87,7 @@ class Replayed:
     @property
     def content(self) -> str:
         """Spell the hash of all rows as the log has it."""
-        return spelled(int(self.loaded.content))
+        return hex_hash(int(self.loaded.content))
 
     def rows(self, rank: int | None = None) -> Iterator[PackedRow]:
         """Yield the rows of the LLM that hold something, of one rank or of all."""

@@ -1,4 +1,4 @@
-"""Load the packed rows of a step from its number, and hash what was loaded."""
+"""Load the packed rows of a step from its number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import time
 import zlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial, reduce
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
+from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
 from mmjax.config.training import repeats_forward
 from mmjax.cost import table
+from mmjax.data.loading.batch_hash import EncoderRanks, Own, add_hashes, batch_hash, ranks_of_encoder
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import Arrays
@@ -35,65 +36,7 @@ from mmjax.disk import read_sealed, write_sealed
 from mmjax.planning.flops import frozen_modules, model_flops, needed_by_tower, step_needed
 from mmjax.planning.work import Work
 
-BITS = 64
-HALF = 32
 COSTS = "_packed_costs"  # in a pickled loader
-
-EncoderRanks = range | Mapping[str, range]  # of all encoders, or by encoder
-Own = tuple[Container[int], Container[int] | Mapping[str, Container[int]]]  # ranks and encoder ranks that count
-
-
-def content_of(batch: Microbatch, number: int, ranks: range, encoder_ranks: EncoderRanks, counted: Own) -> int:
-    """Add up the hashes of a microbatch's rows, 64 bits.
-
-    number: of the microbatch in its step. ranks, encoder_ranks: that hold these rows, as many each. counted: of these,
-    the ranks whose rows count here.
-    """
-    total = _rows_content(_arrays(batch.text), ("text", number), ranks, counted[0])
-    for encoder, items in batch.items.items():
-        local, counted_ranks = _of_encoder(encoder_ranks, encoder), _of_encoder(counted[1], encoder)
-        total = plus(total, _rows_content(_arrays(items), (encoder, number), local, counted_ranks))
-    return total
-
-
-def _of_encoder(ranks: Any, encoder: str) -> Any:
-    """Return an encoder's ranks from those of all, or by encoder."""
-    return ranks[encoder] if isinstance(ranks, Mapping) else ranks
-
-
-def plus(a: int, b: int) -> int:
-    """Add two hashes: each half of 32 bits by itself, as devices add them up."""
-    # The low halves add up in (a + b) % 2**HALF; their carry never reaches the high half.
-    return ((a >> HALF) + (b >> HALF)) % 2**HALF << HALF | (a + b) % 2**HALF
-
-
-def spelled(content: int) -> str:
-    """Spell a hash as the log has it."""
-    return f"{content:0{BITS // 4}x}"
-
-
-def _arrays(batch: TextBatch | ItemBatch) -> Iterator[np.ndarray]:
-    """Iterate over all arrays of a batch, those of encoders in the order of their names, as in a JAX tree."""
-    for value in batch:
-        for array in (value[k] for k in sorted(value)) if isinstance(value, dict) else (value,):
-            if array is not None:  # what only a generator's items have
-                yield from array if isinstance(array, WeightedSlots) else (array,)
-
-
-def _rows_content(arrays: Iterator[np.ndarray], place: tuple[str, int], ranks: range, counted: Container[int]) -> int:
-    """Add up the hashes of these ranks; all rows of a rank are hashed together."""
-    # A process without stages of this module has none of its rows.
-    if not ranks:
-        return 0
-    by_rank = [np.ascontiguousarray(a).reshape(len(ranks), -1) for a in arrays]
-    total = 0
-    for k, rank in enumerate(ranks):
-        if rank in counted:
-            digest = hashlib.blake2b(repr((*place, rank)).encode(), digest_size=BITS // 8)
-            for array in by_rank:
-                digest.update(array[k])
-            total = plus(total, int.from_bytes(digest.digest(), "little"))
-    return total
 
 
 class LoadedStep(NamedTuple):
@@ -102,7 +45,7 @@ class LoadedStep(NamedTuple):
     microbatches: tuple[Microbatch, ...]  # this process's rows
     step: np.ndarray  # int64 []
     digest: np.ndarray  # int64 []: hash of the step plan
-    content: np.ndarray  # uint64 []: of the rows that count here, as `content_of`
+    content: np.ndarray  # uint64 []: of the rows that count here, as `batch_hash`
     samples: np.ndarray  # int64 [n]
     unreadable: dict[int, str]  # reasons why samples of this process's rows could not be read, by id
     epoch: np.ndarray  # float64 []: epochs that are done after this step
@@ -297,7 +240,7 @@ class StepLoader:
         return encoder_ranks, self.own or (self.ranks, encoder_ranks)
 
     def _content(self, batches: Sequence[Microbatch]) -> int:
-        return reduce(plus, (content_of(b, n, self.ranks, *self._held(n)) for n, b in enumerate(batches)))
+        return reduce(add_hashes, (batch_hash(b, n, self.ranks, *self._held(n)) for n, b in enumerate(batches)))
 
     def _needed_flops(self, number: int, batch: Microbatch) -> float:
         """Count the FLOPs of this process's ranks; encoder ranks that other processes hold count as its own."""
@@ -306,7 +249,7 @@ class StepLoader:
         if isinstance(self.encoder_ranks, Mapping):  # a unit's rows lie on each of its stages, and count on the first
             encoder_ranks, counted = self._held(number)
             local = {"llm": self.ranks, **encoder_ranks}
-            owned = {"llm": counted[0], **{e: _of_encoder(counted[1], e) for e in encoder_ranks}}
+            owned = {"llm": counted[0], **{e: ranks_of_encoder(counted[1], e) for e in encoder_ranks}}
             part = {tower: sum(r in owned[tower] for r in ranks) / max(1, len(ranks)) for tower, ranks in local.items()}
             flops = needed_by_tower(model, batch.text, batch.items, frozen, reference)
             return sum(flops[tower] * part[tower] for tower in flops)

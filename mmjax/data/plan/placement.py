@@ -18,13 +18,13 @@ from mmjax.balance.parts import LLM, Parts
 from mmjax.balance.phases import (
     Costs,
     PhasePlan,
+    candidate_widths,
     costs_of,
-    place_apart,
+    largest_transfer,
     place_by_llm,
+    place_each_phase,
     place_jointly,
     ranks_in_order,
-    usual_widths,
-    widest,
 )
 from mmjax.balance.waits import Prices, Waits, least_fullest, padding_share, rank_seconds, wait_share
 from mmjax.config import LlmBalance, NoBalance, PostBalance
@@ -168,7 +168,7 @@ class Placer:
         inputs = self._inputs(group)
         # Widths of shapes first, then those by which the shapes were found.
         # First widths that are compiled already.
-        widths = self._widths(), usual_widths(self._costs(inputs))
+        widths = self._widths(), candidate_widths(self._costs(inputs))
         for ways in (ways for allowed in widths for ways in self._ways(inputs, allowed)):
             choices = [(*rank, placed) for placed in ways if (rank := self._shape(placed)) is not None]
             if choices:
@@ -187,7 +187,7 @@ class Placer:
         With `post`, in all ways that do not exceed `lengths` `[modules]`, if there are any.
         """
         inputs = self._inputs(group)
-        tiers = [[way.needs for way in ways] for ways in self._ways(inputs, usual_widths(self._costs(inputs)))]
+        tiers = [[way.needs for way in ways] for ways in self._ways(inputs, candidate_widths(self._costs(inputs)))]
         ways = tiers[0]
         if lengths is not None and isinstance(self.balance, PostBalance):
             fitting = [n for tier in tiers for n in tier if np.all(n[: len(lengths)] <= lengths)]
@@ -229,7 +229,7 @@ class Placer:
         if isinstance(self.balance, LlmBalance):
             return [self._place_phases(inputs, place_by_llm(costs, ranks))]
         if self._apart:
-            return [self._place_phases(inputs, place_apart(costs, ranks))]
+            return [self._place_phases(inputs, place_each_phase(costs, ranks))]
         plans = [place_jointly(costs, ranks, self.topology.peers, widths, in_order)]
         if plans[0].width.any():  # whether what it gains is worth an exchange, the shapes say
             plans.append(place_jointly(costs, ranks, self.topology.peers, None, in_order))
@@ -334,7 +334,7 @@ class Placer:
             # Devices that share a rank's rows exchange with those of their own number, but for conditions.
             context = 1 if int(k) in self.generators else self.topology.context
             number = row[items] % self.rows[k] // (self.rows[k] // context) * ranks
-            width[k - 1] = widest(
+            width[k - 1] = largest_transfer(
                 number + rank[items], number + home_rank[items], inputs.tokens[items], ranks * context
             )
         return Placed(row, np.concatenate([used.max(1), width]))

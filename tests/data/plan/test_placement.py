@@ -24,7 +24,7 @@ from planned import (
 )
 
 from mmjax.balance.parts import LLM
-from mmjax.balance.phases import widest
+from mmjax.balance.phases import largest_transfer
 from mmjax.config import LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
 from mmjax.config.loading import find_config, load
 from mmjax.data.plan.grouping import PLANNER, Group, make_budget
@@ -56,7 +56,7 @@ def check(m: MicrobatchPlan, index: LengthIndex, shapes: tuple[Shape, ...]) -> N
     tokens = m.length // np.array([1, *index.positions_per_token])[m.module]
     for k, width in enumerate(m.shape.widths, start=1):
         of = m.module == k
-        assert widest(rank[of], home[of], tokens[of], m.topology.ranks) <= width
+        assert largest_transfer(rank[of], home[of], tokens[of], m.topology.ranks) <= width
 
 
 @pytest.mark.covering(2)
