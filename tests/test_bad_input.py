@@ -17,7 +17,7 @@ from commands import TINY, TINY_MEDIA, files, run
 from started import finish, start
 
 from mmjax import evaluate, inspect, train
-from mmjax.data.plan import grouping
+from mmjax.data.plan import budget, fit_budget
 from mmjax.errors import UserError
 from mmjax.runtime.devices import choose_devices
 from mmjax.runtime.run_dir import RunFolder
@@ -210,10 +210,10 @@ def test_resuming_a_run_that_another_planner_has_planned_is_refused(capsys, a_ru
 @pytest.mark.exhaustive
 def test_a_run_that_began_before_attention_was_levelled_goes_on_with_its_rows_and_that_is_said(capsys, runs):
     with pytest.MonkeyPatch.context() as older:
-        older.setattr(grouping, "PLANNER", 10)
+        older.setattr(fit_budget, "PLANNER", 10)
         older.setattr(run_checkpoints, "PLANNER", 10)
-        prices = dict.fromkeys(grouping.OF_START, ()) | {"planner": 10}
-        older.setattr(run_data, "make_budget", lambda *given: replace(grouping.make_budget(*given), **prices))
+        prices = dict.fromkeys(budget.OF_START, ()) | {"planner": 10}
+        older.setattr(run_data, "make_budget", lambda *given: replace(fit_budget.make_budget(*given), **prices))
         words = ["training.steps=2", "training.evaluate_every=0", "schedule.warmup=0"]
         assert run(capsys, train.main, TINY, f"run={runs / 'older'}", *words).code == 0
     ended = run(capsys, train.main, "--resume", str(runs / "older"), "training.steps=3")

@@ -18,7 +18,7 @@ from mmjax.config.model import layers_of, with_changes
 from mmjax.config.training import repeats_forward
 from mmjax.config.validation import validate
 from mmjax.cost.table import module_parameters, parameters
-from mmjax.data.plan.grouping import make_budget
+from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.errors import UserError
 from mmjax.parallel.sharding import AXES

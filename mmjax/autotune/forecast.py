@@ -30,7 +30,9 @@ from mmjax.config import (
 from mmjax.config.model import towers_of
 from mmjax.config.training import repeats_forward, unit_devices
 from mmjax.config.validation import check_layout
-from mmjax.data.plan.grouping import Budget, StepGrouper, make_budget
+from mmjax.data.plan.budget import Budget
+from mmjax.data.plan.fit_budget import make_budget
+from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, Topology, waits_of
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, make_planner, make_step_planner

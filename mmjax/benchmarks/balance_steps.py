@@ -41,7 +41,9 @@ from mmjax.config import (
 )
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.media.patches import positions_per_token
-from mmjax.data.plan.grouping import Budget, StepGrouper, make_budget, prices_of
+from mmjax.data.plan.budget import Budget, prices_of
+from mmjax.data.plan.fit_budget import make_budget
+from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import Balance, MicrobatchPlan, Shape, Topology, waits_of
 from mmjax.data.plan.step_plan import RankLayout, StepPlan, StepPlanner, lay_out, make_placer

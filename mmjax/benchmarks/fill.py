@@ -28,7 +28,7 @@ from mmjax.config import (
     Samples,
 )
 from mmjax.config.loading import copy_config, default_config, find_config, load
-from mmjax.data.plan.grouping import prices_of
+from mmjax.data.plan.budget import prices_of
 from mmjax.data.plan.length_index import LengthIndex, build_index, read_lengths
 from mmjax.data.plan.placement import MicrobatchPlan, Topology, room_and_use, waits_of
 from mmjax.data.plan.sampler import mixture_weights

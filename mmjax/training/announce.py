@@ -17,7 +17,9 @@ from mmjax.config import Config, EmbeddedSource, Generator
 from mmjax.config.model import quantized_layers
 from mmjax.console import count, print_lines, size, table
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
-from mmjax.data.plan.grouping import StepGrouper, long_samples, prices_of
+from mmjax.data.plan.budget import prices_of
+from mmjax.data.plan.fit_budget import long_samples
+from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
 from mmjax.data.sample import Source

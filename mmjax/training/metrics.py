@@ -23,7 +23,7 @@ from mmjax.balance.waits import Prices, padding_share, rank_seconds, wait_share
 from mmjax.config import Config
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
-from mmjax.data.plan.grouping import prices_of
+from mmjax.data.plan.budget import prices_of
 from mmjax.data.plan.placement import Topology
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.disk import atomic_write, json_lines, read_json_lines

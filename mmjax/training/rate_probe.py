@@ -25,7 +25,7 @@ from mmjax.config.training import repeats_forward
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.attended_pairs import pairs_by_length
-from mmjax.data.plan.grouping import prices_of
+from mmjax.data.plan.budget import prices_of
 from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
 from mmjax.planning.flops import Flops, executed, frozen_modules

@@ -14,7 +14,7 @@ from mmjax.config import Config
 from mmjax.config.loading import to_json
 from mmjax.config.model import quantized_layers
 from mmjax.console import print_lines
-from mmjax.data.plan.grouping import OF_START, OLDER_PLANNERS, PLANNER
+from mmjax.data.plan.budget import OF_START, OLDER_PLANNERS, PLANNER
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
 from mmjax.models.model import Model, restrict

@@ -20,8 +20,9 @@ from mmjax.config import Config, DataConfig, Unit
 from mmjax.config.loading import from_json, to_json, validate
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import StepLoader
+from mmjax.data.plan.budget import Budget
 from mmjax.data.plan.data_change import WHOLE_RUN, Held, Segment, carried, still_due, write_due
-from mmjax.data.plan.grouping import Budget, make_budget
+from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.length_index import LengthIndex, cached_index
 from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.sampler import mixture_weights

@@ -12,7 +12,9 @@ from made import DRY_RUN_STEPS, ONE_RANK, config, index_of, random_samples
 
 from mmjax.config import IsfGrouping, LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
 from mmjax.data.plan import step_plan
-from mmjax.data.plan.grouping import Budget, Group, StepGrouper, make_budget, stream_of
+from mmjax.data.plan.budget import Budget
+from mmjax.data.plan.fit_budget import make_budget
+from mmjax.data.plan.grouping import Group, StepGrouper, stream_of
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.sampler import pools_of

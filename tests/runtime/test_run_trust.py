@@ -18,8 +18,8 @@ from mmjax.cli import COMMANDS
 from mmjax.config import ChatFormat, Config, FunctionSource, MessagesSource, WebDatasetSource
 from mmjax.config.loading import from_json, load, to_json
 from mmjax.config.model import module_names
+from mmjax.data.plan.budget import Budget
 from mmjax.data.plan.data_change import Segment
-from mmjax.data.plan.grouping import Budget
 from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.disk import user_config

@@ -23,8 +23,9 @@ from mmjax.data.loading.batch_hash import EncoderRanks, Own, add_hashes, batch_h
 from mmjax.data.loading.context import spread_over_context
 from mmjax.data.loading.packing import Reader, pack_microbatch
 from mmjax.data.loading.text_rows import Arrays
+from mmjax.data.plan.budget import PLANNER, Budget
 from mmjax.data.plan.data_change import WHOLE_RUN, Segment
-from mmjax.data.plan.grouping import PLANNER, Budget, StepGrouper
+from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import MicrobatchPlan
 from mmjax.data.plan.sampler import mixture_weights

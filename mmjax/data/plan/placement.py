@@ -28,7 +28,8 @@ from mmjax.balance.phases import (
 )
 from mmjax.balance.waits import Prices, Waits, least_fullest, padding_share, rank_seconds, wait_share
 from mmjax.config import LlmBalance, NoBalance, PostBalance
-from mmjax.data.plan.grouping import Group, Lengths
+from mmjax.data.plan.budget import Lengths
+from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import LengthIndex
 
 Balance = PostBalance | LlmBalance | NoBalance

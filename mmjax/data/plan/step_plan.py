@@ -17,8 +17,10 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.phases import PlanGoals
 from mmjax.balance.shapes import choose_shapes
 from mmjax.config import Config, NoGrouping, PostBalance
+from mmjax.data.plan.budget import Budget, Lengths, position_flops
 from mmjax.data.plan.data_change import WHOLE_RUN, Segment
-from mmjax.data.plan.grouping import Budget, Group, Lengths, StepGrouper, make_budget, position_flops
+from mmjax.data.plan.fit_budget import make_budget
+from mmjax.data.plan.grouping import Group, StepGrouper
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.plan.placement import ONE_RANK, Balance, MicrobatchPlan, Placer, Shape, Topology
 from mmjax.planning.reorder import Reordering, make_reordering

@@ -10,7 +10,7 @@ from made import VISION, Made, config, image, index_of, random_samples, random_t
 from planned import GROUPINGS, KINDS, grouper, samples_of, steps_of_chunks
 
 from mmjax.config import ConnectorConfig, PackGrouping, Samples, Tokens
-from mmjax.data.plan.grouping import make_budget
+from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.sample import Item
 from mmjax.errors import UserError

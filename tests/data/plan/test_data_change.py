@@ -11,7 +11,8 @@ from planned import GROUPINGS, KINDS, samples_of
 
 from mmjax.config import Samples
 from mmjax.data.plan.data_change import Held, Segment, carried, still_due, write_due
-from mmjax.data.plan.grouping import StepGrouper, make_budget
+from mmjax.data.plan.fit_budget import make_budget
+from mmjax.data.plan.grouping import StepGrouper
 
 MADE = random_samples(260, seed=3).samples
 

@@ -14,7 +14,9 @@ from planned import GROUPINGS, KINDS, grouper, samples_of, some_index, steps_of_
 
 from mmjax.balance.parts import LLM
 from mmjax.config import IsfGrouping, NoGrouping, PackGrouping, Samples, Tokens
-from mmjax.data.plan.grouping import Budget, Group, long_samples, make_budget
+from mmjax.data.plan.budget import Budget
+from mmjax.data.plan.fit_budget import long_samples, make_budget
+from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import LengthIndex
 from mmjax.data.sample import Item
 

@@ -27,7 +27,9 @@ from mmjax.balance.parts import LLM
 from mmjax.balance.phases import largest_transfer
 from mmjax.config import LlmBalance, NoBalance, NoGrouping, PackGrouping, PostBalance, Samples
 from mmjax.config.loading import find_config, load
-from mmjax.data.plan.grouping import PLANNER, Group, make_budget
+from mmjax.data.plan.budget import PLANNER
+from mmjax.data.plan.fit_budget import make_budget
+from mmjax.data.plan.grouping import Group
 from mmjax.data.plan.length_index import LengthIndex, index_of_lengths, interleaved_corpus
 from mmjax.data.plan.placement import MicrobatchPlan, Placer, Shape, Topology
 from mmjax.data.plan.step_plan import StepPlanner, make_planner

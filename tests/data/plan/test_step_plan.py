@@ -13,7 +13,8 @@ from planned import BALANCES, GROUPINGS, KINDS, SPREAD, TOPOLOGIES, one_of_all, 
 
 from mmjax.config import Config, EmbeddedSource, NoGrouping, PostBalance, Samples, Tokens
 from mmjax.config.loading import default_config, load
-from mmjax.data.plan.grouping import PLANNER, make_budget
+from mmjax.data.plan.budget import PLANNER
+from mmjax.data.plan.fit_budget import make_budget
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.plan.placement import Shape, Topology
 from mmjax.data.plan.step_plan import StepPlan, StepPlanner, make_planner, make_step_planner

@@ -10,7 +10,8 @@ from made_lengths import lengths_of
 
 from mmjax.benchmarks import planning
 from mmjax.benchmarks.corpora import index_of_samples
-from mmjax.data.plan.grouping import StepGrouper, make_budget
+from mmjax.data.plan.fit_budget import make_budget
+from mmjax.data.plan.grouping import StepGrouper
 from mmjax.data.plan.wait_advice import ranks_without_rows, waiting_advice
 
 NAMES = ("llm", "vision")
