@@ -179,7 +179,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "orbax": ("mmjax.runtime.checkpoint",),
     "matplotlib": ("mmjax.reporting.plots", "mmjax.reporting.plan_plot", "mmjax.reporting.timeline_plot"),
     "tokenizers": ("mmjax.data.text.tokenizer",),
-    "jinja2": ("mmjax.data.text.chat_template", "mmjax.reporting.page"),
+    "jinja2": ("mmjax.data.text.chat_template", "mmjax.data.text.template_sandbox", "mmjax.reporting.page"),
     "wandb": ("mmjax.training.metrics",),
     "huggingface_hub": ("mmjax.hub",),
     "av": ("mmjax.data.media.video",),

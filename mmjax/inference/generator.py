@@ -17,8 +17,8 @@ from mmjax.data.plan.placement import Topology
 from mmjax.data.sample import Source
 from mmjax.errors import UserError
 from mmjax.inference.prompts import BatchLimits, PromptRows, Selection
+from mmjax.models.dropout import IMPL
 from mmjax.models.layer_stacks import Params
-from mmjax.models.layers import IMPL
 from mmjax.models.model import Model
 from mmjax.models.multimodal import Cache
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain, replicated, row_ranks

@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import ConnectorConfig
-from mmjax.models.layers import ACTIVATIONS, MLP, LayerNorm, Linear, PositionTable, RMSNorm
+from mmjax.models.layers import ACTIVATIONS, MLP, LayerNorm, PositionTable, RMSNorm
+from mmjax.models.linear import Linear
 from mmjax.parallel.sharding import constrain
 
 AXES = ("t", "y", "x")  # of `ItemBatch.coordinates`

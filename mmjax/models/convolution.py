@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.models.layers import Linear, keep_inputs
+from mmjax.models.linear import Linear
+from mmjax.models.remat import keep_inputs
 from mmjax.parallel.sharding import Axes
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")

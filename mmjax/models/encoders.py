@@ -31,12 +31,12 @@ from mmjax.models.layers import (
     Context,
     FixedTable,
     LayerNorm,
-    Linear,
     PositionTable,
     TransformerLayer,
     encoder_layer_config,
-    keep_inputs,
 )
+from mmjax.models.linear import Linear
+from mmjax.models.remat import keep_inputs
 from mmjax.models.rope import max_in_item, rotation_2d
 from mmjax.parallel.sharding import constrain
 

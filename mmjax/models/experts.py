@@ -19,8 +19,10 @@ from jaxtyping import Array, Bool, Float, Int
 from mmjax.config import Activation, ExpertsConfig
 from mmjax.kernels.grouped_matmul import grouped_matmul, takes
 from mmjax.models.expert_routing import Routes, Routing, route
-from mmjax.models.layers import ACTIVATIONS, MLP, Linear, keep_inputs
+from mmjax.models.layers import ACTIVATIONS, MLP
+from mmjax.models.linear import Linear
 from mmjax.models.matmul import looped_matmul
+from mmjax.models.remat import keep_inputs
 from mmjax.parallel.expert_exchange import INTO, OUT, ExpertLayout, Sends, sum_parts, sum_rows
 from mmjax.parallel.sharding import TENSOR, Axes, platform
 

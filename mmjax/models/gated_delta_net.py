@@ -18,7 +18,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import Activation, DeltaNetConfig
-from mmjax.models.layers import ACTIVATIONS, Context, KVCacheView, Linear, RecurrentState, apply_linears, keep_inputs
+from mmjax.models.kv_cache import KVCacheView, RecurrentState
+from mmjax.models.layers import ACTIVATIONS, Context
+from mmjax.models.linear import Linear, apply_linears
+from mmjax.models.remat import keep_inputs
 from mmjax.parallel.sharding import constrain, platform
 
 CHUNK = 64  # tokens whose outputs are computed together, by matrix products

@@ -19,7 +19,8 @@ from mmjax.batch import PADDING, ItemBatch, TextBatch
 from mmjax.config import Generator, PixelLatents
 from mmjax.config.generators import image_size, step_vae
 from mmjax.models.connector import Connector
-from mmjax.models.layers import IMPL, Noise, PositionTable
+from mmjax.models.dropout import IMPL, Noise
+from mmjax.models.layers import PositionTable
 from mmjax.models.vae import Encoder as VaeEncoder
 from mmjax.models.vae import moments_of
 from mmjax.parallel.encoder_exchange import dispatch

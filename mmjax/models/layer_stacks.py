@@ -24,8 +24,10 @@ from jaxtyping import Array, Float
 
 from mmjax.config import Remat
 from mmjax.models.expert_routing import Routing
-from mmjax.models.layers import Context, KVCacheView, LayerCache, recomputed_layer
+from mmjax.models.kv_cache import KVCacheView, LayerCache
+from mmjax.models.layers import Context
 from mmjax.models.parameter_keys import ParameterKeys
+from mmjax.models.remat import recomputed_layer
 from mmjax.parallel.sharding import constrain
 
 _ATTENTION = ("attention_output", "attention_logsumexp")

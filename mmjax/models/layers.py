@@ -1,170 +1,32 @@
-"""The transformer layers of decoders and encoders, with dropout."""
+"""The transformer layers of decoders and encoders."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from mmjax.config import Activation, AudioConfig, Biased, VisionConfig
 from mmjax.kernels.masks import MaskSpec
 from mmjax.kernels.tiles import MAX_BLOCK, window_block
 from mmjax.models.attention import Backend, Plan, attention, plan_attention
 from mmjax.models.blockwise_attention import DEFAULT_SCORING, Scoring, dense_attention
+from mmjax.models.dropout import ATTENTION, MLP_SITE, Dropout, drop
 from mmjax.models.embedding import look_up
 from mmjax.models.expert_routing import Routing
-from mmjax.models.float8 import float8_products
-from mmjax.models.matmul import as_matrix, matmul
-from mmjax.models.quantization import Quantized, QuantizedMatrix, dequantize
+from mmjax.models.kv_cache import KeyValue, KVCacheView, LayerCache
+from mmjax.models.linear import Linear, apply_linears
+from mmjax.models.matmul import as_matrix
+from mmjax.models.remat import keep_inputs
 from mmjax.models.rope import Rotation, rotate
-from mmjax.parallel.collective_matmul import tensor_parallel_products
-from mmjax.parallel.sharding import Axes, active, constrain, platform
-
-Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time
-
-# The sites of a layer: the outputs of its attention and of its MLP, before they are added to the residual stream.
-ATTENTION = 0
-MLP_SITE = 1
-SITES = 2
-
-IMPL = "threefry2x32"  # named, since other generators give other bits under vmap
-
-Outputs = TypeVar("Outputs", Array, tuple[Array, ...])
-
-_layer_recomputed: ContextVar[bool] = ContextVar("layer_recomputed", default=False)
-
-
-@contextmanager
-def recomputed_layer(recomputed: bool) -> Iterator[None]:
-    """Trace a layer which a remat policy recomputes, or does not."""
-    token = _layer_recomputed.set(recomputed)
-    try:
-        yield
-    finally:
-        _layer_recomputed.reset(token)
-
-
-def keep_inputs(function: Callable[..., Outputs]) -> Callable[..., Outputs]:
-    """Keep only a function's inputs for backward, which computes the rest again: what is cheap, and large to keep.
-
-    In a layer that a policy recomputes, the policy alone decides.
-    """
-    # In a scan XLA cannot merge the recomputation with the original. An adapter's small product is kept.
-    policy = jax.checkpoint_policies.save_only_these_names("adapter")
-    checkpointed = jax.checkpoint(function, prevent_cse=False, policy=policy)
-
-    @wraps(function)
-    def call(*arrays: Any) -> Outputs:
-        return (function if _layer_recomputed.get() else checkpointed)(*arrays)
-
-    return call
-
-
-class Dropout(NamedTuple):
-    """Random keys and rate of a layer's dropout."""
-
-    key: Array  # of every position, PRNG keys [R, L]
-    limit: Array  # uint32 []: values whose random word lies below are dropped
-    scale: Array  # float32 []: 1 / (1 - rate), factor of the values that stay
-    layer: Array  # int32 []: index in the tower, whatever the stacks and stages
-
-
-def tower_dropout(
-    noise: Noise, tower: str, rate: float, owner: Int[Array, "r l"], offset: Int[Array, "r l"]
-) -> Dropout:
-    """Set up dropout of a tower's first layer, with a key per position from its sample's id and index in the sample.
-
-    For layer i, replace `layer`. A rate of 0 to 1 (exclusive); padding, whose owner is -1, gets some key as well.
-    """
-    seed, step = noise
-    key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), step)
-    # By its name, not its number: another encoder beside it changes nothing.
-    key = jax.random.fold_in(key, np.uint32(zlib.crc32(tower.encode())))
-
-    def position_key(owner: Array, offset: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
-
-    keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset), "rows", "sequence")
-    # A random word is uniform in 0 .. 2^32 - 1, so the share `rate` of all words lies below the limit.
-    return Dropout(keys, np.uint32(rate * 2**32), np.float32(1 / (1 - rate)), np.int32(0))
-
-
-def drop(x: Float[Array, "r l d"], dropout: Dropout | None, site: int) -> Float[Array, "r l d"]:
-    """Drop values of `x` at one site of a layer and scale up the others, in its own dtype; None drops nothing."""
-    if dropout is None:
-        return x
-    # A number for every site of every layer: layer 3's MLP is 3 * 2 + 1 = 7.
-    number = dropout.layer * SITES + site
-
-    def words(key: Array) -> Array:
-        return jax.random.bits(jax.random.fold_in(key, number), x.shape[-1:])
-
-    stays = jax.vmap(jax.vmap(words))(dropout.key) >= dropout.limit
-    # Rounded once, after the product: 1 / (1 - rate) itself rounded to bfloat16 would shift the mean.
-    scaled = (x.astype(jnp.float32) * dropout.scale).astype(x.dtype)
-    return jnp.where(stays, scaled, 0)
-
-
-class KeyValue(NamedTuple):
-    """Rotated keys, and values, of a layer's tokens `[B, C, M, H]`; of a stack, with a leading layer axis."""
-
-    key: Array
-    value: Array
-
-    def grown(self, room: int) -> KeyValue:
-        """Return them with room for more tokens, in columns behind."""
-        return jax.tree.map(lambda kv: jnp.pad(kv, [(0, 0)] * (kv.ndim - 3) + [(0, room), (0, 0), (0, 0)]), self)
-
-    def updated(self, new: KeyValue, column: Array) -> KeyValue:
-        """Return them with new tokens written from a column on."""
-        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=column, axis=-3)
-        return jax.tree.map(write, self, new)
-
-    def constrained(self) -> KeyValue:
-        """Lay them out on the active mesh."""
-        return jax.tree.map(lambda kv: constrain(kv, "rows", None, "kv_heads", None), self)
-
-
-class RecurrentState(NamedTuple):
-    """State of a gated delta net behind a row's tokens; of a stack, with a leading layer axis."""
-
-    delta: Array  # float32 [B, M, K, V]
-    inputs: tuple[Array, Array, Array]  # [B, taps - 1, N]: the last ones of the convolutions of queries, keys, values
-
-    def grown(self, room: int) -> RecurrentState:
-        """Return it as it is: more tokens take no room."""
-        return self
-
-    def updated(self, new: RecurrentState, column: Array) -> RecurrentState:
-        """Return what new tokens have made of it."""
-        return new
-
-    def constrained(self) -> RecurrentState:
-        """Lay it out on the active mesh."""
-        inputs = tuple(constrain(x, "rows", None, "heads") for x in self.inputs)
-        return RecurrentState(constrain(self.delta, "rows", "heads", None, None), inputs)
-
-
-LayerCache = KeyValue | RecurrentState
-
-
-class KVCacheView(NamedTuple):
-    """The KV cache that new tokens attend, columns to be written included, and where they go in it."""
-
-    cache: Any  # LayerCache of one layer or stack; where a tower's layers begin, of all by stack
-    mask: MaskSpec  # of every column, [B, C]
-    column: Array  # int32 []: of the first new token
+from mmjax.parallel.sharding import active, constrain, platform
 
 
 class Context(NamedTuple):
@@ -226,89 +88,6 @@ class Context(NamedTuple):
             rotation=rotation,
             plan=self.plan and self.plan._replace(index=index),
         )
-
-
-@keep_inputs
-def _product(x: Float[Array, "*b i"], weight: Float[Array, "*parts i o"]) -> Float[Array, "*b o"]:
-    """Multiply in the activations' precision, keeping no copy of the weight in it.
-
-    A weight of three dimensions has a copy for every part of the rows, so that each part has a gradient of its own.
-    """
-    weight = weight.astype(x.dtype)
-    if weight.ndim == 2:
-        return matmul(x, weight)
-    parts = x.reshape(len(weight), -1, *x.shape[1:])
-    return jnp.einsum("p...i,pio->p...o", parts, weight).reshape(*x.shape[:-1], -1)
-
-
-class Linear(nnx.Module):
-    """`x @ weight + bias`, initialised normal with variance 1 / fan-in."""
-
-    def __init__(self, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs, *, bias: bool = False):
-        # Always float32: the cast to the computation's precision is part of the forward pass.
-        weight = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
-        self.weight: nnx.Param | QuantizedMatrix = nnx.Param(weight, axes=axes)  # quantised by `models.model`
-        # A bias along the width is replicated: it is small, and activations are not sharded there.
-        bias_axis = None if axes[1] == "embed" else axes[1]
-        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
-        self.axes = axes
-        self.lora: nnx.Module | None = nnx.data(None)  # set by `models.lora`
-        self.float8 = False  # whether products run in FP8; set by `models.model`
-
-    def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        return apply_linears(x, self)[0]
-
-    def of_padded(self, x: Float[Array, "*b p"], padding: int) -> Float[Array, "*b o"]:
-        """Apply to inputs with so many channels appended, which are ignored."""
-        if not padding:
-            return self(x)
-        weight = dequantize(self.weight[...], x.dtype)
-        weight = jnp.pad(weight, ((0, 0),) * (weight.ndim - 2) + ((0, padding), (0, 0)))
-        (y,) = _products(x, [weight], [self])
-        if self.bias is not None:
-            y = y + self.bias[...].astype(x.dtype)
-        if self.lora is not None:
-            y = y + self.lora(x[..., :-padding])
-        return checkpoint_name(y, "linear")
-
-
-def apply_linears(x: Float[Array, "*b i"], *linears: Linear, padding: int = 0) -> list[Float[Array, "*b o"]]:
-    """Apply linear layers cut alike to the same activations, which tensor parallelism gathers once for all.
-
-    padding: zeros appended to the outputs, by the products themselves.
-    """
-    axes = [linear.axes for linear in linears]
-
-    def multiply(x: Array, *weights: Array | Quantized) -> tuple[Array, ...]:
-        matrices = [_pad_last(dequantize(w, x.dtype), padding) for w in weights]
-        return tensor_parallel_products(x, matrices, axes) or _products(x, matrices, linears)
-
-    weights = [linear.weight[...] for linear in linears]
-    # Quantised weights are kept for backward as they are, and dequantised again there.
-    products = keep_inputs(multiply) if any(isinstance(w, Quantized) for w in weights) else multiply
-    outputs = []
-    for linear, y in zip(linears, products(x, *weights), strict=True):
-        if linear.bias is not None:
-            y = y + _pad_last(linear.bias[...].astype(x.dtype), padding)
-        if linear.lora is not None:
-            y = y + _pad_last(linear.lora(x), padding)
-        outputs.append(checkpoint_name(y, "linear"))
-    return outputs
-
-
-def _products(x: Array, weights: Sequence[Array], linears: Sequence[Linear]) -> tuple[Array, ...]:
-    """Multiply by the weights of linear layers, each in its precision."""
-    in_float8 = [weight for weight, linear in zip(weights, linears, strict=True) if linear.float8]
-    products = iter(float8_products(x, *in_float8) if in_float8 else ())
-    return tuple(
-        next(products) if linear.float8 else _product(x, weight)
-        for weight, linear in zip(weights, linears, strict=True)
-    )
-
-
-def _pad_last(x: Array, padding: int) -> Array:
-    """Append so many zeros to the last dimension."""
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
 
 
 def hidden_padding(width: int) -> int:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from mmjax.config import LoraConfig, ModelConfig
 from mmjax.config.model import adapters_by_layer, lora_scale
-from mmjax.models.layers import Linear
+from mmjax.models.linear import Linear
 from mmjax.models.matmul import matmul
 from mmjax.models.multimodal import MultimodalModel
 

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 from mmjax.batch import ItemBatch, Microbatch, TextBatch
 from mmjax.config import DiffusionTransformerConfig, ModelConfig, UnetConfig, VisionConfig
 from mmjax.config.model import float8_linears, frozen_modules, quantized_layers
+from mmjax.models.dropout import Noise
 from mmjax.models.expert_routing import Routing
 from mmjax.models.layer_stacks import LayerStack, Params, plan_stacks, seed_accumulators
-from mmjax.models.layers import Noise
 from mmjax.models.lora import attach_adapters, linear_layers
 from mmjax.models.multimodal import Cache, Functions, MultimodalModel, prefill, step
 from mmjax.models.parameter_keys import ParameterKeys

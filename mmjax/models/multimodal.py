@@ -19,6 +19,7 @@ from mmjax.kernels.masks import MaskSpec
 from mmjax.models.connector import Connector
 from mmjax.models.decoder import Decoder, logits_of
 from mmjax.models.diffusion_transformer import DiffusionTransformer
+from mmjax.models.dropout import Noise, tower_dropout
 from mmjax.models.encoders import AudioEncoder, VisionEncoder
 from mmjax.models.generation import (
     Conditioner,
@@ -30,13 +31,9 @@ from mmjax.models.generation import (
     query_states,
     velocity_errors,
 )
+from mmjax.models.kv_cache import KVCacheView
 from mmjax.models.layer_stacks import KVCache, LayerStack
-from mmjax.models.layers import (
-    Context,
-    KVCacheView,
-    Noise,
-    tower_dropout,
-)
+from mmjax.models.layers import Context
 from mmjax.models.unet import Unet
 from mmjax.parallel.encoder_exchange import dispatch
 from mmjax.parallel.sharding import active, constrain, encoding

@@ -20,6 +20,7 @@ from mmjax.config import ModelConfig, VisionConfig
 from mmjax.config.generators import step_vae
 from mmjax.config.model import layers_of
 from mmjax.config.unit_stages import LayerRange
+from mmjax.models.dropout import Noise
 from mmjax.models.expert_routing import pack, unpack
 from mmjax.models.generation import (
     condition_of,
@@ -31,7 +32,6 @@ from mmjax.models.generation import (
     velocity_errors,
 )
 from mmjax.models.layer_stacks import LayerStack, Params
-from mmjax.models.layers import Noise
 from mmjax.models.model import Model, Outputs, accumulate_in_scans, merge
 from mmjax.models.multimodal import MultimodalModel
 from mmjax.parallel.sharding import constrain, encoding

@@ -19,16 +19,9 @@ from mmjax.config import UnetConfig
 from mmjax.config.generators import UNET_MLP_FACTOR, UNET_TIME_FACTOR
 from mmjax.kernels.masks import encoder_mask
 from mmjax.models.convolution import Convolution, GroupNorm, ResidualBlock, doubled
-from mmjax.models.layers import (
-    MLP,
-    Context,
-    LayerConfig,
-    LayerNorm,
-    Linear,
-    SelfAttention,
-    keep_inputs,
-    recomputed_layer,
-)
+from mmjax.models.layers import MLP, Context, LayerConfig, LayerNorm, SelfAttention
+from mmjax.models.linear import Linear
+from mmjax.models.remat import keep_inputs, recomputed_layer
 from mmjax.models.time_embedding import TimeEmbedding
 from mmjax.parallel.sharding import constrain
 

@@ -18,7 +18,7 @@ from mmjax.kernels.masks import encoder_mask
 from mmjax.models.blockwise_attention import blockwise_attention, dense_attention
 from mmjax.models.convolution import Convolution, GroupNorm, ResidualBlock, doubled
 from mmjax.models.layer_stacks import Params
-from mmjax.models.layers import Linear
+from mmjax.models.linear import Linear
 from mmjax.models.parameter_keys import ParameterKeys
 
 EPS = 1e-6  # of all its norms, written in no config

@@ -19,8 +19,8 @@ from mmjax.batch import FIRST_BRANCH_BIT, Microbatch, TextBatch
 from mmjax.config import CrossEntropy, Dpo, Grpo, LossConfig
 from mmjax.config.model import adapted_modules
 from mmjax.config.training import repeats_forward
+from mmjax.models.dropout import Noise
 from mmjax.models.layer_stacks import Params
-from mmjax.models.layers import Noise
 from mmjax.models.model import Model, Outputs, restrict
 from mmjax.models.stage import REFERENCE, Stage, Values
 from mmjax.parallel.sharding import in_row_order

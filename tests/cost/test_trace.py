@@ -16,7 +16,8 @@ from mmjax.config import ModelConfig, UnetConfig
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.cost.trace import list_operations
 from mmjax.models import decoder
-from mmjax.models.layers import LayerOutput, Linear
+from mmjax.models.layers import LayerOutput
+from mmjax.models.linear import Linear
 from mmjax.models.model import Model
 from mmjax.planning.flops import executed, model_flops, recompute_flops, stage_flops
 from mmjax.planning.memory import SavedBytes, saved_bytes_per_layer

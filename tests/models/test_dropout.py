@@ -23,8 +23,8 @@ from packed import (
     token_losses,
 )
 
+from mmjax.models.dropout import ATTENTION, MLP_SITE, drop, tower_dropout
 from mmjax.models.layer_stacks import stack_layers, unstack_layers
-from mmjax.models.layers import ATTENTION, MLP_SITE, drop, tower_dropout
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, constrain
 

@@ -16,7 +16,7 @@ from tiny_run import gradients, load_steps, make_executor, scattered, state_with
 from mmjax.config import DeltaNetConfig, ExpertsConfig, MeshConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.models.float8 import float8_products, scale_of
-from mmjax.models.layers import Linear
+from mmjax.models.linear import Linear
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import make_mesh
 

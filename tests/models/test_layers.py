@@ -5,7 +5,8 @@ import pytest
 from flax import nnx
 
 from mmjax.models import layers
-from mmjax.models.layers import ACTIVATIONS, MLP, LayerNorm, Linear, RMSNorm
+from mmjax.models.layers import ACTIVATIONS, MLP, LayerNorm, RMSNorm
+from mmjax.models.linear import Linear
 
 
 def random_array(*shape, seed=0, dtype=jnp.float32):

@@ -16,7 +16,7 @@ from packed import assert_trees_close
 
 from mmjax.config import DecoderConfig, ExpertsConfig, MeshConfig
 from mmjax.models.experts import Experts
-from mmjax.models.layers import recomputed_layer
+from mmjax.models.remat import recomputed_layer
 from mmjax.parallel.sharding import ShardingRules, activations_on, make_mesh
 from mmjax.planning.exchange_time import expert_bytes
 

@@ -12,7 +12,7 @@ from test_flops import gradient, make_batch, make_model, traced_products
 
 from mmjax.config import AdamW, LoraConfig, ModelConfig, Muon
 from mmjax.config.model import linear_layers
-from mmjax.models.layers import Linear
+from mmjax.models.linear import Linear
 from mmjax.models.model import Model
 from mmjax.planning.flops import executed, frozen_modules, stage_flops, step_needed
 from mmjax.planning.memory import moment_bytes

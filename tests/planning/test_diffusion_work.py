@@ -18,7 +18,7 @@ from mmjax.config import DiffusionTransformerConfig, ModelConfig, Remat
 from mmjax.config.model import linear_layers
 from mmjax.models.diffusion_transformer import DiffusionTransformer
 from mmjax.models.layer_stacks import plan_stacks
-from mmjax.models.layers import Linear
+from mmjax.models.linear import Linear
 from mmjax.planning.flops import executed, layer_policies, model_flops, stage_flops
 from mmjax.planning.work import length_work, useful_work
 

@@ -32,8 +32,6 @@ from mmjax.data.sample import (
 )
 from mmjax.data.text.chat_template import (
     ASSISTANT,
-    BEGIN,
-    END,
     REASONING,
     RenderedChat,
     Template,
@@ -44,6 +42,7 @@ from mmjax.data.text.chat_template import (
     write_media,
 )
 from mmjax.data.text.placeholders import folder_placeholders
+from mmjax.data.text.template_sandbox import BEGIN, END
 from mmjax.data.text.tokenizer import Encoded, Tokenizer, load_tokenizer
 from mmjax.errors import UserError
 from mmjax.hub import checkpoint_folder

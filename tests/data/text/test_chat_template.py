@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from mmjax.config import ChatFormat
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message
-from mmjax.data.text import chat_template as template_module
+from mmjax.data.text import template_sandbox
 from mmjax.data.text.chat_template import Template, load_template
 from mmjax.data.text.placeholders import folder_families
 from mmjax.data.text.tokenizer import load_tokenizer
@@ -264,7 +264,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range
     ],
 )
 def test_a_template_that_would_not_end_or_raises_anything_is_refused_in_one_line(tmp_path, monkeypatch, source, reason):
-    monkeypatch.setattr(template_module, "MAX_WORK", 50_000)
+    monkeypatch.setattr(template_sandbox, "MAX_WORK", 50_000)
     with pytest.raises(BadSample) as refused:
         template_of(tmp_path, source).render(TALK_MESSAGES, False)
     assert reason in str(refused.value)

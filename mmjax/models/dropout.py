@@ -1,0 +1,67 @@
+"""Drop activations at random, by a token's place in its sample and not by where the sample lies."""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from mmjax.parallel.sharding import constrain
+
+Noise = UInt32[Array, "2"] | UInt32[np.ndarray, "2"]  # (seed, step), at run time
+
+# The sites of a layer: the outputs of its attention and of its MLP, before they are added to the residual stream.
+ATTENTION = 0
+MLP_SITE = 1
+SITES = 2
+
+IMPL = "threefry2x32"  # named, since other generators give other bits under vmap
+
+
+class Dropout(NamedTuple):
+    """Random keys and rate of a layer's dropout."""
+
+    key: Array  # of every position, PRNG keys [R, L]
+    limit: Array  # uint32 []: values whose random word lies below are dropped
+    scale: Array  # float32 []: 1 / (1 - rate), factor of the values that stay
+    layer: Array  # int32 []: index in the tower, whatever the stacks and stages
+
+
+def tower_dropout(
+    noise: Noise, tower: str, rate: float, owner: Int[Array, "r l"], offset: Int[Array, "r l"]
+) -> Dropout:
+    """Set up dropout of a tower's first layer, with a key per position from its sample's id and index in the sample.
+
+    For layer i, replace `layer`. A rate of 0 to 1 (exclusive); padding, whose owner is -1, gets some key as well.
+    """
+    seed, step = noise
+    key = jax.random.fold_in(jax.random.key(seed, impl=IMPL), step)
+    # By its name, not its number: another encoder beside it changes nothing.
+    key = jax.random.fold_in(key, np.uint32(zlib.crc32(tower.encode())))
+
+    def position_key(owner: Array, offset: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, owner), offset)
+
+    keys = constrain(jax.vmap(jax.vmap(position_key))(owner, offset), "rows", "sequence")
+    # A random word is uniform in 0 .. 2^32 - 1, so the share `rate` of all words lies below the limit.
+    return Dropout(keys, np.uint32(rate * 2**32), np.float32(1 / (1 - rate)), np.int32(0))
+
+
+def drop(x: Float[Array, "r l d"], dropout: Dropout | None, site: int) -> Float[Array, "r l d"]:
+    """Drop values of `x` at one site of a layer and scale up the others, in its own dtype; None drops nothing."""
+    if dropout is None:
+        return x
+    # A number for every site of every layer: layer 3's MLP is 3 * 2 + 1 = 7.
+    number = dropout.layer * SITES + site
+
+    def words(key: Array) -> Array:
+        return jax.random.bits(jax.random.fold_in(key, number), x.shape[-1:])
+
+    stays = jax.vmap(jax.vmap(words))(dropout.key) >= dropout.limit
+    # Rounded once, after the product: 1 / (1 - rate) itself rounded to bfloat16 would shift the mean.
+    scaled = (x.astype(jnp.float32) * dropout.scale).astype(x.dtype)
+    return jnp.where(stays, scaled, 0)

@@ -1,0 +1,101 @@
+"""Multiply by the weights of linear layers, of several that take the same input at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from mmjax.models.float8 import float8_products
+from mmjax.models.matmul import matmul
+from mmjax.models.quantization import Quantized, QuantizedMatrix, dequantize
+from mmjax.models.remat import keep_inputs
+from mmjax.parallel.collective_matmul import tensor_parallel_products
+from mmjax.parallel.sharding import Axes
+
+
+@keep_inputs
+def _product(x: Float[Array, "*b i"], weight: Float[Array, "*parts i o"]) -> Float[Array, "*b o"]:
+    """Multiply in the activations' precision, keeping no copy of the weight in it.
+
+    A weight of three dimensions has a copy for every part of the rows, so that each part has a gradient of its own.
+    """
+    weight = weight.astype(x.dtype)
+    if weight.ndim == 2:
+        return matmul(x, weight)
+    parts = x.reshape(len(weight), -1, *x.shape[1:])
+    return jnp.einsum("p...i,pio->p...o", parts, weight).reshape(*x.shape[:-1], -1)
+
+
+class Linear(nnx.Module):
+    """`x @ weight + bias`, initialised normal with variance 1 / fan-in."""
+
+    def __init__(self, inputs: int, outputs: int, axes: Axes, rngs: nnx.Rngs, *, bias: bool = False):
+        # Always float32: the cast to the computation's precision is part of the forward pass.
+        weight = jax.random.normal(rngs.params(), (inputs, outputs), jnp.float32) * inputs**-0.5
+        self.weight: nnx.Param | QuantizedMatrix = nnx.Param(weight, axes=axes)  # quantised by `models.model`
+        # A bias along the width is replicated: it is small, and activations are not sharded there.
+        bias_axis = None if axes[1] == "embed" else axes[1]
+        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32), axes=(bias_axis,)) if bias else None
+        self.axes = axes
+        self.lora: nnx.Module | None = nnx.data(None)  # set by `models.lora`
+        self.float8 = False  # whether products run in FP8; set by `models.model`
+
+    def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
+        return apply_linears(x, self)[0]
+
+    def of_padded(self, x: Float[Array, "*b p"], padding: int) -> Float[Array, "*b o"]:
+        """Apply to inputs with so many channels appended, which are ignored."""
+        if not padding:
+            return self(x)
+        weight = dequantize(self.weight[...], x.dtype)
+        weight = jnp.pad(weight, ((0, 0),) * (weight.ndim - 2) + ((0, padding), (0, 0)))
+        (y,) = _products(x, [weight], [self])
+        if self.bias is not None:
+            y = y + self.bias[...].astype(x.dtype)
+        if self.lora is not None:
+            y = y + self.lora(x[..., :-padding])
+        return checkpoint_name(y, "linear")
+
+
+def apply_linears(x: Float[Array, "*b i"], *linears: Linear, padding: int = 0) -> list[Float[Array, "*b o"]]:
+    """Apply linear layers cut alike to the same activations, which tensor parallelism gathers once for all.
+
+    padding: zeros appended to the outputs, by the products themselves.
+    """
+    axes = [linear.axes for linear in linears]
+
+    def multiply(x: Array, *weights: Array | Quantized) -> tuple[Array, ...]:
+        matrices = [_pad_last(dequantize(w, x.dtype), padding) for w in weights]
+        return tensor_parallel_products(x, matrices, axes) or _products(x, matrices, linears)
+
+    weights = [linear.weight[...] for linear in linears]
+    # Quantised weights are kept for backward as they are, and dequantised again there.
+    products = keep_inputs(multiply) if any(isinstance(w, Quantized) for w in weights) else multiply
+    outputs = []
+    for linear, y in zip(linears, products(x, *weights), strict=True):
+        if linear.bias is not None:
+            y = y + _pad_last(linear.bias[...].astype(x.dtype), padding)
+        if linear.lora is not None:
+            y = y + _pad_last(linear.lora(x), padding)
+        outputs.append(checkpoint_name(y, "linear"))
+    return outputs
+
+
+def _products(x: Array, weights: Sequence[Array], linears: Sequence[Linear]) -> tuple[Array, ...]:
+    """Multiply by the weights of linear layers, each in its precision."""
+    in_float8 = [weight for weight, linear in zip(weights, linears, strict=True) if linear.float8]
+    products = iter(float8_products(x, *in_float8) if in_float8 else ())
+    return tuple(
+        next(products) if linear.float8 else _product(x, weight)
+        for weight, linear in zip(weights, linears, strict=True)
+    )
+
+
+def _pad_last(x: Array, padding: int) -> Array:
+    """Append so many zeros to the last dimension."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),)) if padding else x
