@@ -33,19 +33,11 @@ from mmjax.disk import atomic_write
 from mmjax.distributed import coordination
 from mmjax.errors import CommandParser, UserError, exit_process, run_command
 from mmjax.inference.checkpoint_model import CheckpointModel
-from mmjax.inference.evaluation import (
-    MEASURES,
-    Answered,
-    Evaluator,
-    Replies,
-    Scores,
-    chance,
-    evaluation_sources,
-    exact_match_by_group,
-)
+from mmjax.inference.evaluation import Evaluator, evaluation_sources
 from mmjax.inference.generator import DEFAULT_MAX_TOKENS
 from mmjax.inference.image_sampler import contact_sheet, write_image
 from mmjax.inference.prompts import BatchLimits, QuestionSource
+from mmjax.inference.scores import MEASURES, Answered, Replies, Scores, chance, exact_match_by_group
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh

@@ -33,7 +33,7 @@ from mmjax.runtime.checkpoint_commit import Retention
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.run_dir import RunFolder, changes_of
 from mmjax.runtime.state import make_optimizer, parameter_shardings
-from mmjax.training.metrics import MetricsLog
+from mmjax.training.metrics_log import MetricsLog
 
 
 class Runs:

@@ -12,7 +12,7 @@ from started import finish, start
 
 from mmjax import evaluate
 from mmjax.errors import UserError
-from mmjax.inference.evaluation import exact_match_by_group
+from mmjax.inference.scores import exact_match_by_group
 
 FAMILIES = ("image", "audio", "mixed", "text")
 TASKS = {f"exact_match_{name}" for name in ("image.read", "audio.write", "mixed.read", "text.read")}

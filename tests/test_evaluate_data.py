@@ -12,7 +12,7 @@ from commands import run
 from llava_folder import save_checkpoint, save_questions
 
 from mmjax import evaluate, generate
-from mmjax.inference.evaluation import MEASURES, Scored
+from mmjax.inference.scores import MEASURES, Scored
 
 COUNT = 20
 

@@ -180,9 +180,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "matplotlib": ("mmjax.reporting.plots", "mmjax.reporting.plan_plot", "mmjax.reporting.timeline_plot"),
     "tokenizers": ("mmjax.data.text.tokenizer",),
     "jinja2": ("mmjax.data.text.chat_template", "mmjax.data.text.template_sandbox", "mmjax.reporting.page"),
-    "wandb": ("mmjax.training.metrics",),
+    "wandb": ("mmjax.training.metrics_log",),
     "huggingface_hub": ("mmjax.hub",),
-    "av": ("mmjax.data.media.video",),
+    "av": ("mmjax.data.media.video_header",),
     "pillow_heif": ("mmjax.data.media.decode_images",),
 }
 

@@ -21,7 +21,7 @@ from PIL import Image
 from mmjax.benchmarks.harness import Options, best_seconds, option
 from mmjax.config import LlavaSource
 from mmjax.data.media.decode_images import decode_image
-from mmjax.data.media.video import import_pyav, open_container
+from mmjax.data.media.video_header import import_pyav, open_container
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.sources.processors import PROBES

@@ -68,7 +68,8 @@ from mmjax.startup import seconds as startup_seconds
 from mmjax.training import announce
 from mmjax.training.bad_samples import NonFiniteWatch, UnreadableSamples
 from mmjax.training.evaluation import BestMetric, make_evaluator, score_split, write_test_scores
-from mmjax.training.metrics import MetricsLog, MetricValue, StepMetrics, check_wandb_login
+from mmjax.training.metrics import StepMetrics
+from mmjax.training.metrics_log import MetricsLog, MetricValue, check_wandb_login
 from mmjax.training.pass_times import time_passes, write_planned
 from mmjax.training.rate_probe import STEPS as PROBED_AFTER
 from mmjax.training.rate_probe import RateProbe

@@ -1,40 +1,28 @@
-"""Compute a step's metrics, and log them: JSON lines, TensorBoard scalars and, where asked for, Weights & Biases.
-
-A full disk does not stop the run: lines that could not be written are kept, and written when there is room.
-"""
+"""Compute a step's metrics: loss, speed, balance and waits of ranks, memory."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import os
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from mmjax.balance.parts import LLM, dist_ratio, pad_ratio, sp_ratio
 from mmjax.balance.waits import Prices, padding_share, rank_seconds, wait_share
 from mmjax.config import Config
-from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.budget import prices_of
 from mmjax.data.plan.placement import Topology
 from mmjax.data.plan.step_plan import RankLayout
-from mmjax.disk import atomic_write, json_lines, read_json_lines
 from mmjax.distributed import coordination
-from mmjax.errors import UserError
 from mmjax.planning.measured_file import Probed
 from mmjax.runtime.devices import CompileCounter, open_files, peak_memory_used, resident_memory
 from mmjax.runtime.executor import Executor
 from mmjax.runtime.losses import ExpertSums
 from mmjax.runtime.state import Hyperparameters
 from mmjax.runtime.step_report import StepReport
+from mmjax.training.metrics_log import MetricValue
 
 Scalars = dict[str, float]
 
@@ -241,161 +229,3 @@ class StepMetrics:
         device = int(np.argmax(batch_seconds))
         process = self._executor.mesh.devices.flat[device].process_index
         return {"slowest": self._processes[process], "seconds/slowest": float(batch_seconds[device])}
-
-
-MetricValue = float | str | Mapping[str, float]  # a mapping is by sample name
-
-
-class MetricsLog:
-    """Writer of records to `metrics.jsonl`, TensorBoard and Weights & Biases; a record's step counts updates done.
-
-    Opened after `done` updates, it drops later records of an earlier start, so that no step is logged twice. project:
-    of Weights & Biases; empty = none. Raises UserError where wandb is not installed.
-    """
-
-    def __init__(self, path: Path, done: int, project: str = "", config: Mapping[str, Any] | None = None) -> None:
-        self.path = path
-        if path.is_dir():
-            raise UserError(f"{path} is a folder, and the steps are to be written there; remove it")
-        if path.exists():
-            _drop_after(path, done)
-        # Unbuffered, so that a failed write says how much of it was written.
-        self._lines = path.open("ab", buffering=0)
-        self._waiting = b""  # encoded lines, the first perhaps written in part
-        self._warned = False
-        self._board = _Board(path.parent / "tensorboard", done)
-        self._project = _wandb_run(project, path.parent, config or {}) if project else None
-
-    def write(self, step: int, scalars: Mapping[str, MetricValue]) -> None:
-        """Log one record. NaN and Inf become strings, since JSON has no such numbers."""
-        record = {"step": step, "time": round(time.time(), 3)}
-        record |= {k: _plain(v) for k, v in scalars.items()}
-        self._waiting += json.dumps(record).encode() + b"\n"
-        # TensorBoard and Weights & Biases take numbers only; NaN and Inf are fine there.
-        numbers = {k: float(v) for k, v in scalars.items() if isinstance(v, int | float)}
-        try:
-            self._flush()
-            self._board.write(step, numbers)
-        except OSError as error:
-            if not self._warned:
-                print_lines(
-                    f"WARNING {self.path} cannot be written: {error.strerror}; its lines wait until there is room"
-                )
-            self._warned = True
-        if self._project is not None:
-            self._project.log(numbers, step=step)
-
-    def _flush(self) -> None:
-        """Write from where the last write stopped, even in the middle of a line."""
-        while self._waiting:
-            self._waiting = self._waiting[self._lines.write(self._waiting) :]
-        self._warned = False
-
-    def close(self) -> None:
-        """Write what is left and close everything."""
-        with contextlib.suppress(OSError):
-            self._flush()
-        self._lines.close()
-        self._board.close()
-        if self._project is not None:
-            self._project.finish()
-
-
-class _Board:
-    """Writer of TensorBoard events without a thread: that of tensorboardX's own writer dies on a full disk."""
-
-    def __init__(self, folder: Path, done: int) -> None:
-        with _without_torch():
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event, SessionLog
-            from tensorboardX.proto.summary_pb2 import Summary
-
-        self._event = Event
-        self._summary = Summary
-        folder.mkdir(exist_ok=True)
-        self._writer = EventsWriter(str(folder / "events"))
-        # Makes TensorBoard drop events of later steps, which an earlier start wrote.
-        begin = SessionLog(status=SessionLog.START)
-        self._writer.write_event(Event(wall_time=time.time(), step=done + 1, session_log=begin))
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write all numbers of a step. Raises OSError."""
-        values = [self._summary.Value(tag=tag, simple_value=x) for tag, x in numbers.items()]
-        summary = self._summary(value=values)
-        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._writer.close()
-
-
-@contextlib.contextmanager
-def _without_torch() -> Iterator[None]:
-    """Hide PyTorch from tensorboardX, which imports it if it can: two seconds and 200 MB, for nothing used here.
-
-    Remove when tensorboardX imports it only where a tensor is given.
-    """
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # makes `import torch` fail
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
-
-
-@contextlib.contextmanager
-def _wandb(project: str) -> Iterator[Any]:
-    """Import wandb. Raises UserError where it is not installed, and for what it refuses."""
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(f'training.wandb={project}: wandb is not installed; pip install "mmjax[wandb]"') from None
-    try:
-        yield wandb
-    except (wandb.Error, ValueError) as error:  # ValueError: an API key that cannot be one
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise UserError(
-            f"training.wandb={project}: {reason}; run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline to "
-            "send the numbers later"
-        ) from None
-
-
-def check_wandb_login(project: str) -> None:
-    """Raise UserError where Weights & Biases would refuse a run of this project for want of a login; asks no server."""
-    with _wandb(project) as wandb:
-        if os.environ.get("WANDB_MODE", "online") == "online":
-            wandb.login(verify=False)
-
-
-def _wandb_run(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    """Start a Weights & Biases run, or resume the one of this folder."""
-    path = folder / "wandb.json"
-    try:
-        run_id = json.loads(path.read_text())["id"] if path.is_file() else None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is not what was written; remove it to begin a new run there") from None
-    options = {"id": run_id, "resume": "allow", "dir": str(folder), "config": dict(config)}
-    with _wandb(project) as wandb:
-        run = wandb.init(project=project, name=folder.name, **options)
-    path.write_text(json.dumps({"id": run.id}) + "\n")
-    return run
-
-
-def _drop_after(path: Path, done: int) -> None:
-    """Rewrite the file atomically without records of steps after `done`."""
-    with atomic_write(path) as partial, partial.open("w") as output:
-        records = (record for record in read_json_lines(path) if isinstance(record.get("step"), int))
-        output.writelines(json_lines([record]) for record in records if record["step"] <= done)
-
-
-def _plain(value: MetricValue) -> Any:
-    """Convert a value to JSON, numbers to nine digits, which tell all float32 apart."""
-    if isinstance(value, Mapping):
-        return {name: _plain(x) for name, x in value.items()}
-    if isinstance(value, str):
-        return value
-    value = float(value)
-    return float(f"{value:.9g}") if math.isfinite(value) else str(value)

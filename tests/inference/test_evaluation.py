@@ -21,8 +21,9 @@ from mmjax.data.sample import BadSample, Question, Source
 from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.errors import BadMedia, UserError
-from mmjax.inference.evaluation import Evaluator, evaluation_sources, exact_match_by_group
+from mmjax.inference.evaluation import Evaluator, evaluation_sources
 from mmjax.inference.prompts import BatchLimits, select_usable
+from mmjax.inference.scores import exact_match_by_group
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, make_mesh
 from mmjax.runtime.checkpoint_commit import Retention, saved_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mmjax.inference.evaluation import Scored, anls, exact_match, vqa_accuracy, word_error_rate
+from mmjax.inference.scores import Scored, anls, exact_match, vqa_accuracy, word_error_rate
 
 
 def one(measure, said: str, *right: str) -> float:

@@ -14,7 +14,7 @@ from started import ROOT
 from mmjax import train
 from mmjax.errors import UserError
 from mmjax.runtime.run_dir import logged_records
-from mmjax.training.metrics import MetricsLog
+from mmjax.training.metrics_log import MetricsLog
 
 ODD = ["half a li", "[1]", '{"step": "x"}', '{"step": ' + "9" * 400 + "}", "[" * 100_000, '{"step": NaN}', "\xff"]
 
@@ -83,6 +83,6 @@ def test_without_a_login_a_run_ends_in_one_line_before_it_opens_its_data(tmp_pat
 def test_writing_it_imports_no_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     code = "import sys; MetricsLog(Path(sys.argv[1]), 0).close(); sys.exit('torch' in sys.modules)"
-    code = f"from pathlib import Path; from mmjax.training.metrics import MetricsLog; {code}"
+    code = f"from pathlib import Path; from mmjax.training.metrics_log import MetricsLog; {code}"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "metrics.jsonl")], cwd=ROOT, check=True)
     assert list((tmp_path / "tensorboard").iterdir())

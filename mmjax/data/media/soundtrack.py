@@ -18,7 +18,7 @@ from mmjax.data.media import decode_clips
 from mmjax.data.media.decode import check_media_size
 from mmjax.data.media.decode_clips import BLOCK, ClipHeader, check_clip_header, resample
 from mmjax.data.media.decode_images import image_kind
-from mmjax.data.media.video import ZIP_START, import_pyav, open_container, track_seconds
+from mmjax.data.media.video_header import ZIP_START, import_pyav, open_container, track_seconds
 from mmjax.errors import BadMedia
 
 SILENT = ClipHeader(frames=0, sample_rate=1)  # of a video without sound

@@ -20,7 +20,9 @@ from mmjax.data.media.image_texts import image_texts, writes_texts
 from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
 from mmjax.data.media.patches import ItemModules, item_size, token_grid
 from mmjax.data.media.soundtrack import SILENT, decode_clip, decode_sound, read_clip_header, read_sound_header
-from mmjax.data.media.video import decode_video, read_video_header, sample_video
+from mmjax.data.media.video import decode_video
+from mmjax.data.media.video_header import read_video_header
+from mmjax.data.media.video_sampling import sample_video
 from mmjax.data.sample import (
     PICTURE,
     SOUND,

@@ -15,10 +15,12 @@ from clips_made import frames_of, write_video
 from PIL import Image
 
 from mmjax.config import MediaLimits, Qwen2Video, Qwen3Video, UniformVideo, VisionConfig
-from mmjax.data.media import video
+from mmjax.data.media import video_header
 from mmjax.data.media.decode import VideoHeader, check_media_size, limit_violations
 from mmjax.data.media.matroska import read_matroska_header
-from mmjax.data.media.video import decode_video, read_video_header, sample_video
+from mmjax.data.media.video import decode_video
+from mmjax.data.media.video_header import read_video_header
+from mmjax.data.media.video_sampling import sample_video
 from mmjax.data.storage.files import FrameFiles, LocalFile
 from mmjax.errors import BadMedia
 
@@ -63,7 +65,7 @@ def test_a_file_that_names_other_files_or_ports_is_no_video(tmp_path: Path, monk
         "a=rtpmap:96 H264/90000\n",
     ):
         with pytest.raises(BadMedia, match="no video that FFmpeg can open"):
-            video.open_container(io.BytesIO(text.encode()))
+            video_header.open_container(io.BytesIO(text.encode()))
     assert header_of((tmp_path / "v.ts").read_bytes()).frames >= 3
 
 
@@ -153,7 +155,7 @@ def test_matroska_is_read_as_ffmpeg_reads_it_without_opening_a_codec(
             header = read_matroska_header(file)
             assert header == VideoHeader(count, 48, 80, Fraction(rate))
             file.seek(0)
-            assert header == video._container_header(file)
+            assert header == video_header._container_header(file)
 
 
 def test_a_recording_of_unknown_length_is_left_to_ffmpeg(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from mmjax.config import MediaLimits
 from mmjax.data.media.decode_clips import resampled_length
 from mmjax.data.media.soundtrack import SILENT, decode_clip, decode_sound, read_clip_header, read_sound_header
-from mmjax.data.media.video import read_video_header
+from mmjax.data.media.video_header import read_video_header
 from mmjax.errors import BadMedia
 
 
