@@ -24,7 +24,8 @@ from mmjax.config.other_names import parse_words
 from mmjax.config.validation import check_loss
 from mmjax.console import ProgressLine, mute, print_lines, table
 from mmjax.data.sample import BadSample, Split
-from mmjax.data.sources.chat_files import REFERENCE, ChatFiles
+from mmjax.data.sources.chat_files import ChatFiles
+from mmjax.data.sources.chat_records import REFERENCE
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import cache_folder, open_sources, source_of
 from mmjax.data.toy.dataset import EmbeddedDataset, SwappedItems

@@ -319,7 +319,7 @@ FAULTS = (
     Fault(
         "a damaged checkpoint that is believed",
         "runtime/checkpoint.py",
-        "if (wrong := _find_damaged(_state_of(single), saved.sums)) is not None:",
+        "if (wrong := find_damaged(_state_of(single), saved.sums)) is not None:",
         "if (wrong := None) is not None:",
         ("runtime/test_checkpoint.py::test_noise_that_storage_does_not_notice_is_named",),
     ),

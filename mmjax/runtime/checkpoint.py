@@ -4,8 +4,8 @@ The only file that uses Orbax. Layers are stored one by one, not stacked, so a c
 the layers into stacks; arrays are read straight into the requested shardings, so it restores onto any mesh. Every array
 is saved with a checksum: storage may return a missing or damaged chunk as zeros or noise without an error.
 
-On accelerators programs divide stacks into layers and sum bits. What lies on CPUs is the host's memory already: NumPy
-does both there, and nothing is compiled.
+On accelerators programs divide stacks into layers. What lies on CPUs is the host's memory already: NumPy does so there,
+and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -37,6 +36,7 @@ from mmjax.errors import UserError
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import without_shards
+from mmjax.runtime.bit_sums import Sums, as_ints, bit_sums, find_damaged, host_bit_sum, leaves_by_name
 from mmjax.runtime.checkpoint_commit import (
     Commit,
     Retention,
@@ -90,7 +90,6 @@ FORMAT = "mmjax-2"
 # In a checkpoint's folder: the arrays, and a JSON object with format, run, config, data position and checksums.
 STATE = "state"
 META = "meta/metadata"
-Sums = dict[str, int]  # checksum of every array by its name, see `_bit_sums`
 
 # Orbax and its storage report every save as a warning or an info line; we print one line of our own instead.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -175,7 +174,7 @@ class CheckpointStore:
                 part = unstack_layers(jax.tree.map(_copy_to_host, part), lambda stack, layer: stack[layer, ...])
             elif self._local[number]:
                 part, part_sums = self._unstack[number](part)
-                sums |= {name: value for name, value in _as_ints(part_sums).items() if name not in sums}
+                sums |= {name: value for name, value in as_ints(part_sums).items() if name not in sums}
             else:
                 part = jax.tree.map(without_shards, self._targets[number])
             parts.append(part)
@@ -195,7 +194,7 @@ class CheckpointStore:
             saving = self._handler.async_save(partial / STATE, args=ocp.args.PyTreeSave(tree))
             futures.extend(asyncio.run_coroutine_threadsafe(saving, _loop()).result())
             if self._saves_from_host:
-                sums.update({name: _host_bit_sum(x) for name, x in _named(tree).items()})
+                sums.update({name: host_bit_sum(x) for name, x in leaves_by_name(tree).items()})
 
         def finish(partial: Path) -> None:
             self._handler.finalize(partial / STATE)
@@ -278,7 +277,7 @@ class CheckpointStore:
                 everywhere=True,
             )
         for part in parts[1:]:
-            if not error and part is not None and (wrong := _find_damaged(part, parts[0].sums)) is not None:
+            if not error and part is not None and (wrong := find_damaged(part, parts[0].sums)) is not None:
                 error = f"{wrong} is not what was saved"
         if error:
             raise DamagedCheckpoint(f"checkpoint {self._folder / str(step)} cannot be used: {error}", everywhere=True)
@@ -360,7 +359,7 @@ def restore_parameters(folder: Path, step: int, model: Model, shardings: Params)
         parts = _parameter_tree(handler, path, target)
         stored = {part: _as_stored(tree, target) for part, tree in parts.items()}
         single = _restore(handler, path, stored, partial=True)
-        if (wrong := _find_damaged(_state_of(single), saved.sums)) is not None:
+        if (wrong := find_damaged(_state_of(single), saved.sums)) is not None:
             raise UserError(f"{wrong} is not what was saved")
     # Checksums are of the stored precision, so the cast comes after them.
     params = jax.tree.map(lambda x, w: x.astype(w.dtype), all_parameters(_state_of(single)), target)
@@ -398,7 +397,7 @@ class SavedParameters:
             return {}
         with _reading(self._folder, self._step):
             parts = _restore(_state_handler(), self._path, stored, partial=True)
-            if (wrong := _find_damaged(_state_of({"trainable": {}, "frozen": {}} | parts), self._sums)) is not None:
+            if (wrong := find_damaged(_state_of({"trainable": {}, "frozen": {}} | parts), self._sums)) is not None:
                 raise UserError(f"{wrong} is not what was saved")
         return {key_names(path): x for part in parts.values() for path, x in jax.tree.leaves_with_path(part)}
 
@@ -415,8 +414,8 @@ def _parameter_tree(handler: ocp.PyTreeCheckpointHandler, path: Path, target: Pa
     """Read the stored structure of trainable and frozen parameters. Raises UserError where it is of another model."""
     tree = handler.metadata(path).tree
     parts = {part: tree.get(part) or {} for part in ("trainable", "frozen")}
-    stored = _named(all_parameters(_state_of(parts)))
-    expected = _named(target)
+    stored = leaves_by_name(all_parameters(_state_of(parts)))
+    expected = leaves_by_name(target)
     for name, x in expected.items():
         if name not in stored:
             raise UserError(f"it is of another model: it has no parameter {name}, which this model needs")
@@ -484,11 +483,11 @@ def _restore(handler: ocp.PyTreeCheckpointHandler, path: Path, structs: Any, par
     else:
         args = ocp.checkpoint_utils.construct_restore_args(item)
     request = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=partial)
-    restored = _named(handler.restore(path, args=request))
-    for name, struct in _named(structs).items():
+    restored = leaves_by_name(handler.restore(path, args=request))
+    for name, struct in leaves_by_name(structs).items():
         if restored[name].shape != struct.shape:
             raise ValueError(f"{name} has shape {restored[name].shape}, not {struct.shape}")
-    return jax.tree.unflatten(jax.tree.structure(structs), [restored[name] for name in _named(structs)])
+    return jax.tree.unflatten(jax.tree.structure(structs), [restored[name] for name in leaves_by_name(structs)])
 
 
 def _without_empty(tree: Any) -> Any:
@@ -531,113 +530,24 @@ def _as_stored(stored: Any, target: Any) -> Any:
     return {key: _as_stored(value, target[key]) for key, value in stored.items()}
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(p, simple=True, separator="."): x for p, x in jax.tree.leaves_with_path(tree)}
-
-
 def _different_names(sums: Sums, target: Any) -> Iterator[str]:
     """List the arrays that only the checkpoint or only the target has."""
     # The checksums are protected by one of their own, so a missing name is no damage.
-    different = sums.keys() ^ _named(target).keys()
+    different = sums.keys() ^ leaves_by_name(target).keys()
     yield from (f"{name} is only {'there' if name in sums else 'here'}" for name in sorted(different))
 
 
 def _different_dtypes(stored: Any, target: Any) -> Iterator[str]:
     """List the arrays of another precision."""
-    needed = _named(target)
-    for name, x in _named(stored).items():
+    needed = leaves_by_name(target)
+    for name, x in leaves_by_name(stored).items():
         if name in needed and x.dtype != needed[name].dtype:
             yield f"{name} is {x.dtype} there and {needed[name].dtype} here"
 
 
-def _mix(x: Any) -> Any:
-    """Mix the bits of 32-bit integers one to one (the finalizer of MurmurHash3)."""
-    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def _mixed_with_position(bits: Any, position: Any) -> Any:
-    """Mix an array's bits with the position of each, so that two changes cancel in the sum no more than by chance."""
-    return _mix(bits ^ _mix(position))
-
-
-def _bit_sums(tree: Any) -> dict[str, jax.Array]:
-    """Sum every array's mixed bits modulo 2^32, by name: exact, so the same in any sharding."""
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-
-    def bit_sum(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, unsigned[x.dtype.itemsize]).astype(jnp.uint32)
-        # Not `arange` in another shape: iotas stay in the array's own sharding.
-        position = jnp.zeros(x.shape, jnp.uint32)
-        for axis, size in enumerate(x.shape):
-            position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        return jnp.sum(_mixed_with_position(bits, position), dtype=jnp.uint32)
-
-    return {name: bit_sum(x) for name, x in _named(tree).items()}
-
-
-_CHUNK = 2**16  # elements; three buffers of so many stay in a core's cache
-
-
-def _host_bit_sum(x: np.ndarray) -> int:
-    """Sum an array's bits like `_bit_sums`, in the host's memory."""
-    bits = x.reshape(-1).view(f"u{x.dtype.itemsize}")
-    buffers = np.empty((2, min(bits.size, _CHUNK)), np.uint32)
-    positions, first_mixed = _chunk_positions()
-    total = 0
-    for start in range(0, bits.size, _CHUNK):
-        chunk = bits[start : start + _CHUNK]
-        mixed, shifted = buffers[:, : chunk.size]
-        if start:
-            np.add(positions[: chunk.size], np.uint32(start % 2**32), out=mixed)
-            _mix_in_place(mixed, shifted)
-            mixed ^= chunk
-        else:
-            np.bitwise_xor(first_mixed[: chunk.size], chunk, out=mixed)
-        _mix_in_place(mixed, shifted)
-        total += int(mixed.sum(dtype=np.uint32))  # modulo 2^32 too
-    return total % 2**32
-
-
-@cache
-def _chunk_positions() -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions in a chunk, and what mixing makes of them: few arrays have a second chunk."""
-    positions = np.arange(_CHUNK, dtype=np.uint32)
-    mixed = positions.copy()
-    _mix_in_place(mixed, np.empty_like(mixed))
-    return positions, mixed
-
-
-def _mix_in_place(x: np.ndarray, shifted: np.ndarray) -> None:
-    """Mix like `_mix`, with a buffer of the same size."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x ^= np.right_shift(x, shift, out=shifted)
-        x *= np.uint32(factor)
-    x ^= np.right_shift(x, 16, out=shifted)
-
-
 def _unstack_with_sums(state: TrainState) -> tuple[TrainState, dict[str, jax.Array]]:
     unstacked = unstack_layers(state)
-    return unstacked, _bit_sums(unstacked)
-
-
-def _as_ints(sums: dict[str, jax.Array]) -> Sums:
-    return {name: int(x) for name, x in jax.device_get(sums).items()}
-
-
-def _find_damaged(tree: Any, saved: Sums) -> str | None:
-    """Return the name of the first array that is not what was saved."""
-    sums: Sums = {}
-    by_mesh: dict[Any, dict[str, Any]] = {}  # a program runs on one mesh
-    for name, x in _named(tree).items():
-        if isinstance(x, np.ndarray):
-            sums[name] = _host_bit_sum(x)
-        else:
-            by_mesh.setdefault(x.sharding.mesh, {})[name] = x
-    for arrays in by_mesh.values():
-        sums |= _as_ints(jax.jit(_bit_sums)(arrays))
-    return next((name for name, value in sums.items() if saved.get(name) != value), None)
+    return unstacked, bit_sums(unstacked)
 
 
 def _merge_parts(parts: Sequence[Any]) -> Any:

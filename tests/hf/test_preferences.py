@@ -28,7 +28,7 @@ from mmjax.config.validation import validate
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
-from mmjax.data.sources.chat_files import REFERENCE
+from mmjax.data.sources.chat_records import REFERENCE
 from mmjax.data.sources.opening import open_sources
 from mmjax.hf.families import frozen as with_frozen
 from mmjax.parallel.sharding import activations_on

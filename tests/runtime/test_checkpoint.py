@@ -20,13 +20,12 @@ from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model
 from mmjax.models.stage import Piece, Stage
 from mmjax.parallel.sharding import ShardingRules, make_mesh
+from mmjax.runtime.bit_sums import bit_sums, host_bit_sum
 from mmjax.runtime.checkpoint import (
     CheckpointStore,
     DamagedCheckpoint,
     DataState,
     SavedParameters,
-    _bit_sums,
-    _host_bit_sum,
     checkpoint_step,
     read_metadata,
     restore_parameters,
@@ -359,7 +358,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_two_changes_do_not_cancel_in_an_array_s_checksum(change):
     x = np.random.default_rng(0).normal(size=64).astype(np.float32)
-    before, after = (_bit_sums({"x": jnp.asarray(values)})["x"] for values in (x, CHANGES[change](x)))
+    before, after = (bit_sums({"x": jnp.asarray(values)})["x"] for values in (x, CHANGES[change](x)))
     assert before != after
 
 
@@ -370,8 +369,8 @@ def test_checksums_are_the_same_by_the_host_as_by_a_program():
     for dtype in ("float32", "bfloat16", "int8", "uint8", "int32"):
         x = noise.view(jnp.dtype(dtype))[:70_001]
         arrays[dtype] = {"scalar": x[7], "empty": x[:0], "layer": x[:210].reshape(2, 3, 35)[1], "long": x}
-    sums = jax.jit(_bit_sums)(jax.tree.map(jnp.asarray, arrays))
-    host = {f"{dtype}.{name}": _host_bit_sum(np.asarray(x)) for dtype, of in arrays.items() for name, x in of.items()}
+    sums = jax.jit(bit_sums)(jax.tree.map(jnp.asarray, arrays))
+    host = {f"{dtype}.{name}": host_bit_sum(np.asarray(x)) for dtype, of in arrays.items() for name, x in of.items()}
     assert host == {name: int(x) for name, x in sums.items()}
 
 

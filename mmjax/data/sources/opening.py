@@ -33,8 +33,8 @@ from mmjax.config import (
 from mmjax.config.loading import resolve, resolve_callbacks
 from mmjax.data.sample import Files, Medium, Source, Split
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
-from mmjax.data.sources.chat_files import (
-    ChatFiles,
+from mmjax.data.sources.chat_files import ChatFiles
+from mmjax.data.sources.chat_records import (
     parse_chat,
     parse_manifest_line,
     parse_preference,

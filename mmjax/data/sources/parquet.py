@@ -25,7 +25,8 @@ import pyarrow.parquet
 from mmjax.config import ParquetSource
 from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample, Conversation, Medium
-from mmjax.data.sources.chat_files import (
+from mmjax.data.sources.chat_files import resolve_reference
+from mmjax.data.sources.chat_records import (
     KEYS,
     MAX_CHARACTERS,
     Record,
@@ -33,7 +34,6 @@ from mmjax.data.sources.chat_files import (
     parse_preference,
     parse_question,
     parse_rollouts,
-    resolve_reference,
     with_unread,
 )
 from mmjax.data.sources.csv_tables import LINE, to_parquet

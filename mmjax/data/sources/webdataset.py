@@ -30,13 +30,13 @@ import yaml
 from mmjax.config import WebDatasetSource
 from mmjax.data.media.decode import Probe
 from mmjax.data.sample import SOUND, BadSample, Conversation, Medium, Split
-from mmjax.data.sources.chat_files import (
+from mmjax.data.sources.chat_files import resolve_reference
+from mmjax.data.sources.chat_records import (
     KEYS,
     Record,
     listed_files,
     parse_chat,
     parse_question,
-    resolve_reference,
     value_of_one,
     with_unread,
 )

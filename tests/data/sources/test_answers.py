@@ -19,7 +19,7 @@ from mmjax.config.data import DatasetInfoSource, PreferenceSource
 from mmjax.data.plan.attended_pairs import MaskRules, runs_of
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, Rollout, Text
 from mmjax.data.sources.array_records import from_header, to_header
-from mmjax.data.sources.chat_files import parse_preference, parse_rollouts
+from mmjax.data.sources.chat_records import parse_preference, parse_rollouts
 from mmjax.data.sources.opening import open_conversations, source_of
 from mmjax.data.text.chat import Chat, load_chat, outlined_branches, outlined_sample
 

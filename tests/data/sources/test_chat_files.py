@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mmjax.config import LlavaSource, ManifestSource, MessagesSource, QuestionsSource, ShareGptSource
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message
-from mmjax.data.sources.chat_files import MAX_CHARACTERS
+from mmjax.data.sources.chat_records import MAX_CHARACTERS
 from mmjax.data.sources.json_records import MAX_VALUES, JsonRecords
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.storage.files import MAX_TEXT

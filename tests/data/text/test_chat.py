@@ -54,7 +54,7 @@ from mmjax.data.media.image_texts import image_texts
 from mmjax.data.media.image_transforms import before_encoder, prepared_sizes
 from mmjax.data.media.patches import item_size
 from mmjax.data.sample import BadSample, Conversation, Item, MediaPlace, Message, Sample, Text, split_markers
-from mmjax.data.sources.chat_files import parse_chat
+from mmjax.data.sources.chat_records import parse_chat
 from mmjax.data.text import chat as chat_module
 from mmjax.data.text.chat import Chat, load_chat, load_prompt_chat
 from mmjax.errors import UserError
