@@ -124,13 +124,13 @@ def _place_stages(
     runs = []
     for listed, sharded, stage in zip(list_stages(config), stages, plan.stages, strict=True):
         machine = ClusterRun(
-            cluster,
-            dict(sharded.mesh.shape),
-            sharded.sharding,
-            speed,
-            ACTIVATION[config.training.precision],
-            sharded.layout.context_attention,
-            repeats_forward(config.loss),
+            cluster=cluster,
+            mesh=dict(sharded.mesh.shape),
+            sharding=sharded.sharding,
+            speed=speed,
+            activation=ACTIVATION[config.training.precision],
+            context_attention=sharded.layout.context_attention,
+            reference=repeats_forward(config.loss),
         )
         runs.append(
             [

@@ -123,7 +123,16 @@ def shard_stages(config: Config) -> list[ShardedStage]:
         pieces = tuple(_shard_piece(config, model, piece, mesh, rules, trained) for piece in stage.pieces)
         if in_unit.copy[0]:  # the first copy alone has the moments
             pieces = tuple(piece._replace(parameters=0, moments=0.0) for piece in pieces)
-        sharded.append(ShardedStage(in_unit.name, stage, unit, mesh, range(first, first + count), pieces))
+        sharded.append(
+            ShardedStage(
+                name=in_unit.name,
+                stage=stage,
+                layout=unit,
+                mesh=mesh,
+                devices=range(first, first + count),
+                pieces=pieces,
+            )
+        )
     return sharded
 
 

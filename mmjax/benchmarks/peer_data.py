@@ -34,9 +34,31 @@ class Size:
 
 
 SIZES = {
-    "small": Size(4, 256, 704, 4, 2, 4, 192, 512, 3),  # 7.8 million parameters
-    "mid": Size(8, 384, 1056, 6, 2, 4, 256, 688, 4),  # 20.9 million
-    "tiny": Size(2, 64, 96, 2, 1, 2, 32, 48, 2),
+    "small": Size(
+        layers=4,
+        width=256,
+        mlp=704,
+        heads=4,
+        kv_heads=2,
+        vision_layers=4,
+        vision_width=192,
+        vision_mlp=512,
+        vision_heads=3,
+    ),  # 7.8 million parameters
+    "mid": Size(
+        layers=8,
+        width=384,
+        mlp=1056,
+        heads=6,
+        kv_heads=2,
+        vision_layers=4,
+        vision_width=256,
+        vision_mlp=688,
+        vision_heads=4,
+    ),  # 20.9 million
+    "tiny": Size(
+        layers=2, width=64, mlp=96, heads=2, kv_heads=1, vision_layers=2, vision_width=32, vision_mlp=48, vision_heads=2
+    ),
 }
 PATCH = 14  # pixels
 MERGED = 2 * PATCH  # pixels of a token's side

@@ -322,12 +322,12 @@ class PromptRows:
         self._unit = math.lcm(UNIT, topology.context)  # of the columns, so that devices can have as many each
         read_item = partial(_read_item, prompts, model)
         self._reader = Reader(
-            prompts.sample,
-            prompts.facts,
-            read_item,
-            self._index.source_of,
-            self._index.name,
-            partial(with_place, prompts),
+            sample=prompts.sample,
+            facts=prompts.facts,
+            item=read_item,
+            source_of=self._index.source_of,
+            name=self._index.name,
+            with_place=partial(with_place, prompts),
         )
         if len(self._index.bad):
             raise UserError(f"{self._index.name(int(self._index.bad[0]))}: {self._index.reason[0]}")

@@ -58,7 +58,9 @@ def layer_sizes(config: Tower) -> LayerSizes:
     if not isinstance(c, DecoderConfig):
         gated = isinstance(c, VisionConfig) and c.gated
         cross = c.width if isinstance(c, DiffusionTransformerConfig) else 0
-        return LayerSizes(c.width, c.width, c.width, c.heads, c.mlp_width, gated, cross)
+        return LayerSizes(
+            width=c.width, queries=c.width, keys=c.width, heads=c.heads, mlp=c.mlp_width, gated=gated, cross=cross
+        )
     attention = np.array([c.heads * c.head_width, c.kv_heads * c.head_width, c.heads], float)
     share = sum(c.delta_layers) / max(1, c.layers)
     if net := c.delta_net:

@@ -308,4 +308,4 @@ def reader_of(sources: Mapping[str, Source], index: LengthIndex) -> Reader:
     def placed(sample: int, reason: object) -> str:
         return with_place(*locate(sample), reason)
 
-    return Reader(read, facts, item, index.source_of, index.name, placed)
+    return Reader(sample=read, facts=facts, item=item, source_of=index.source_of, name=index.name, with_place=placed)
