@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmjax import __version__
-from mmjax.config.codec import did_you_mean, first_line
+from mmjax.config.codec import did_you_mean
+from mmjax.config.meanings import first_line
 from mmjax.errors import UserError, exit_process, run_command
 from mmjax.startup import end_loading, start_clock, use_huge_pages
 

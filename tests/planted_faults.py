@@ -517,7 +517,7 @@ FAULTS = (
     ),
     Fault(
         "a command in Energon's split.yaml that is run",
-        "data/sources/webdataset.py",
+        "data/sources/energon.py",
         'paths = [file_inside(os.path.join(folder, ""), part, str(listed)) for part in parts]',
         "paths = [str(folder / str(part)) for part in parts]",
         (

@@ -33,19 +33,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from mmjax.config import Config, FunctionSource, ModelConfig
-from mmjax.config.codec import (
-    assign,
-    decode,
-    did_you_mean,
-    encode,
-    first_line,
-    key_of,
-    leaves,
-    meaning,
-    parse_argument,
-    value_at,
-    walk,
-)
+from mmjax.config.assignment import assign, value_at
+from mmjax.config.codec import decode, did_you_mean, encode, key_of, leaves, parse_argument, walk
+from mmjax.config.meanings import first_line, meaning
 from mmjax.config.validation import validate
 from mmjax.errors import UserError
 

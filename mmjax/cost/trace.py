@@ -33,10 +33,10 @@ from mmjax.batch import TOKEN_FIELDS, ItemBatch, TextBatch
 from mmjax.config import AudioConfig, ModelConfig, Remat, UnetConfig, VisionConfig
 from mmjax.config.generators import Generator, image_size, row_values, takes_pixels
 from mmjax.config.model import layer_positions
+from mmjax.cost.operations import Operations, inner_programs, list_operations
 from mmjax.cost.rates import UNITS, Cost, Ends, ModuleParameters, TowerTrace
 from mmjax.kernels.tiles import MAX_BLOCK
 from mmjax.models.decoder import logits_of
-from mmjax.models.float8 import FORWARD, GRADIENT
 from mmjax.models.generation import Draws, condition_of, flow_errors, noised_latents, velocity_errors
 from mmjax.models.layer_stacks import LayerStack, Params, apply_stack
 from mmjax.models.model import Model, merge, parameter_group, partition, towers_of
@@ -45,114 +45,6 @@ from mmjax.parallel.sharding import for_no_platform
 
 MANY = 997  # layers of the stack that stands for a tower's
 PRIME = 200_003
-# As XLA's analysis counts them: one each for an addition, product, comparison or selection, none for exp or tanh.
-ELEMENTWISE = {
-    *("add", "sub", "mul", "div", "neg", "abs", "sign", "square", "integer_pow", "add_any", "max", "min", "clamp"),
-    *("select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "cumsum", "cummax"),
-}
-REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "or", "and")} | {"argmax", "argmin"}
-
-
-FLOAT8 = {jnp.dtype(FORWARD), jnp.dtype(GRADIENT)}
-ERFC_OPERATIONS = 50  # of the polynomials that XLA makes of it
-
-
-# ---------------------------------------------------------------------------------------------------------- programs
-
-
-class Operations(NamedTuple):
-    """Operations of one equation of a program."""
-
-    count: int | float
-    is_product: bool
-    scope: str
-    shape: tuple[int, ...]  # of the result
-    sizes: frozenset[int] = frozenset()  # of the dimensions of operands
-    of_pair: bool = False  # of one pair of positions in a pair of blocks
-    in_float8: bool = False
-
-
-def list_operations(program: Any, times: int = 1, scope: str = "") -> Iterator[Operations]:
-    """List the products and elementwise operations of a program, those in loops as often as they run."""
-    for equation in program.eqns:
-        name = equation.primitive.name
-        inner = f"{scope}/{equation.source_info.name_stack}"
-        if products := _product_operations(equation):
-            sizes = frozenset(size for x in equation.invars for size in x.aval.shape)
-            in_float8 = equation.invars[0].aval.dtype in FLOAT8
-            yield Operations(times * products, True, inner, equation.outvars[0].aval.shape, sizes, in_float8=in_float8)
-        elif name in ELEMENTWISE or name == "erfc":
-            result = equation.outvars[0].aval
-            factor = ERFC_OPERATIONS if name == "erfc" else 1
-            yield Operations(times * factor * result.size, False, inner, result.shape)
-        elif name in REDUCTIONS:
-            yield Operations(times * equation.invars[0].aval.size, False, inner, equation.outvars[0].aval.shape)
-        elif name == "while":
-            yield from _of_blocks(equation.params["body_jaxpr"].jaxpr, inner)
-        elif name == "cond":
-            branches = [list(list_operations(branch.jaxpr, times, inner)) for branch in equation.params["branches"]]
-            yield from max(branches, key=lambda operations: sum(x.count for x in operations))
-        elif name != "pallas_call":
-            length = equation.params["length"] if name == "scan" else 1
-            for inside in _inner_programs(equation):
-                yield from list_operations(inside, length * times, inner)
-
-
-def _of_blocks(body: Any, scope: str) -> Iterator[Operations]:
-    """List the operations of a loop over blocks of attention for each pair of positions in a pair of blocks.
-
-    Its first product is of the scores `[..., queries, keys]`. Other loops of unknown length are left out.
-    """
-    operations = list(list_operations(body, 1, scope))
-    if scores := next((x for x in operations if x.is_product), None):
-        pairs = math.prod(scores.shape[-2:])
-        yield from (x._replace(count=x.count / pairs, of_pair=True) for x in operations)
-
-
-def _product_operations(equation: Any) -> int:
-    """Count the operations of a matrix product or convolution, of which a multiply-add is two; 0 for anything else."""
-    name = equation.primitive.name
-    operands = [x.aval for x in equation.invars]
-    if name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        return 2 * equation.outvars[0].aval.size * math.prod(operands[0].shape[axis] for axis in contracted)
-    if name == "ragged_dot_general":
-        numbers = equation.params["ragged_dot_dimension_numbers"]
-        (_, contracted), _ = numbers.dot_dimension_numbers
-        once = {*contracted, *numbers.rhs_group_dimensions}
-        return 2 * operands[0].size * math.prod(n for axis, n in enumerate(operands[1].shape) if axis not in once)
-    if name == "conv_general_dilated":
-        return _convolution_operations(equation.params, *(x.shape for x in (*operands, equation.outvars[0].aval)))
-    return 0
-
-
-def _convolution_operations(params: Mapping[str, Any], image: Any, kernel: Any, result: Any) -> int:
-    """Count the operations of a convolution, without those that multiply what is padded or dilated with zeros."""
-    numbers = params["dimension_numbers"]
-    taps = 1
-    for axis, (padding, _) in enumerate(params["padding"]):
-        size, width, outputs = (
-            shape[spec[2 + axis]]
-            for shape, spec in (
-                (image, numbers.lhs_spec),
-                (kernel, numbers.rhs_spec),
-                (result, numbers.out_spec),
-            )
-        )
-        starts = np.arange(outputs)[:, None] * params["window_strides"][axis] - padding
-        place = starts + np.arange(width) * params["rhs_dilation"][axis]
-        apart = params["lhs_dilation"][axis]
-        taps *= int(((place >= 0) & (place <= (size - 1) * apart) & (place % apart == 0)).sum())
-    inputs = kernel[numbers.rhs_spec[1]]
-    return 2 * taps * inputs * math.prod(result[axis] for axis in numbers.out_spec[:2])
-
-
-def _inner_programs(equation: Any) -> Iterator[Any]:
-    for value in equation.params.values():
-        for inner in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield inner
 
 
 def trace_passes(function: Callable[[Any, Any], tuple[Any, Any]], trained: Any, rest: Any) -> Any:
@@ -516,7 +408,7 @@ def _saved_arrays(program: Any) -> Iterator[Any]:
             if "transpose" not in str(equation.source_info.name_stack):
                 yield from (x.aval for x in equation.outvars if type(x) is Var and x.aval.shape[:1] == (MANY,))
         else:
-            for inner in _inner_programs(equation):
+            for inner in inner_programs(equation):
                 yield from _saved_arrays(inner)
 
 

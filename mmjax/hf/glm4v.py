@@ -13,7 +13,8 @@ from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linea
 from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_glm4_videos
 from mmjax.hf.qwen_vl import VISION_FIRST, in_sections
-from mmjax.hf.vision import PATCHES, axial_theta, with_images
+from mmjax.hf.vision import axial_theta, with_images
+from mmjax.hf.vision_tensors import PATCHES
 
 FAMILIES = ("glm4v", "glm46v")
 SECTIONS = (8, 12, 12)

@@ -19,7 +19,7 @@ from mmjax.hf.diffusers_folder import open_part, write_part
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import LeafTensors, TensorNames, TensorSlice, convolution, linear
 from mmjax.hf.names import QKV
-from mmjax.hf.vision import PATCHES
+from mmjax.hf.vision_tensors import PATCHES
 
 CLASS = "PixArtTransformer2DModel"
 CLASSES = (CLASS, "Transformer2DModel")

@@ -29,7 +29,7 @@ from mmjax.config import (
 from mmjax.errors import UserError
 from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.folder import Fields, HfFolder
-from mmjax.hf.layout import Layout, TensorNames, TensorSlice, convolution, fused_parts, linear, norm
+from mmjax.hf.layout import Layout, TensorNames
 from mmjax.hf.names import ACTIVATIONS, QKV
 from mmjax.hf.processors import (
     CLIP_MEAN,
@@ -37,12 +37,19 @@ from mmjax.hf.processors import (
     image_processor_file,
     read_image_processing,
 )
+from mmjax.hf.vision_tensors import (
+    MASK_TOKEN,
+    POOLING_HEAD,
+    clip_parts,
+    dinov2_parts,
+    intern_parts,
+    open_intern_parts,
+    pixtral_parts,
+)
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
 TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_model.", "")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-# A convolution of stride = kernel is a product over the pixels of a patch.
-PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column, channel
 
 
 @dataclass(frozen=True)
@@ -176,27 +183,6 @@ def _patches(fields: Fields) -> tuple[int, LearnedGrid]:
     return sides[0], LearnedGrid(rows // sides[0], columns // sides[0])
 
 
-def _clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
-    layer = f"{prefix}encoder.layers.*."
-    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
-    place = "norm" if config.norm_place == "before" else "after"
-    return TensorNames(
-        {
-            "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
-            # Stored `[width]`, ours is a table of one row: an order with a reshape turns one into the other.
-            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0,))},
-            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding.weight")},
-            "embed.norm": norm(f"{prefix}pre_layrnorm"),
-            f"layers.*.attention_{place}": norm(f"{layer}layer_norm1"),
-            **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}") for ours, name in named.items()},
-            f"layers.*.mlp_{place}": norm(f"{layer}layer_norm2"),
-            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
-            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
-            "head": norm(f"{prefix}post_layernorm"),
-        }
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------- Pixtral
 
 PIXTRAL_EPS = 1e-5  # of all its norms, written in no config
@@ -236,21 +222,6 @@ def _pixtral(fields: Fields) -> VisionConfig:
     )
 
 
-def _pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
-    layer = f"{prefix}transformer.layers.*."
-    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-    return TensorNames(
-        {
-            "embed.patches": convolution(f"{prefix}patch_conv", PATCHES),
-            "embed.norm": norm(f"{prefix}ln_pre"),
-            "layers.*.attention_norm": norm(f"{layer}attention_norm"),
-            **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
-            "layers.*.mlp_norm": norm(f"{layer}ffn_norm"),
-            **{f"layers.*.mlp.{name}": linear(f"{layer}feed_forward.{name}_proj") for name in ("gate", "up", "down")},
-        }
-    )
-
-
 # -------------------------------------------------------------------------------------------------------- InternViT
 
 
@@ -286,53 +257,9 @@ def _intern_vit(fields: Fields, biased: bool, normed: bool) -> VisionConfig:
     )
 
 
-def _intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
-    layer = f"{prefix}encoder.layer.*."
-    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "projection_layer"}
-    return TensorNames(
-        {
-            "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
-            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))},
-            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
-            "layers.*.attention_norm": norm(f"{layer}layernorm_before"),
-            **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
-            "layers.*.attention.query_norm": norm(f"{layer}attention.q_norm"),
-            "layers.*.attention.key_norm": norm(f"{layer}attention.k_norm"),
-            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}lambda_1")},
-            "layers.*.mlp_norm": norm(f"{layer}layernorm_after"),
-            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
-            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
-            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}lambda_2")},
-            "head": norm(f"{prefix}layernorm"),
-        }
-    )
-
-
 def _open_intern(fields: Fields) -> VisionConfig:
     plain = _intern_vit(fields, fields.get("qkv_bias", bool), fields.get("qk_normalization", bool))
     return replace(plain, qk_norm_eps=plain.norm_eps)
-
-
-def _open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
-    layer = f"{prefix}encoder.layers.*."
-    thirds = fused_parts(linear(f"{layer}attn.qkv"), **dict.fromkeys(QKV, config.width))
-    return TensorNames(
-        {
-            "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
-            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0, 1, 2))},
-            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding", (0, 1, 2))},
-            "layers.*.attention_norm": norm(f"{layer}norm1"),
-            **{f"layers.*.attention.{name}": third for name, third in thirds.items()},
-            "layers.*.attention.output": linear(f"{layer}attn.proj"),
-            "layers.*.attention.query_norm": norm(f"{layer}attn.q_norm"),
-            "layers.*.attention.key_norm": norm(f"{layer}attn.k_norm"),
-            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}ls1")},
-            "layers.*.mlp_norm": norm(f"{layer}norm2"),
-            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
-            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
-            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}ls2")},
-        }
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------- DINOv2
@@ -380,49 +307,19 @@ def _self_distilled(fields: Fields, interpolation: Literal["bicubic", "antialias
     )
 
 
-def _dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
-    layer = f"{prefix}encoder.layer.*."
-    named = {name: f"attention.attention.{name}" for name in QKV} | {"output": "attention.output.dense"}
-    mlp = {"up": linear(f"{layer}mlp.fc1"), "down": linear(f"{layer}mlp.fc2")}
-    if config.gated:
-        mlp = fused_parts(linear(f"{layer}mlp.weights_in"), gate=config.mlp_width, up=config.mlp_width)
-        mlp["down"] = linear(f"{layer}mlp.weights_out")
-    return TensorNames(
-        {
-            "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
-            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))},
-            "embed.registers": {"weight": TensorSlice(f"{prefix}embeddings.register_tokens", (0, 1, 2))},
-            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
-            "layers.*.attention_norm": norm(f"{layer}norm1"),
-            **{f"layers.*.attention.{ours}": linear(f"{layer}{theirs}") for ours, theirs in named.items()},
-            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}layer_scale1.lambda1")},
-            "layers.*.mlp_norm": norm(f"{layer}norm2"),
-            **{f"layers.*.mlp.{name}": leaves for name, leaves in mlp.items()},
-            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}layer_scale2.lambda1")},
-            "head": norm(f"{prefix}layernorm"),
-        }
-    )
-
-
-_POOLED = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
-_POOLING_HEAD = (
-    *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias"),
-    *(f"head.{module}.{kind}" for module in _POOLED for kind in ("weight", "bias")),
-)
-_MASK_TOKEN = ("embeddings.mask_token",)  # of pretraining
 TOWERS_BY_KIND = {
-    "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", _clip_parts),
-    "evaclip_vision_model": Tower(_evaclip, "embeddings.class_embedding", _clip_parts),
-    "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", _clip_parts, _POOLING_HEAD),
+    "clip_vision_model": Tower(_clip, "pre_layrnorm.weight", clip_parts),
+    "evaclip_vision_model": Tower(_evaclip, "embeddings.class_embedding", clip_parts),
+    "siglip_vision_model": Tower(_siglip, "embeddings.position_embedding.weight", clip_parts, POOLING_HEAD),
     **dict.fromkeys(
         ("idefics3_vision", "smolvlm_vision"),
-        Tower(_idefics3, "embeddings.position_embedding.weight", _clip_parts),
+        Tower(_idefics3, "embeddings.position_embedding.weight", clip_parts),
     ),
-    "pixtral": Tower(_pixtral, "patch_conv.weight", _pixtral_parts),
-    "dinov2": Tower(_dinov2, "embeddings.cls_token", _dinov2_parts, _MASK_TOKEN),
-    "dinov2_with_registers": Tower(_dinov2_with_registers, "embeddings.register_tokens", _dinov2_parts, _MASK_TOKEN),
-    "internvl_vision": Tower(_intern, "embeddings.cls_token", _intern_parts),
-    "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", _open_intern_parts),
+    "pixtral": Tower(_pixtral, "patch_conv.weight", pixtral_parts),
+    "dinov2": Tower(_dinov2, "embeddings.cls_token", dinov2_parts, MASK_TOKEN),
+    "dinov2_with_registers": Tower(_dinov2_with_registers, "embeddings.register_tokens", dinov2_parts, MASK_TOKEN),
+    "internvl_vision": Tower(_intern, "embeddings.cls_token", intern_parts),
+    "intern_vit_6b": Tower(_open_intern, "embeddings.class_embedding", open_intern_parts),
 }
 
 

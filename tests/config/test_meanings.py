@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import get_args
 
 from mmjax.config import BatchConfig, Config, PackGrouping, QuestionsSource
-from mmjax.config.codec import field_comments, field_hints, first_line, union_members
+from mmjax.config.codec import field_hints, union_members
 from mmjax.config.loading import default_config, describe, describe_with_meanings, load, shipped_configs
+from mmjax.config.meanings import field_comments, first_line
 
 
 def sections(hint: object) -> Iterator[type]:

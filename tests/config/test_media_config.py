@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize, WhisperMel
-from mmjax.config.codec import assign, decode, encode, leaves
+from mmjax.config.assignment import assign
+from mmjax.config.codec import decode, encode, leaves
 from mmjax.config.model_validation import check_audio, check_images, check_limits
 from mmjax.errors import UserError
 

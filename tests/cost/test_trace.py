@@ -13,8 +13,8 @@ from packed import model_outputs
 from test_flops import make_batch, make_model, make_text
 
 from mmjax.config import ModelConfig, UnetConfig
+from mmjax.cost.operations import list_operations
 from mmjax.cost.table import module_parameters, parameters
-from mmjax.cost.trace import list_operations
 from mmjax.models import decoder
 from mmjax.models.layers import LayerOutput
 from mmjax.models.linear import Linear

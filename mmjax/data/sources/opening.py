@@ -44,9 +44,10 @@ from mmjax.data.sources.chat_records import (
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.csv_tables import TABLES, to_parquet
 from mmjax.data.sources.dataset_info import DatasetInfo
+from mmjax.data.sources.energon import list_shards
 from mmjax.data.sources.json_records import JsonRecords
 from mmjax.data.sources.parquet import ANSWER_COLUMNS, COLUMNS, ParquetRecords, column_names
-from mmjax.data.sources.webdataset import WebDatasetRecords, list_shards
+from mmjax.data.sources.webdataset import WebDatasetRecords
 from mmjax.data.storage.archives import ARCHIVES, COMPRESSED, MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
 from mmjax.data.storage.spool import Spool

@@ -1,0 +1,124 @@
+"""Name the tensors of vision towers as their checkpoints do."""
+
+from __future__ import annotations
+
+from mmjax.config import (
+    VisionConfig,
+)
+from mmjax.hf.layout import TensorNames, TensorSlice, convolution, fused_parts, linear, norm
+from mmjax.hf.names import QKV
+
+# A convolution of stride = kernel is a product over the pixels of a patch.
+PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column, channel
+
+
+def clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    layer = f"{prefix}encoder.layers.*."
+    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+    place = "norm" if config.norm_place == "before" else "after"
+    return TensorNames(
+        {
+            "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
+            # Stored `[width]`, ours is a table of one row: an order with a reshape turns one into the other.
+            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0,))},
+            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding.weight")},
+            "embed.norm": norm(f"{prefix}pre_layrnorm"),
+            f"layers.*.attention_{place}": norm(f"{layer}layer_norm1"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}self_attn.{name}") for ours, name in named.items()},
+            f"layers.*.mlp_{place}": norm(f"{layer}layer_norm2"),
+            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
+            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
+            "head": norm(f"{prefix}post_layernorm"),
+        }
+    )
+
+
+def pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    layer = f"{prefix}transformer.layers.*."
+    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+    return TensorNames(
+        {
+            "embed.patches": convolution(f"{prefix}patch_conv", PATCHES),
+            "embed.norm": norm(f"{prefix}ln_pre"),
+            "layers.*.attention_norm": norm(f"{layer}attention_norm"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
+            "layers.*.mlp_norm": norm(f"{layer}ffn_norm"),
+            **{f"layers.*.mlp.{name}": linear(f"{layer}feed_forward.{name}_proj") for name in ("gate", "up", "down")},
+        }
+    )
+
+
+def intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    layer = f"{prefix}encoder.layer.*."
+    named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "projection_layer"}
+    return TensorNames(
+        {
+            "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
+            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))},
+            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
+            "layers.*.attention_norm": norm(f"{layer}layernorm_before"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}attention.{name}") for ours, name in named.items()},
+            "layers.*.attention.query_norm": norm(f"{layer}attention.q_norm"),
+            "layers.*.attention.key_norm": norm(f"{layer}attention.k_norm"),
+            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}lambda_1")},
+            "layers.*.mlp_norm": norm(f"{layer}layernorm_after"),
+            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
+            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
+            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}lambda_2")},
+            "head": norm(f"{prefix}layernorm"),
+        }
+    )
+
+
+def open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    layer = f"{prefix}encoder.layers.*."
+    thirds = fused_parts(linear(f"{layer}attn.qkv"), **dict.fromkeys(QKV, config.width))
+    return TensorNames(
+        {
+            "embed.patches": convolution(f"{prefix}embeddings.patch_embedding", PATCHES),
+            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.class_embedding", (0, 1, 2))},
+            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embedding", (0, 1, 2))},
+            "layers.*.attention_norm": norm(f"{layer}norm1"),
+            **{f"layers.*.attention.{name}": third for name, third in thirds.items()},
+            "layers.*.attention.output": linear(f"{layer}attn.proj"),
+            "layers.*.attention.query_norm": norm(f"{layer}attn.q_norm"),
+            "layers.*.attention.key_norm": norm(f"{layer}attn.k_norm"),
+            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}ls1")},
+            "layers.*.mlp_norm": norm(f"{layer}norm2"),
+            "layers.*.mlp.up": linear(f"{layer}mlp.fc1"),
+            "layers.*.mlp.down": linear(f"{layer}mlp.fc2"),
+            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}ls2")},
+        }
+    )
+
+
+def dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    layer = f"{prefix}encoder.layer.*."
+    named = {name: f"attention.attention.{name}" for name in QKV} | {"output": "attention.output.dense"}
+    mlp = {"up": linear(f"{layer}mlp.fc1"), "down": linear(f"{layer}mlp.fc2")}
+    if config.gated:
+        mlp = fused_parts(linear(f"{layer}mlp.weights_in"), gate=config.mlp_width, up=config.mlp_width)
+        mlp["down"] = linear(f"{layer}mlp.weights_out")
+    return TensorNames(
+        {
+            "embed.patches": convolution(f"{prefix}embeddings.patch_embeddings.projection", PATCHES),
+            "embed.class_token": {"weight": TensorSlice(f"{prefix}embeddings.cls_token", (0, 1, 2))},
+            "embed.registers": {"weight": TensorSlice(f"{prefix}embeddings.register_tokens", (0, 1, 2))},
+            "embed.positions": {"weight": TensorSlice(f"{prefix}embeddings.position_embeddings", (0, 1, 2))},
+            "layers.*.attention_norm": norm(f"{layer}norm1"),
+            **{f"layers.*.attention.{ours}": linear(f"{layer}{theirs}") for ours, theirs in named.items()},
+            "layers.*.attention_after": {"scale": TensorSlice(f"{layer}layer_scale1.lambda1")},
+            "layers.*.mlp_norm": norm(f"{layer}norm2"),
+            **{f"layers.*.mlp.{name}": leaves for name, leaves in mlp.items()},
+            "layers.*.mlp_after": {"scale": TensorSlice(f"{layer}layer_scale2.lambda1")},
+            "head": norm(f"{prefix}layernorm"),
+        }
+    )
+
+
+_POOLED = ("attention.out_proj", "layernorm", "mlp.fc1", "mlp.fc2")
+POOLING_HEAD = (
+    *("head.probe", "head.attention.in_proj_weight", "head.attention.in_proj_bias"),
+    *(f"head.{module}.{kind}" for module in _POOLED for kind in ("weight", "bias")),
+)
+MASK_TOKEN = ("embeddings.mask_token",)  # of pretraining
