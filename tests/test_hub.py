@@ -30,7 +30,7 @@ from mmjax.config.loading import load
 from mmjax.data.sample import BadSample, Split
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.storage.files import Conversations
-from mmjax.data.text.chat import load_chat
+from mmjax.data.text.load_chat import load_chat
 from mmjax.errors import UserError
 from mmjax.hf import pixart
 from mmjax.hf.diffusers_folder import write_part

@@ -18,7 +18,7 @@ from mmjax.data.media.patches import item_size
 from mmjax.data.sample import Item, Text
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import open_conversations
-from mmjax.data.text.chat import load_chat
+from mmjax.data.text.load_chat import load_chat
 
 SIZES = ((33, 50), (20, 90), (64, 40))  # of images, in pixels
 PIXTRAL = ("<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]")

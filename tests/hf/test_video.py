@@ -37,7 +37,7 @@ from mmjax.data.media.video_header import read_video_header
 from mmjax.data.media.video_sampling import sample_video
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import open_conversations
-from mmjax.data.text.chat import load_chat
+from mmjax.data.text.load_chat import load_chat
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from mmjax.config import ChatFormat, MediaLimits, SmartResize, VisionConfig
 from mmjax.data.sample import BadSample, Item, MediaPlace, Message
-from mmjax.data.text.chat import load_chat
+from mmjax.data.text.load_chat import load_chat
 from mmjax.errors import UserError
 from mmjax.inference.prompts import UserPrompt, UserPromptSource, make_prompt
 

@@ -33,8 +33,9 @@ from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, Me
 from mmjax.data.sources.sound import WithSound
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import Conversations, FileRef, Unreadable, hash_strings
-from mmjax.data.text.chat import Chat, load_chat, outline_tokens, outlined_branches, outlined_sample
+from mmjax.data.text.chat import Chat, outline_tokens, outlined_branches, outlined_sample
 from mmjax.data.text.chat_template import ASSISTANT
+from mmjax.data.text.load_chat import load_chat
 from mmjax.disk import append_json_lines, read_json_lines, remove_path
 from mmjax.errors import BadMedia, UserError
 

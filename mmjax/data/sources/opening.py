@@ -51,7 +51,8 @@ from mmjax.data.sources.webdataset import WebDatasetRecords
 from mmjax.data.storage.archives import ARCHIVES, COMPRESSED, MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
 from mmjax.data.storage.spool import Spool
-from mmjax.data.text.chat import Chat, load_chat
+from mmjax.data.text.chat import Chat
+from mmjax.data.text.load_chat import load_chat
 from mmjax.data.toy.dataset import EmbeddedDataset
 from mmjax.disk import user_cache
 from mmjax.errors import UserError

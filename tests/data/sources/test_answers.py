@@ -21,7 +21,8 @@ from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, Roll
 from mmjax.data.sources.array_records import from_header, to_header
 from mmjax.data.sources.chat_records import parse_preference, parse_rollouts
 from mmjax.data.sources.opening import open_conversations, source_of
-from mmjax.data.text.chat import Chat, load_chat, outlined_branches, outlined_sample
+from mmjax.data.text.chat import Chat, outlined_branches, outlined_sample
+from mmjax.data.text.load_chat import load_chat
 
 IMAGE = MediaPlace("image")
 PAIR = {"prompt": "What is it?", "chosen": "A cat.", "rejected": "A dog.", "images": ["a.png"]}

@@ -14,7 +14,7 @@ from mmjax.data.sample import BadSample
 from mmjax.data.sources import chat_source
 from mmjax.data.sources.chat_source import count_text, open_token_counts
 from mmjax.data.sources.opening import open_conversations
-from mmjax.data.text.chat import load_chat
+from mmjax.data.text.load_chat import load_chat
 
 COUNT = 300
 

@@ -56,7 +56,8 @@ from mmjax.data.media.patches import item_size
 from mmjax.data.sample import BadSample, Conversation, Item, MediaPlace, Message, Sample, Text, split_markers
 from mmjax.data.sources.chat_records import parse_chat
 from mmjax.data.text import chat as chat_module
-from mmjax.data.text.chat import Chat, load_chat, load_prompt_chat
+from mmjax.data.text.chat import Chat
+from mmjax.data.text.load_chat import load_chat, load_prompt_chat
 from mmjax.errors import UserError
 from mmjax.inference.prompts import make_prompt
 
