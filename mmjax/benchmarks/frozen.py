@@ -28,28 +28,15 @@ from mmjax.config import (
     Config,
     DiffusionTransformerConfig,
     FunctionSource,
-    ModelConfig,
     PixelLatents,
     Samples,
 )
+from mmjax.config.model import SETTINGS, train_only
 from mmjax.data.sample import Sample, SampleLengths
 from mmjax.planning.flops import executed, frozen_modules, needed_gradients
 
 ROWS = 2  # samples of a step on every device, and rows of each module
 ALL = "all"
-
-
-SETTINGS = ("projectors", "encoder", "llm", "generator")  # of frozen training, by what is trained (MMScale, 7.3.1)
-
-
-def train_only(model: ModelConfig, trained: str) -> ModelConfig:
-    """Freeze all but connectors, queries and one kind of module, which `trained` names; "projectors": no other."""
-    return replace(
-        model,
-        llm=replace(model.llm, frozen=trained != "llm"),
-        encoders={name: replace(c, frozen=trained != "encoder") for name, c in model.encoders.items()},
-        generators={name: replace(c, frozen=trained != "generator") for name, c in model.generators.items()},
-    )
 
 
 class EqualDrawings(EqualSamples):

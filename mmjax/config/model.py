@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mmjax.config.generators import DiffusionTransformerConfig, Generator, Tower, UnetConfig, VaeConfig, step_vae
 from mmjax.config.towers import AudioConfig, ConnectorConfig, DecoderConfig, Encoder, Quantization, VisionConfig
+from mmjax.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,24 @@ def with_changes(model: ModelConfig, towers: Mapping[str, Mapping[str, Any]]) ->
     encoders = {name: changed[name] for name in model.encoders}
     generators = {name: changed[name] for name in model.generators}
     return replace(model, llm=changed["llm"], encoders=encoders, generators=generators)
+
+
+SETTINGS = ("projectors", "encoder", "llm", "generator")  # of frozen training, by what is trained (MMScale, 7.3.1)
+
+
+def train_only(model: ModelConfig, trained: str) -> ModelConfig:
+    """Freeze all but connectors, queries and one kind of module, which `trained` names; "projectors": no other.
+
+    Raises UserError for a name that is not in SETTINGS.
+    """
+    if trained not in SETTINGS:
+        raise UserError(f"trained={trained}: choose one of {', '.join(SETTINGS)}")
+    return replace(
+        model,
+        llm=replace(model.llm, frozen=trained != "llm"),
+        encoders={name: replace(c, frozen=trained != "encoder") for name, c in model.encoders.items()},
+        generators={name: replace(c, frozen=trained != "generator") for name, c in model.generators.items()},
+    )
 
 
 Sizes = dict[str, tuple[int, int]]  # (inputs, outputs) by name
