@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,15 +28,15 @@ from mmjax.runtime.state import make_optimizer
 from mmjax.training.run_data import RunData, open_data
 
 
-class RandomSamples:
+class RandomSamples(ABC):
     """A `Source` of samples, items before text, with the lengths that `facts` says; their contents are random."""
 
     vocab = 256
     channels = 1  # of an image
 
+    @abstractmethod
     def facts(self, index: int) -> SampleLengths:
         """Return the lengths of a sample."""
-        raise NotImplementedError
 
     def fingerprint(self) -> str:
         """Return no fingerprint: nothing keeps an index of these."""

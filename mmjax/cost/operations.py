@@ -112,6 +112,7 @@ def _convolution_operations(params: Mapping[str, Any], image: Any, kernel: Any, 
 
 
 def inner_programs(equation: Any) -> Iterator[Any]:
+    """Iterate over the programs that an equation calls: of loops, branches and remat."""
     for value in equation.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             inner = getattr(inner, "jaxpr", inner)

@@ -13,6 +13,7 @@ PATCHES = (2, 3, 1, 0)  # from [width, channel, row, column]; ours: row, column,
 
 
 def clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    """Name the tensors of CLIP, EVA-CLIP, SigLIP and Idefics3."""
     layer = f"{prefix}encoder.layers.*."
     named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
     place = "norm" if config.norm_place == "before" else "after"
@@ -34,6 +35,7 @@ def clip_parts(config: VisionConfig, prefix: str) -> TensorNames:
 
 
 def pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    """Name the tensors of Pixtral."""
     layer = f"{prefix}transformer.layers.*."
     named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
     return TensorNames(
@@ -49,6 +51,7 @@ def pixtral_parts(config: VisionConfig, prefix: str) -> TensorNames:
 
 
 def intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    """Name the tensors of InternViT as transformers has it."""
     layer = f"{prefix}encoder.layer.*."
     named = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "projection_layer"}
     return TensorNames(
@@ -71,6 +74,7 @@ def intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
 
 
 def open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    """Name the tensors of InternViT as OpenGVLab's own code has it."""
     layer = f"{prefix}encoder.layers.*."
     thirds = fused_parts(linear(f"{layer}attn.qkv"), **dict.fromkeys(QKV, config.width))
     return TensorNames(
@@ -93,6 +97,7 @@ def open_intern_parts(config: VisionConfig, prefix: str) -> TensorNames:
 
 
 def dinov2_parts(config: VisionConfig, prefix: str) -> TensorNames:
+    """Name the tensors of DINOv2, with and without registers."""
     layer = f"{prefix}encoder.layer.*."
     named = {name: f"attention.attention.{name}" for name in QKV} | {"output": "attention.output.dense"}
     mlp = {"up": linear(f"{layer}mlp.fc1"), "down": linear(f"{layer}mlp.fc2")}

@@ -88,6 +88,7 @@ def _mix_in_place(x: np.ndarray, shifted: np.ndarray) -> None:
 
 
 def as_ints(sums: dict[str, jax.Array]) -> Sums:
+    """Bring sums from the devices."""
     return {name: int(x) for name, x in jax.device_get(sums).items()}
 
 

@@ -70,6 +70,7 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
 
 
 def zip_frames(file: BinaryIO) -> zipfile.ZipFile:
+    """Open a ZIP of uncompressed images. Raises BadMedia where it is none."""
     try:
         archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile as error:
@@ -80,6 +81,7 @@ def zip_frames(file: BinaryIO) -> zipfile.ZipFile:
 
 
 def zip_frame(archive: zipfile.ZipFile, number: int) -> BinaryIO:
+    """Read the image file of one frame."""
     return io.BytesIO(archive.read(archive.filelist[number]))
 
 
@@ -213,6 +215,7 @@ def open_container(file: BinaryIO) -> Any:
 
 
 def video_stream(container: Any) -> Any:
+    """Return the first video stream. Raises BadMedia where there is none, or none that FFmpeg can decode."""
     if not container.streams.video:
         raise BadMedia("a file without a video track")
     stream = container.streams.video[0]
@@ -222,4 +225,5 @@ def video_stream(container: Any) -> Any:
 
 
 def describe_av_error(error: Exception) -> str:
+    """Describe an error of FFmpeg or the system in one line."""
     return str(getattr(error, "strerror", None) or error).partition("\n")[0]

@@ -73,4 +73,5 @@ def prices_of(config: Config, budget: Budget) -> Prices:
 
 
 def assumed_prices(config: Config) -> Prices:
+    """Return the prices that assumed rates give."""
     return pair_costs(config.model, frozen=frozen_modules(config.model), reference=repeats_forward(config.loss))

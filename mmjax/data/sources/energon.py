@@ -52,6 +52,7 @@ def list_shards(path: str, where: str) -> list[str]:
 
 
 def member_text(member: Member) -> str:
+    """Read a text of bounded size. Raises BadSample where it is not UTF-8."""
     check_bytes(member.name, member.size, MAX_TEXT)
     try:
         return member.read().decode("utf-8-sig").strip()
@@ -60,6 +61,7 @@ def member_text(member: Member) -> str:
 
 
 def member_json(member: Member) -> Any:
+    """Read JSON of bounded size. Raises BadSample where it is none."""
     check_bytes(member.name, member.size, MAX_TEXT)
     content = member.read()
     try:

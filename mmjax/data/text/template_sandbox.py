@@ -287,4 +287,5 @@ def _environment() -> _Environment:
 
 @functools.lru_cache(maxsize=16)
 def compile_source(source: str) -> jinja2.Template:
+    """Compile a template for the sandbox."""
     return _environment().from_string(source)
