@@ -30,11 +30,12 @@ class Measurement:
 
 
 class Option(NamedTuple):
-    """An option as argparse has it, and the values that it may have: at least one number, or above one."""
+    """An option as argparse has it, and the values that it may have."""
 
     settings: dict[str, Any]
     minimum: float | None
     above: float | None
+    maximum: float | None = None
 
 
 Options = Mapping[str, Option]
@@ -46,6 +47,7 @@ def option(
     *,
     minimum: float | None = None,
     above: float | None = None,
+    maximum: float | None = None,
     **settings: Any,
 ) -> Option:
     """Declare an option whose type is its default's: a flag where that is False, several values where it is a list."""
@@ -56,7 +58,7 @@ def option(
         settings = {"type": type(one)} | settings
     if isinstance(default, list):
         settings = {"nargs": "+"} | settings
-    return Option({"default": default, "help": help} | settings, minimum, above)
+    return Option({"default": default, "help": help} | settings, minimum, above, maximum)
 
 
 def add_options(parser: ArgumentParser, options: Options) -> None:
@@ -67,13 +69,15 @@ def add_options(parser: ArgumentParser, options: Options) -> None:
 
 def check_options(args: Namespace, options: Options) -> None:
     """Raise UserError for the first value that its option may not have."""
-    for name, (_, minimum, above) in options.items():
+    for name, (_, minimum, above, maximum) in options.items():
         values = getattr(args, name.removeprefix("--").replace("-", "_"))
         for value in values if isinstance(values, list) else [values]:
             if minimum is not None and value is not None and not value >= minimum:
                 raise UserError(f"{name} {value}: give at least {minimum}")
             if above is not None and not value > above:
                 raise UserError(f"{name} {value}: give more than {above}")
+            if maximum is not None and value is not None and not value <= maximum:
+                raise UserError(f"{name} {value}: give at most {maximum}")
 
 
 def ranks_of_node(per_node: int, ranks: int, usual: int, option: str = "--ranks") -> int:

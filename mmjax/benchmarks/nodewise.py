@@ -25,7 +25,7 @@ from mmjax.errors import UserError
 OPTIONS: Options = ONE_STEP | {
     "--ranks-per-node": option(8, minimum=1),
     "--method": option("best", choices=("ilp", "best")),
-    "--tolerance": option(0.002, "of method best: largest cost over mean, less 1", minimum=0),
+    "--tolerance": option(0.002, "of method best: largest cost over mean, less 1", minimum=0, maximum=1),
     "--time-limit": option(30.0, "of method ilp, seconds", above=0),
 }
 

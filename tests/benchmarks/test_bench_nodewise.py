@@ -73,6 +73,7 @@ def test_too_few_samples_are_drawn_twice(capsys, tmp_path):
         (["--ranks-per-node=0"], "--ranks-per-node 0: give at least 1"),
         (["--seed=-1"], "--seed -1: give at least 0"),
         (["--tolerance=nan"], "--tolerance nan: give at least 0"),
+        (["--tolerance=2"], "--tolerance 2.0: give at most 1"),
         (["--time-limit=0"], "--time-limit 0.0: give more than 0"),
         (["--lengths", "nowhere.npz"], "--lengths nowhere.npz: not a readable .npz file"),
         (["--samples=0"], "--samples 0: give at least 1"),
