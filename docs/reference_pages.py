@@ -23,7 +23,8 @@ from mkdocs.structure.pages import Page
 
 from mmjax.cli import COMMANDS
 from mmjax.config import Config
-from mmjax.config.codec import defaults, expected, field_comments, field_hints, join, required, text_of, union_members
+from mmjax.config.codec import defaults, expected, field_hints, join, required, text_of, union_members
+from mmjax.config.meanings import field_comments
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)([^)\s]*)\)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import sys
 import tomllib
@@ -237,6 +239,15 @@ def test_nothing_but_the_command_bench_imports_a_benchmark() -> None:
         if any(imported.startswith("mmjax.benchmarks") for imported in imports_of(name, path, modules))
     }
     assert importing == {"bench", "benchmarks"}
+
+
+def test_what_the_pages_of_the_docs_are_made_from_exists() -> None:
+    # They are made without the tests' libraries, so nothing else imports this file.
+    tree = ast.parse((ROOT / "docs/reference_pages.py").read_text())
+    wanted = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("mmjax")]
+    names = [(node.module, alias.name) for node in wanted for alias in node.names]
+    assert names
+    assert [name for name in names if not hasattr(importlib.import_module(name[0]), name[1])] == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
