@@ -8,8 +8,9 @@ adapters is frozen, so the model without them is the reference, and images are e
 
 from dataclasses import replace
 
-from mmjax.config import AdamW, Config, Dpo, PreferenceSource
+from mmjax.config import AdamW, Config, PreferenceSource
 from mmjax.config.loading import sibling
+from mmjax.config.losses import Dpo
 from mmjax.config.model import module_names
 from mmjax.hf.families import frozen
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmjax.config import Dpo, EmbeddedSource, FunctionSource, TrainingConfig
+from mmjax.config import EmbeddedSource, FunctionSource, TrainingConfig
 from mmjax.config.loading import sibling
+from mmjax.config.losses import Dpo
 from mmjax.data.sample import Sample, SampleLengths, Text
 from mmjax.data.toy.dataset import END, EmbeddedDataset, encode_characters
 

@@ -63,7 +63,7 @@ class TextBatch(NamedTuple):
     # Per generator int32 [its rows, I * queries]: of the row's up to I images, which hidden state of each query, among
     # those received and the rank's own positions, -1 = none.
     condition: dict[str, Array] = {}  # noqa: RUF012
-    # float32 [R, T] by name, of each position's target: what the loss reads of answers (`config.training.loss_inputs`).
+    # float32 [R, T] by name, of each position's target: what the loss reads of answers (`inputs` of `config.losses`).
     loss_inputs: dict[str, Array] = {}  # noqa: RUF012
 
 

@@ -18,14 +18,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.config import Config, CrossEntropy, Dpo, Grpo, ManifestSource, MeshConfig
+from mmjax.config import Config, ManifestSource, MeshConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
+from mmjax.config.losses import Dpo, loss_of_source
 from mmjax.config.other_names import parse_words
 from mmjax.config.validation import check_loss
 from mmjax.console import ProgressLine, mute, print_lines, table
 from mmjax.data.sample import BadSample, Split
+from mmjax.data.sources.answers import REFERENCE
 from mmjax.data.sources.chat_files import ChatFiles
-from mmjax.data.sources.chat_records import REFERENCE
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import cache_folder, open_sources, source_of
 from mmjax.data.toy.dataset import EmbeddedDataset, SwappedItems
@@ -213,9 +214,8 @@ def _with_questions(served: CheckpointModel, data: str, folders: Mapping[str, st
         cache = cache_folder(config.data)
         cache.mkdir(parents=True, exist_ok=True)
         source = source_of(data, "--data", cache, **folders)
-        # Of pairs and rollouts the answers are branches, which the loss says.
-        losses = {"pair": Dpo(reference="none"), "preference": Dpo(reference="none"), "rollouts": Grpo()}
-        loss = losses.get(getattr(source, "answers", source.kind), CrossEntropy())
+        # The loss says which answers are branches.
+        loss = loss_of_source(source, config.loss)
         config = replace(config, data=replace(config.data, sources={DATA_SOURCE: source}), loss=loss)
     elif served.run is None:
         raise UserError(f"{served.path} is a checkpoint, which has no data of its own; name questions with --data")

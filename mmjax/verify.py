@@ -39,6 +39,7 @@ from mmjax.data.plan.placement import MicrobatchPlan, Shape, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.disk import user_cache
 from mmjax.errors import CommandParser, UserError, exit_process, run_command
+from mmjax.losses.cross_entropy import losses_in_chunks
 from mmjax.models.layer_stacks import Params, key_names, stack_layers, unstack_layers
 from mmjax.models.layers import Context
 from mmjax.models.model import Model, parameter_group
@@ -47,7 +48,6 @@ from mmjax.runtime.compiler_options import quick_compiler_options
 from mmjax.runtime.device_batch import put_rows
 from mmjax.runtime.devices import choose_devices, enable_compilation_cache, set_gpu_memory_fraction
 from mmjax.runtime.executor import Executor
-from mmjax.runtime.losses import losses_in_chunks
 from mmjax.runtime.run_dir import NO_CHANGES, RunFolder
 from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import Optimizer

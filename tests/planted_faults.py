@@ -110,7 +110,7 @@ FAULTS = (
     ),
     Fault(
         "a loss scaled by the microbatch instead of the step",
-        "runtime/losses.py",
+        "losses/step_losses.py",
         "return losses.sum() / total_weight, by_source, weight",
         "return losses.sum() / jnp.maximum(text.weight.sum(), 1.0), by_source, weight",
         ("training/test_exactness.py::test_four_microbatches_give_the_gradients_and_losses_of_their_rows_in_one",),
@@ -287,7 +287,7 @@ FAULTS = (
     ),
     Fault(
         "the losses of all tokens on every device",
-        "runtime/losses.py",
+        "losses/step_losses.py",
         "over = PartitionSpec(on.rules.rows)",
         "over = PartitionSpec()",
         (
@@ -360,7 +360,7 @@ FAULTS = (
     ),
     Fault(
         "a reference's pass that goes on from what the model itself has made",
-        "runtime/objectives.py",
+        "losses/objective.py",
         "reference.run(frozen, inputs | twins, batch)",
         "reference.run(frozen, inputs, batch)",
         ("runtime/test_frozen_reference.py::test_a_text_model_in_stages_with_context_has_the_gradients_of_one_mesh",),

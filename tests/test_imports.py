@@ -124,6 +124,10 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
         ),
         frozenset({"jax", "flax", "numpy", "jaxtyping"}),
     ),
+    "losses": May(
+        ("mmjax.losses", "mmjax.models", "mmjax.parallel.sharding", "mmjax.config", "mmjax.batch"),
+        frozenset({"jax"}),
+    ),
     "parallel": May(
         ("mmjax.parallel", "mmjax.kernels", "mmjax.balance", "mmjax.config", "mmjax.batch", "mmjax.errors"),
         frozenset({"jax", "numpy", "jaxtyping"}),
@@ -131,7 +135,10 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     "distributed": May(("mmjax.distributed", *BASE), frozenset({"jax", "numpy"})),
     "runtime": May(
         (
-            *(f"mmjax.{part}" for part in ("runtime", "models", "parallel", "distributed", "kernels", "hf", "data")),
+            *(
+                f"mmjax.{part}"
+                for part in ("runtime", "losses", "models", "parallel", "distributed", "kernels", "hf", "data")
+            ),
             *(f"mmjax.{part}" for part in ("planning", "balance", "batch", "hub")),
             *BASE,
         ),
@@ -147,7 +154,10 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     ),
     "inference": May(
         (
-            *(f"mmjax.{part}" for part in ("inference", "runtime", "models", "parallel", "distributed", "hf", "data")),
+            *(
+                f"mmjax.{part}"
+                for part in ("inference", "runtime", "losses", "models", "parallel", "distributed", "hf", "data")
+            ),
             *(f"mmjax.{part}" for part in ("balance", "batch", "hub")),
             *BASE,
         ),
@@ -155,7 +165,7 @@ RULES = {  # from the bottom upwards; a part within a package has rules of its o
     ),
     "training": May(
         (
-            *(f"mmjax.{part}" for part in ("training", "inference", "autotune", "runtime", "models")),
+            *(f"mmjax.{part}" for part in ("training", "inference", "autotune", "runtime", "losses", "models")),
             "mmjax.parallel",
             *(f"mmjax.{part}" for part in ("distributed", "data", "planning", "cost", "balance", "batch")),
             *BASE,

@@ -15,7 +15,6 @@ from mmjax.autotune.layer_profile import MeasureSpeed
 from mmjax.autotune.sharded_stages import model_sharding, resolve_sequence_parallel
 from mmjax.config import Config, Layout, MeshConfig, ModelConfig, Remat, UnetConfig, Unit
 from mmjax.config.model import layers_of, with_changes
-from mmjax.config.training import repeats_forward
 from mmjax.config.validation import validate
 from mmjax.cost.table import module_parameters, parameters
 from mmjax.data.plan.fit_budget import make_budget
@@ -245,7 +244,7 @@ def _tower_costs(
         model_sharding(replace(layout, sequence_parallel=way), mesh),
         speed,
         activation,
-        reference=repeats_forward(config.loss),
+        reference=config.loss.repeats_forward,
     )
     if isinstance(tower_config, UnetConfig):
         amounts = {tower: work}

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from mmjax.batch import ItemBatch, Microbatch, TextBatch, WeightedSlots
 from mmjax.config import Callbacks, Config, Generator
 from mmjax.config.towers import Encoder
-from mmjax.config.training import loss_inputs
 from mmjax.cost.trace import tower_batch
 from mmjax.data.loading.context import tokens_on_device
 from mmjax.data.media.anyres_layout import interpolates_tokens
@@ -168,7 +167,7 @@ class RunPrograms:
             devices = row_ranks(mesh, rules.token_rows)
             rows = {name: (shape.towers[name][0] // devices, shape.towers[name][1]) for name in modules}
             tables = table_structs(modules, text.token, mesh, rules, rows, shape.widths, shape.peers)
-            inputs = dict.fromkeys(loss_inputs(self.executor.objective.loss), text.weight)
+            inputs = dict.fromkeys(self.executor.objective.loss.inputs, text.weight)
             text = put(select_tables(text._replace(**tables, loss_inputs=inputs), stage))
         towers = [tower for tower in stage.towers if tower != "llm"]
         return Microbatch(text, {tower: put(tower_batch(config, tower, shape.towers[tower])) for tower in towers})

@@ -28,7 +28,7 @@ from mmjax.config import (
     Samples,
 )
 from mmjax.config.model import towers_of
-from mmjax.config.training import repeats_forward, unit_devices
+from mmjax.config.training import unit_devices
 from mmjax.config.validation import check_layout
 from mmjax.data.plan.budget import Budget
 from mmjax.data.plan.fit_budget import make_budget
@@ -237,7 +237,7 @@ def _forecast(planned: _Planned, cluster: Cluster, index: LengthIndex, speed: Sp
     model = resolve_attention(config.model, speed.rates, layout.topology.context)
     microbatches = [m for step in planned.steps for m in step.microbatches]
     names = ("llm", *model.item_modules)
-    prices = pair_costs(model, speed.rates, frozen_modules(model), repeats_forward(config.loss))
+    prices = pair_costs(model, speed.rates, frozen_modules(model), config.loss.repeats_forward)
     work = np.stack([sum(m.work() for m in step.microbatches) for step in planned.steps], axis=1)
     useful = sum(np.bincount(m.module, index.useful(m.samples), len(names)) for m in microbatches)
     positions = sum(layout.topology.ranks * np.multiply(layout.rows, m.shape.lengths) for m in microbatches)
@@ -378,7 +378,7 @@ def describe_links(cluster: Cluster) -> list[str]:
 def _describe_waits(config: Config, grouper: StepGrouper, topology: Topology, speed: Speed) -> tuple[str, ...]:
     names = ("llm", *config.model.item_modules)
     model = resolve_attention(config.model, speed.rates, topology.context)
-    prices = pair_costs(model, speed.rates, frozen_modules(model), repeats_forward(config.loss))
+    prices = pair_costs(model, speed.rates, frozen_modules(model), config.loss.repeats_forward)
     advice = waiting_advice(grouper, prices, topology.ranks, names, topology.context)
     return *ranks_without_rows(grouper, topology.ranks, names), *filter(None, [advice])
 
@@ -397,6 +397,6 @@ def needed_flops(config: Config, index: LengthIndex, samples: np.ndarray) -> flo
         index.item_useful[items],
         index.item_tokens[items],
     )
-    reference = repeats_forward(config.loss)
+    reference = config.loss.repeats_forward
     flops = model_flops(config.model, work, frozen_modules(config.model), reference)
     return sum(of_module.total for of_module in flops.values())

@@ -15,7 +15,6 @@ import numpy as np
 from mmjax.autotune.sharded_stages import device_batch, shard_stages
 from mmjax.autotune.stage_memory import unsaved_bytes
 from mmjax.config import Config, ModelConfig, UnetConfig
-from mmjax.config.training import repeats_forward
 from mmjax.data.plan.placement import MicrobatchPlan, Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.planning.exchange_time import ClusterRun
@@ -130,7 +129,7 @@ def _place_stages(
             speed=speed,
             activation=ACTIVATION[config.training.precision],
             context_attention=sharded.layout.context_attention,
-            reference=repeats_forward(config.loss),
+            reference=config.loss.repeats_forward,
         )
         runs.append(
             [

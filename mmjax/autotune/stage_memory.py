@@ -18,7 +18,6 @@ from mmjax.config import (
 )
 from mmjax.config.generators import image_size
 from mmjax.config.model import step_vaes, towers_of
-from mmjax.config.training import repeats_forward
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.parallel.sharding import row_ranks
 from mmjax.planning.flops import frozen_modules, runs_twice
@@ -146,7 +145,7 @@ def fixed_bytes(
         if {*piece.inputs, *piece.outputs} & {*sharded.stage.inputs, *sharded.stage.outputs}:
             numbers = work[tower].tokens * model.llm.width if is_unet else positions * module.width
             # Those of a frozen reference are kept for no backward pass.
-            messages_held = in_flight + (repeats_forward(config.loss) and runs_twice(tower, model))
+            messages_held = in_flight + (config.loss.repeats_forward and runs_twice(tower, model))
             kinds["messages"] += 2 * messages_held * numbers * activation
     kinds["copies"] += (activation + cast) / MASTER * largest_layer
     kinds["messages"] += _deepstack_bytes(config, stages, number, layout, shape, microbatches_in_flight)

@@ -52,6 +52,7 @@ from mmjax.config.generators import (
     VaeConfig,
     VaeLatents,
 )
+from mmjax.config.losses import CrossEntropy, LossConfig
 from mmjax.config.media import (
     AnyRes,
     AsIs,
@@ -105,12 +106,8 @@ from mmjax.config.training import (
     Adafactor,
     AdamW,
     ContextAttention,
-    CrossEntropy,
-    Dpo,
     Exchange,
-    Grpo,
     Layout,
-    LossConfig,
     MeshConfig,
     Moments,
     Muon,

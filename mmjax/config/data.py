@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from mmjax.config.losses import Answers
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -221,7 +223,7 @@ class ParquetSource:
     weight: float = 1.0  # share of the samples
     window: int = 0  # so many neighbouring samples are shuffled, of files in random order; 0: all of them
     # pair: columns prompt, chosen and rejected; rollouts: prompt, completion_ids, logprobs and advantages
-    answers: Literal["one", "pair", "rollouts"] = "one"
+    answers: Answers = "one"
     prompt: str = ""  # the question of every row, where there is no column of questions; empty: none
     media: str = (
         ""  # folder, URL, .zip or .tar that paths in columns of media are relative to; empty: the file's folder

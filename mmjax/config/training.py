@@ -89,56 +89,6 @@ def unit_layout(unit: Unit, mesh: MeshConfig) -> Unit:
     return replace(unit, context_attention=mesh.context_attention)
 
 
-# Where log-probabilities of the frozen reference come from: a second forward pass without adapters, the data, or none.
-Reference = Literal["adapters_off", "stored", "none"]
-
-
-@dataclass(frozen=True)
-class CrossEntropy:
-    """Cross-entropy of every trained token."""
-
-    kind: Literal["cross_entropy"] = "cross_entropy"
-
-
-@dataclass(frozen=True)
-class Dpo:
-    """Direct preference optimisation (Rafailov et al. 2023) of pairs of a chosen and a rejected answer."""
-
-    beta: float = 0.1  # factor of the log-ratios to the reference: larger stays closer to it
-    # sigmoid_norm: an answer's log-ratio is the mean over its tokens (Tulu 3), not their sum.
-    loss_type: Literal["sigmoid", "sigmoid_norm"] = "sigmoid"
-    reference: Reference = "adapters_off"  # stored: ref_chosen_logps and ref_rejected_logps of every record
-    kind: Literal["dpo"] = "dpo"
-
-
-@dataclass(frozen=True)
-class Grpo:
-    """A step of group relative policy optimisation on imported rollouts: PPO's clipped objective of every token."""
-
-    epsilon: float = 0.2  # how far a token's probability may fall below that it was drawn with, and still count
-    epsilon_high: float = 0.2  # the same above it; DAPO has 0.28
-    beta: float = 0.0  # factor of the KL divergence to the reference; 0: none, and no reference
-    loss_type: Literal["dapo", "grpo"] = "dapo"  # the mean over all tokens of the step, or over answers' means
-    reference: Reference = "adapters_off"  # stored: ref_logprobs of every rollout
-    kind: Literal["grpo"] = "grpo"
-
-
-LossConfig = CrossEntropy | Dpo | Grpo
-
-
-def repeats_forward(loss: LossConfig) -> bool:
-    """Tell whether a step runs the model a second time without its adapters."""
-    return not isinstance(loss, CrossEntropy) and loss.reference == "adapters_off" and loss.beta > 0
-
-
-def loss_inputs(loss: LossConfig) -> tuple[str, ...]:
-    """Name what a loss reads of every token of an answer beside its weight."""
-    if isinstance(loss, CrossEntropy):
-        return ()
-    stored = ("reference_log_probs",) if loss.reference == "stored" and loss.beta > 0 else ()
-    return stored if isinstance(loss, Dpo) else ("old_log_probs", "advantages", *stored)
-
-
 Carrier = Literal["auto", "sockets", "device", "collective"]
 
 

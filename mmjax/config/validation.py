@@ -15,7 +15,6 @@ from mmjax.config import (
     ContextAttention,
     CrossEntropy,
     DataConfig,
-    Dpo,
     EmbeddedSource,
     FileSource,
     Layout,
@@ -36,9 +35,10 @@ from mmjax.config.checks import (
     modules_of_model,
 )
 from mmjax.config.codec import did_you_mean
+from mmjax.config.losses import loss_of_source, takes_answers
 from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, rated_modules
 from mmjax.config.model_validation import check_limits, check_model
-from mmjax.config.training import repeats_forward, unit_layout, unit_modules
+from mmjax.config.training import unit_layout, unit_modules
 from mmjax.config.unit_stages import cut_unit
 
 EMBEDDED_RATE = 4000  # Hz, of the embedded dataset's clips
@@ -148,21 +148,15 @@ def check_loss(config: Config) -> None:
     """Raises UserError where sources hold not what the loss is of, or the model cannot take answers as branches."""
     loss, model = config.loss, config.model
     for name, source in config.data.sources.items():
-        answers = {"pair": "dpo", "rollouts": "grpo"}.get(getattr(source, "answers", "one"), "cross_entropy")
-        source_loss = {"preference": "dpo", "rollouts": "grpo"}.get(source.kind, answers)
-        # What a function, a dataset_info or ArrayRecords hold is seen when they are read.
-        known = source_loss != "cross_entropy" or source.kind not in ("function", "dataset_info", "arrayrecord")
         check(
-            source_loss == loss.kind or not known,
-            f"loss={loss.kind}: data.sources.{name} ({source.kind}) is for loss={source_loss}; set that, or drop it",
+            takes_answers(loss, source),
+            f"loss={loss.kind}: data.sources.{name} ({source.kind}) is for "
+            f"loss={loss_of_source(source).kind}; set that, or drop it",
         )
     if isinstance(loss, CrossEntropy):
         return
     at_least(0, "loss", loss, ("beta",))
-    if isinstance(loss, Dpo):
-        above_zero("loss", loss, ("beta",))
-    else:
-        above_zero("loss", loss, ("epsilon", "epsilon_high"))
+    above_zero("loss", loss, loss.above_zero)
     towers = {"model.llm": model.llm, **{f"model.encoders.{name}": e for name, e in model.encoders.items()}}
     dropping = next((name for name, tower in towers.items() if tower.dropout), "")
     unsupported = {
@@ -173,7 +167,7 @@ def check_loss(config: Config) -> None:
     }
     for setting, in_config in unsupported.items():
         check(not in_config, f"loss={loss.kind} does not work with {setting}; leave it out, or use loss=cross_entropy")
-    if repeats_forward(loss):
+    if loss.repeats_forward:
         trained = [module for module in module_names(model) if module not in frozen_modules(model)]
         check(
             bool(adapted_modules(model)) and not trained,

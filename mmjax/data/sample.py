@@ -73,6 +73,11 @@ class Conversation:
     rollouts: tuple[Rollout, ...] = ()  # answers that a model has drawn to its last message
     unread: tuple[str, ...] = field(default=(), compare=False)  # keys of the record that nothing reads
 
+    @property
+    def loss_of_answers(self) -> str:
+        """Name a loss that is of such answers; empty where there is one alone."""
+        return "dpo" if self.rejected else "grpo" if self.rollouts else ""
+
     def media(self) -> Iterator[MediaPlace]:
         """Iterate over the places of media in order."""
         return (part for message in self.messages for part in message.parts if isinstance(part, MediaPlace))

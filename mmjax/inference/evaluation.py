@@ -39,12 +39,12 @@ from mmjax.inference.prompts import (
     select_usable,
 )
 from mmjax.inference.scores import Answered, Replies, Scores
+from mmjax.losses.objective import TextObjective, mean_measures, measures_of
+from mmjax.losses.step_losses import image_sums
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model
 from mmjax.parallel.sharding import ShardingRules, activations_on, replicated
 from mmjax.runtime.device_batch import put_rows
-from mmjax.runtime.losses import image_sums
-from mmjax.runtime.objectives import TextObjective, measures_of
 from mmjax.runtime.program_cache import CachedProgram
 from mmjax.startup import activity
 
@@ -142,7 +142,7 @@ class Evaluator:
         closed_over = (model.description, rules, config.loss, objective.chunks)
         context = None if model.description is None else repr(closed_over)
         self._losses = CachedProgram(context, mesh, losses, out_shardings=replicated(mesh))
-        self._measures = measures_of(config.loss)
+        self._loss = config.loss
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -163,7 +163,7 @@ class Evaluator:
         measured = {name for name, _ in self._measured if name.startswith(f"{split}/")}
         by_source = [f"loss/{name.partition('/')[2]}" for name in sorted(measured)] if len(measured) > 1 else []
         matches = [f"exact_match_{name}" for name in sorted(self._groups.get(split, ()))]
-        losses = ["loss", *self._measures] if measured else []
+        losses = ["loss", *measures_of(self._loss)] if measured else []
         return tuple(f"{split}/{name}" for name in [*matches, *losses, *by_source])
 
     def questions(self, split: str = "") -> int:
@@ -248,7 +248,8 @@ class Evaluator:
         total = {name: sum(s[name] for s in sums.values()) for name in next(iter(sums.values()))}
         weight = total.pop("weight")
         by_source = {f"loss/{name}": mean for name, mean in means.items()} if len(means) > 1 else {}
-        return {name: value / weight for name, value in total.items()} | by_source | of_images
+        measured = mean_measures(self._loss, total, weight)
+        return {"loss": total["loss"] / weight} | measured | by_source | of_images
 
     def log_probs(self, params: Params) -> dict[str, dict[int, tuple[float, float]]]:
         """Compute the log-probabilities of both answers of every pair, the chosen one's first, by source and sample."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from mmjax.config import Config, Unit
 from mmjax.config.model import layers_of
-from mmjax.config.training import repeats_forward, unit_modules
+from mmjax.config.training import unit_modules
 from mmjax.config.unit_stages import chain_of
 from mmjax.planning.flops import layer_flops
 from mmjax.planning.memory import ACTIVATION
@@ -71,7 +71,7 @@ def _balance(
     for tower in towers:
         number = names.index(tower)
         shapes = [{n: (1, length) for n, length in zip(names, shape, strict=True)} for shape in lengths]
-        by_shape = [layer_flops(model, tower, shape, repeats_forward(config.loss)) for shape in shapes]
+        by_shape = [layer_flops(model, tower, shape, config.loss.repeats_forward) for shape in shapes]
         firsts.append(len(flops))
         for layer_by_shape in zip(*by_shape, strict=True):
             flops.append(tuple(rows[number] * sum(f.at_one_rate[way] for f in layer_by_shape) for way in (0, 1)))

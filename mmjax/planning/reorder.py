@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 
 from mmjax.config import Config, UnetConfig
-from mmjax.config.training import repeats_forward, unit_devices
+from mmjax.config.training import unit_devices
 from mmjax.config.unit_stages import LayerRange
 from mmjax.planning.flops import SHEET, Flops, layer_policies, stage_flops
 from mmjax.planning.schedules import (
@@ -107,7 +107,7 @@ def _flops_of_row(config: Config, piece: LayerRange, shape: Sequence[int], pairs
         policies = layer_policies(tower)[piece.start : piece.stop]
     one_row = {tower: (1, length) for tower, length in zip(towers, shape, strict=True)}
     piece_pairs = None if pairs is None else dict.fromkeys(towers, 0.0) | {piece.tower: pairs}
-    reference = repeats_forward(config.loss)
+    reference = config.loss.repeats_forward
     flops = stage_flops(
         config.model,
         piece.tower,

@@ -26,6 +26,8 @@ from mmjax.config import CrossEntropy, LossConfig
 from mmjax.config.training import Carrier
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
+from mmjax.losses.objective import TextObjective
+from mmjax.losses.step_losses import Losses
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, merge
 from mmjax.models.stage import Stage
@@ -41,8 +43,6 @@ from mmjax.runtime.device_batch import (
     put_report,
 )
 from mmjax.runtime.devices import check_ram
-from mmjax.runtime.losses import Losses
-from mmjax.runtime.objectives import TextObjective
 from mmjax.runtime.passes import Gradients, Passes, PlacedStage, StagedBatch
 from mmjax.runtime.placement import put_batch
 from mmjax.runtime.program_cache import CachedProgram

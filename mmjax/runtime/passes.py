@@ -17,13 +17,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mmjax.batch import Microbatch
+from mmjax.losses.objective import TextObjective
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import merge, modules_of, partition
 from mmjax.models.stage import Activations, Piece, Stage
 from mmjax.parallel.sharding import ShardingRules, without_shards
 from mmjax.planning.schedules import Action, ScheduleName, StageGraph, make_schedule
 from mmjax.planning.simulate import total_order
-from mmjax.runtime.objectives import TextObjective
 from mmjax.runtime.stage_program import Residuals, StageProgram, Sums
 from mmjax.runtime.transfer import move_array
 

@@ -16,6 +16,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmjax.batch import Microbatch
+from mmjax.losses.objective import TextObjective, measures_of
+from mmjax.losses.step_losses import (
+    Losses,
+    add_losses,
+    expert_loss,
+    expert_sums,
+    image_loss,
+    step_loss,
+    worst_samples,
+    zero_losses,
+)
 from mmjax.models.layer_stacks import Params, key_names, split_scanned
 from mmjax.models.model import Outputs, merge, modules_of, partition
 from mmjax.models.stage import ROUTING, Activations, Stage
@@ -28,17 +39,6 @@ from mmjax.parallel.sharding import (
     tree_shardings,
 )
 from mmjax.runtime.device_batch import weigh, weigh_images
-from mmjax.runtime.losses import (
-    Losses,
-    add_losses,
-    expert_loss,
-    expert_sums,
-    image_loss,
-    step_loss,
-    worst_samples,
-    zero_losses,
-)
-from mmjax.runtime.objectives import TextObjective, measures_of
 from mmjax.runtime.program_cache import CachedProgram
 
 LOSS = "loss"  # of a stage, beside what it makes for others

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from mmjax.config import ModelConfig
 from mmjax.errors import UserError
+from mmjax.losses.step_losses import Losses
 from mmjax.runtime.device_batch import ProcessReport
-from mmjax.runtime.losses import Losses
 
 
 class StepReport(NamedTuple):

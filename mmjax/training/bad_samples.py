@@ -14,8 +14,8 @@ from mmjax.console import print_lines
 from mmjax.data.sources.chat_source import BadSampleEntry, Quarantine
 from mmjax.distributed import coordination
 from mmjax.errors import UserError
+from mmjax.losses.step_losses import MAX_WORST
 from mmjax.runtime.device_batch import MAX_UNREADABLE
-from mmjax.runtime.losses import MAX_WORST
 from mmjax.runtime.step_report import StepReport
 
 

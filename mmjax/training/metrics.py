@@ -16,10 +16,11 @@ from mmjax.data.plan.budget import prices_of
 from mmjax.data.plan.placement import Topology
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.distributed import coordination
+from mmjax.losses.objective import mean_measures
+from mmjax.losses.step_losses import ExpertSums
 from mmjax.planning.measured_file import Probed
 from mmjax.runtime.devices import CompileCounter, open_files, peak_memory_used, resident_memory
 from mmjax.runtime.executor import Executor
-from mmjax.runtime.losses import ExpertSums
 from mmjax.runtime.state import Hyperparameters
 from mmjax.runtime.step_report import StepReport
 from mmjax.training.metrics_log import MetricValue
@@ -197,7 +198,7 @@ class StepMetrics:
             **expert_scalars(report.losses.experts),
             # Mean error of the step's patches.
             **{f"image_loss/{name}": float(sums[0] / max(sums[1], 1)) for name, sums in report.losses.images.items()},
-            **{name: float(total / weight) for name, total in report.losses.measures.items()},
+            **mean_measures(self._config.loss, report.losses.measures, weight),
             "gradient_norm": float(report.gradient_norm),
             **{name: float(rate) for name, rate in hyper.items() if name.startswith("learning_rate/")},
             **balance_scalars(loaded, modules, layout, self._prices, self._measured),

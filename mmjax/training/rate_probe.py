@@ -21,7 +21,6 @@ from mmjax.balance.mask_work import Mask, allowed_keys
 from mmjax.balance.parts import LLM
 from mmjax.batch import PADDING, TEXT_KIND, Microbatch, TextBatch
 from mmjax.config import Config, DecoderConfig
-from mmjax.config.training import repeats_forward
 from mmjax.console import print_lines
 from mmjax.data.loading.step_loader import LoadedStep, StepLoader
 from mmjax.data.plan.attended_pairs import pairs_by_length
@@ -242,7 +241,7 @@ class RateProbe:
         shape = dict(zip(names, lengths, strict=True))
         items = loaded.pairs[0].max(-1) * layout.topology.encoders_per_rank
         pairs = dict(zip(names, items.tolist(), strict=True)) | {"llm": one.pairs}
-        reference = repeats_forward(self.config.loss)
+        reference = self.config.loss.repeats_forward
         frozen = frozen_modules(model)
         rows, attending = (
             total_of(executed(model, shape, frozen, self.loss_chunks, attended, reference))

@@ -25,10 +25,11 @@ from mmjax.hf import class_defaults
 from mmjax.hf.families import from_hf, layout_of
 from mmjax.hf.folder import HfFolder, split_entry
 from mmjax.hf.layout import Layout, TensorSlice
+from mmjax.losses.cross_entropy import token_losses
+from mmjax.losses.step_losses import step_loss
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, module_of
 from mmjax.parallel.sharding import ShardingRules, make_mesh
-from mmjax.runtime.losses import step_loss, token_losses
 from mmjax.runtime.state import parameter_shardings
 from mmjax.runtime.weights import load_pretrained
 

@@ -21,22 +21,23 @@ from tiny_run import MESHES, gradients, load_steps, make_executor, paths, worst_
 
 from mmjax import evaluate
 from mmjax.batch import Microbatch, TextBatch
-from mmjax.config import Config, Dpo, Grpo, LoraConfig, MeshConfig
+from mmjax.config import Config, LoraConfig, MeshConfig
 from mmjax.config.loading import find_config, load
+from mmjax.config.losses import Dpo, Grpo
 from mmjax.config.model import module_names
 from mmjax.config.validation import validate
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
-from mmjax.data.sources.chat_records import REFERENCE
+from mmjax.data.sources.answers import REFERENCE
 from mmjax.data.sources.opening import open_sources
 from mmjax.hf.families import frozen as with_frozen
+from mmjax.losses.dpo import CHOSEN, REJECTED
 from mmjax.parallel.sharding import activations_on
 from mmjax.planning.flops import model_flops
 from mmjax.planning.work import useful_work
 from mmjax.runtime.devices import mesh_topology
 from mmjax.runtime.executor import Executor
-from mmjax.runtime.objectives import CHOSEN, REJECTED
 from mmjax.runtime.state import hyperparameters, parameter_shardings
 from mmjax.runtime.weights import load_pretrained
 from mmjax.train import train

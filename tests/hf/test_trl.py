@@ -14,7 +14,7 @@ from preferences import Theirs, run_config, save_log_probs, save_pairs
 from test_preferences import our_steps, samples_of, started
 from tiny_run import load_steps
 
-from mmjax.config import Dpo
+from mmjax.config.losses import Dpo
 from mmjax.runtime.state import hyperparameters
 
 pytestmark = pytest.mark.exhaustive

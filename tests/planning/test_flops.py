@@ -31,11 +31,11 @@ from mmjax.config import (
 from mmjax.cost.table import active_parameters, parameters
 from mmjax.data.media.patches import to_patches
 from mmjax.kernels.tiles import MAX_BLOCK
+from mmjax.losses.cross_entropy import losses_in_chunks
 from mmjax.models.model import Model, merge, partition
 from mmjax.planning import work
 from mmjax.planning.flops import executed, frozen_modules, model_flops, relative_cost, step_needed
 from mmjax.planning.work import useful_work
-from mmjax.runtime.losses import losses_in_chunks
 
 GLM = ConnectorConfig(
     mlp_width=20, norm="none", biases=(), merger_width=12, merger_bias=True, projection=True, gated=True

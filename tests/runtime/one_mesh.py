@@ -15,11 +15,19 @@ from step_args import StepArguments
 
 from mmjax.batch import Microbatch
 from mmjax.config.model import adapted_modules
+from mmjax.losses.step_losses import (
+    Losses,
+    expert_loss,
+    expert_sums,
+    highest_losses,
+    image_loss,
+    step_loss,
+    worst_samples,
+)
 from mmjax.models.layer_stacks import Params, split_scanned
 from mmjax.models.model import Model, Outputs, accumulate_in_scans, merge, restrict
 from mmjax.parallel.sharding import activations_on
 from mmjax.runtime.executor import Executor
-from mmjax.runtime.losses import Losses, expert_loss, expert_sums, highest_losses, image_loss, step_loss, worst_samples
 from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.step_report import is_valid, report_step
 

@@ -23,7 +23,8 @@ from test_unit_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_
 from tiny_run import load_steps, one_shape, with_answers, worst_leaf
 
 from mmjax import train
-from mmjax.config import Config, Dpo, EmbeddedSource, Grpo, Layout, LoraConfig, Samples, Unit
+from mmjax.config import Config, EmbeddedSource, Layout, LoraConfig, Samples, Unit
+from mmjax.config.losses import Dpo, Grpo
 from mmjax.models.stage import REFERENCE
 
 DPO, GRPO = Dpo(0.5), Grpo(beta=0.5)

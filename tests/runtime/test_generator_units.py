@@ -25,7 +25,6 @@ from mmjax.autotune.compile_run import compile_run
 from mmjax.autotune.run_plan import plan_run
 from mmjax.autotune.run_time import simulate_stages, time_stages
 from mmjax.config import Config, FunctionSource, MeshConfig, NoGrouping, Samples, Unit
-from mmjax.config.training import repeats_forward
 from mmjax.config.validation import validate
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
@@ -292,7 +291,7 @@ def assert_planned_as_compiled(config: Config, folder: Path) -> None:
     programs = compile_run(config, layout, plan, jax.devices())
     for plan in plans:
         assert plan.forward > 0
-        assert plan.backward > plan.forward or repeats_forward(config.loss)
+        assert plan.backward > plan.forward or config.loss.repeats_forward
         compiled = max(program.bytes for program in programs[plan.name].values())
         assert 0.6 < plan.bytes / compiled < 1.7, (plan.name, plan.bytes / compiled, plan.memory)
 

@@ -12,8 +12,9 @@ from one_mesh import assert_programs_are_those_of_one_mesh, gradient_program, lo
 from step_args import step_arguments
 from tiny_run import MESHES, load_steps, make_executor, tiny_config, with_answers
 
-from mmjax.config import CrossEntropy, Dpo, ExpertsConfig, Grpo, LoraConfig
+from mmjax.config import CrossEntropy, ExpertsConfig, LoraConfig
 from mmjax.config.loading import load
+from mmjax.config.losses import Dpo, Grpo
 from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.models.multimodal import MultimodalModel
 

@@ -13,9 +13,9 @@ from tiny_run import MESHES, load_steps, make_executor, tiny_config
 from mmjax.config import BatchConfig, PackGrouping, Samples, TrainingConfig
 from mmjax.data.plan.placement import Topology
 from mmjax.errors import UserError
+from mmjax.losses.step_losses import MAX_WORST, Losses
 from mmjax.runtime.device_batch import bisect_bad
 from mmjax.runtime.executor import State
-from mmjax.runtime.losses import MAX_WORST, Losses
 from mmjax.runtime.state import hyperparameters
 from mmjax.training.bad_samples import MAX_SKIPPED, MIN_NORMS, NonFiniteWatch
 

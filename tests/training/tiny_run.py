@@ -34,7 +34,6 @@ from mmjax.config import (
     TrainingConfig,
     VisionConfig,
 )
-from mmjax.config.training import loss_inputs
 from mmjax.data.loading.step_loader import StepLoader
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.placement import ONE_RANK, Topology
@@ -185,7 +184,7 @@ def with_answers(batches: Sequence[Microbatch], loss: LossConfig) -> list[Microb
     def of(number: int, text: TextBatch) -> np.ndarray:
         return np.where(text.weight > 0, np.sin(3.0 * number + 7 * text.owner + text.offset), 0).astype(np.float32)
 
-    texts = [b.text._replace(loss_inputs={x: of(n, b.text) for n, x in enumerate(loss_inputs(loss))}) for b in batches]
+    texts = [b.text._replace(loss_inputs={x: of(n, b.text) for n, x in enumerate(loss.inputs)}) for b in batches]
     return [batch._replace(text=text) for batch, text in zip(batches, texts, strict=True)]
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from mmjax.batch import Microbatch
 from mmjax.config import Config, NoBalance
-from mmjax.config.training import repeats_forward
 from mmjax.cost import table
 from mmjax.data.loading.batch_hash import EncoderRanks, Own, add_hashes, batch_hash, ranks_of_encoder
 from mmjax.data.loading.context import spread_over_context
@@ -214,7 +213,7 @@ class StepLoader:
 
         def count() -> None:
             make_step_planner(self.planner.grouper, self.config, self.layout)
-            model, reference = self.config.model, repeats_forward(self.config.loss)
+            model, reference = self.config.model, self.config.loss.repeats_forward
             for amount in (0, 1):  # with no items at all, and with some of every kind
                 work = dict.fromkeys(("llm", *model.item_modules), Work(*[amount] * len(Work._fields)))
                 model_flops(model, work, frozen_modules(model), reference)
@@ -246,7 +245,7 @@ class StepLoader:
     def _needed_flops(self, number: int, batch: Microbatch) -> float:
         """Count the FLOPs of this process's ranks; encoder ranks that other processes hold count as its own."""
         model = self.config.model
-        frozen, reference = frozen_modules(model), repeats_forward(self.config.loss)
+        frozen, reference = frozen_modules(model), self.config.loss.repeats_forward
         if isinstance(self.encoder_ranks, Mapping):  # a unit's rows lie on each of its stages, and count on the first
             encoder_ranks, counted = self._held(number)
             local = {"llm": self.ranks, **encoder_ranks}

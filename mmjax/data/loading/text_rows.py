@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
-from mmjax.config import AudioConfig, CrossEntropy, Dpo, Generator, LossConfig, ModelConfig, VisionConfig
+from mmjax.config import AudioConfig, CrossEntropy, Generator, LossConfig, ModelConfig, VisionConfig
 from mmjax.config.generators import row_values, takes_pixels
-from mmjax.config.training import loss_inputs
 from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.plan.attended_pairs import MaskRules, prefix_tokens
 from mmjax.data.sample import CORNERS, MAX_BRANCHES, NEWLINE, NO_TOKEN, ArrangedItems, Item, Sample, Text
@@ -118,7 +117,7 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
         },
         send=send,
         condition={},
-        loss_inputs={name: np.zeros(shape, np.float32) for name in loss_inputs(arrays.loss)},
+        loss_inputs={name: np.zeros(shape, np.float32) for name in arrays.loss.inputs},
     )
 
 
@@ -296,9 +295,9 @@ def _check_answers(sample: Sample, loss: LossConfig) -> None:
         return
     trained = [segment for segment in sample.segments if isinstance(segment, Text) and segment.weights.any()]
     branches = [segment.branch for segment in trained]
-    if (isinstance(loss, Dpo) and branches != [1, 2]) or 0 in branches or len(set(branches)) < len(branches):
-        expected = "a chosen answer in branch 1 and a rejected one in branch 2" if isinstance(loss, Dpo) else "answers"
+    if (loss.branches and branches != [*loss.branches]) or 0 in branches or len(set(branches)) < len(branches):
+        expected = " and ".join(f"{what} in branch {number}" for number, what in loss.branches.items()) or "answers"
         raise ValueError(f"it trains text in the branches {branches}; loss={loss.kind} takes {expected}, one text each")
-    for name in loss_inputs(loss):
+    for name in loss.inputs:
         if any(len(segment.loss_inputs.get(name, ())) != len(segment.tokens) for segment in trained):
             raise ValueError(f"its answers have no {name} of every token, which loss={loss.kind} reads")

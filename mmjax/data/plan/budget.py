@@ -10,7 +10,6 @@ import numpy as np
 from mmjax.balance.budgets import Budgets
 from mmjax.balance.waits import Prices
 from mmjax.config import Config
-from mmjax.config.training import repeats_forward
 from mmjax.planning.flops import frozen_modules, pair_costs, relative_cost
 
 Lengths = tuple[int, ...]  # of every module, the LLM first
@@ -64,7 +63,7 @@ class Budget:
 
 def position_flops(config: Config) -> np.ndarray:
     """Count the FLOPs that one more position of each module's rows executes, float64 `[M]`."""
-    return relative_cost(config.model, frozen=frozen_modules(config.model), reference=repeats_forward(config.loss))
+    return relative_cost(config.model, frozen=frozen_modules(config.model), reference=config.loss.repeats_forward)
 
 
 def prices_of(config: Config, budget: Budget) -> Prices:
@@ -74,4 +73,4 @@ def prices_of(config: Config, budget: Budget) -> Prices:
 
 def assumed_prices(config: Config) -> Prices:
     """Return the prices that assumed rates give."""
-    return pair_costs(config.model, frozen=frozen_modules(config.model), reference=repeats_forward(config.loss))
+    return pair_costs(config.model, frozen=frozen_modules(config.model), reference=config.loss.repeats_forward)

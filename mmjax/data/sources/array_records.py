@@ -22,7 +22,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -31,7 +31,8 @@ from typing import Any, get_args
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from mmjax.data.sample import BadSample, Conversation, MediaPlace, Medium, Message, Rollout
+from mmjax.data.sample import BadSample, Conversation, MediaPlace, Medium, Message
+from mmjax.data.sources import answers
 from mmjax.data.sources.json_records import JsonRecords, load_json
 from mmjax.data.storage.files import FileRef, InlineBytes, check_bytes, file_at, hash_strings, local_copy, one_line
 from mmjax.disk import atomic_write
@@ -63,14 +64,7 @@ def to_header(conversation: Conversation, lengths: Sequence[int]) -> dict[str, A
     header = {"messages": messages, "media": media} | (
         {"answers": conversation.answers} if conversation.answers else {}
     )
-    if conversation.rejected:
-        header |= {"rejected": "".join(conversation.rejected.parts), "reference": conversation.reference}
-        if conversation.rejected.fields:
-            header["rejected_fields"] = dict(conversation.rejected.fields)
-    if conversation.rollouts:
-        rollouts = [asdict(rollout) for rollout in conversation.rollouts]
-        header["rollouts"] = [{k: v for k, v in rollout.items() if k != "mask" or v} for rollout in rollouts]
-    return header
+    return header | answers.to_json(conversation)
 
 
 def from_header(header: Mapping[str, Any]) -> Conversation:
@@ -88,16 +82,10 @@ def from_header(header: Mapping[str, Any]) -> Conversation:
                 raise ValueError(f"a message of the weight {weight!r}")
             contents = tuple(part if isinstance(part, str) else media[part] for part in parts)
             messages.append(Message(role, contents, weight, _fields(fields)))
-        rejected = None
-        if "rejected" in header:
-            fields = _fields(header.get("rejected_fields", {}))
-            rejected = Message(messages[-1].role, (str(header["rejected"]),), fields=fields)
         return Conversation(
             messages=tuple(messages),
             answers=tuple(map(str, header.get("answers", ()))),
-            rejected=rejected,
-            reference=tuple(map(float, header.get("reference", ()))),
-            rollouts=tuple(_rollout(**rollout) for rollout in header.get("rollouts", ())),
+            **answers.from_json(header, messages[-1].role),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BadSample(f"has a header that is not of this format: {error!r}") from None
@@ -105,23 +93,6 @@ def from_header(header: Mapping[str, Any]) -> Conversation:
 
 def _fields(fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((str(key), str(text)) for key, text in fields.items())
-
-
-def _rollout(
-    tokens: Sequence[int],
-    log_probs: Sequence[float],
-    advantage: float,
-    reference: Sequence[float],
-    mask: Sequence[int] = (),
-) -> Rollout:
-    """Build a rollout of what JSON holds of it."""
-    return Rollout(
-        tokens=tuple(map(int, tokens)),
-        log_probs=tuple(map(float, log_probs)),
-        advantage=float(advantage),
-        reference=tuple(map(float, reference)),
-        mask=tuple(map(int, mask)),
-    )
 
 
 def encode_record(header: Mapping[str, Any], media: Sequence[bytes]) -> bytes:

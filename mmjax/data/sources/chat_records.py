@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, Rollout, split_markers
+from mmjax.data.sample import MARKER, BadSample, Conversation, MediaPlace, Medium, Message, split_markers
 from mmjax.data.sources.record_keys import FIELDS, READ, TRAINED, is_absent, unread_keys
 
 KEYS: Mapping[Medium, tuple[str, ...]] = {
@@ -32,9 +31,7 @@ ROLES = {
     "tool": "tool",
 }
 MAX_WEIGHT = 1e6  # of a message
-MAX_LOG_PROB = 0.1  # of a token; rounded ones may be a little above 0
 MAX_CHARACTERS = 1 << 22  # of a conversation's text
-REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # keys of a reference's log-probabilities of a pair's answers
 # By a part's type: its medium, and the keys under which its file may be named.
 _PART_KEYS: Mapping[str, tuple[Medium, tuple[str, ...]]] = {
     "image": ("image", ("image", "path", "url", "bytes")),
@@ -174,24 +171,6 @@ def parse_question_record(record: Mapping[str, Any], question: str, answer: str)
     return with_unread(parse_question(record.get(question), answers, files_of, beside), unread)
 
 
-def parse_preference(record: Mapping[str, Any]) -> Record:
-    """Parse a pair of answers as TRL has it: {"prompt", "chosen", "rejected"}, each a text or messages.
-
-    Without a prompt both have it, and it is what they share. Log-probabilities of a reference may stand under
-    "ref_chosen_logps" and "ref_rejected_logps". Raises BadSample.
-    """
-    unread = unread_keys(record, "record", READ["preference"])
-    chosen, rejected = (_turns(record, key, "assistant") for key in ("chosen", "rejected"))
-    prompt = _turns(record, "prompt", "user") if record.get("prompt") else chosen[:-1]
-    if not record.get("prompt") and rejected[:-1] != prompt:
-        raise BadSample("has no prompt, and chosen and rejected differ before their last messages")
-    if not prompt:
-        raise BadSample("has no prompt")
-    if record.get("prompt") and (len(chosen), len(rejected)) != (1, 1):
-        raise BadSample("has several messages in chosen or rejected; they hold one answer of the assistant each")
-    return with_unread(parse_pair(prompt, chosen[-1], rejected[-1], _media_of(record), record), unread)
-
-
 def with_unread(record: Record, unread: Sequence[str]) -> Record:
     """Add keys that nothing reads to those of a record's messages."""
     if not unread:
@@ -200,104 +179,7 @@ def with_unread(record: Record, unread: Sequence[str]) -> Record:
     return replace(record, conversation=replace(record.conversation, unread=names))
 
 
-def parse_pair(
-    prompt: Sequence[Any], chosen: Any, rejected: Any, media: Mapping[str, Any], record: Mapping[str, Any]
-) -> Record:
-    """Build a record of messages and two answers to them, with the reference's log-probabilities. Raises BadSample.
-
-    media: files beside the messages. record: that has them all.
-    """
-    stored = [_number(record, key) for key in REFERENCE]
-    for key, value in zip(REFERENCE, stored, strict=True):
-        _check_log_probs(key, [] if value is None else [value])
-    reference = tuple(value for value in stored if value is not None)
-    prompt = _with_media_first(prompt, media)
-    parsed, worse = (parse_chat({"messages": [*prompt, answer]} | media, "messages") for answer in (chosen, rejected))
-    messages = parsed.conversation.messages[-1], worse.conversation.messages[-1]
-    if any(message.role != "assistant" for message in messages):
-        raise BadSample("has a chosen or rejected message that is not the assistant's")
-    if any(not isinstance(part, str) for message in messages for part in message.parts):
-        raise BadSample("has a medium in a chosen or rejected answer; loss=dpo is of text")
-    if messages[1].weight not in (1, messages[0].weight):
-        raise BadSample(f"has a rejected answer with weight={messages[1].weight!r}; a pair has its chosen answer's")
-    _check_prompt_weights(parsed.conversation.messages[:-1])
-    if messages[0].parts == messages[1].parts:
-        raise BadSample("has the same chosen and rejected answer: there is nothing to learn")
-    pair = replace(parsed.conversation, rejected=messages[1], reference=reference)
-    return with_unread(replace(parsed, conversation=pair), worse.conversation.unread)
-
-
-def parse_rollouts(record: Mapping[str, Any]) -> Record:
-    """Parse answers that a model has drawn: {"prompt", "completion_ids", "logprobs", "advantages"}. Raises BadSample.
-
-    The latter three have an entry for each answer: its tokens, their log-probabilities when they were drawn, and a
-    number. "ref_logprobs", where there are any, are the reference's; "completion_mask" has a 0 for each token that is
-    not trained on, as a tool's.
-    """
-    unread = unread_keys(record, "record", READ["rollouts"])
-    media = _media_of(record)
-    prompt = _with_media_first(_turns(record, "prompt", "user"), media)
-    if not isinstance(record.get("completion_ids"), list | tuple) or not record["completion_ids"]:
-        text = ", whose tokens must be those that logprobs are of: text alone does not say them"
-        raise BadSample(f"has no completion_ids{text if record.get('completions') else ''}")
-    columns = [record.get(key) for key in ("completion_ids", "logprobs", "advantages")]
-    if any(not isinstance(values, list | tuple) or len(values) != len(columns[0]) for values in columns):
-        raise BadSample("has not as many logprobs and advantages as completion_ids")
-    for key in ("ref_logprobs", "completion_mask"):
-        values = [()] * len(columns[0]) if is_absent(record.get(key)) else record[key]
-        if not isinstance(values, list | tuple) or len(values) != len(columns[0]):
-            raise BadSample(f"has not as many {key} as completion_ids")
-        columns.append(values)
-    rollouts = []
-    for number, (tokens, log_probs, advantage, reference, mask) in enumerate(zip(*columns, strict=True)):
-        if not _are_numbers(tokens, int) or not tokens or not _are_numbers([advantage]):
-            raise BadSample(f"has no tokens, or no advantage, of answer {number}")
-        if min(tokens) < 0:
-            raise BadSample(
-                f"has a token {min(tokens)} in answer {number}; leave out what is no token, with its logprob"
-            )
-        if not _are_numbers(log_probs) or len(log_probs) != len(tokens):
-            raise BadSample(f"has not a log-probability of every token of answer {number}")
-        if not _are_numbers(reference):
-            raise BadSample(f"has ref_logprobs of answer {number} that are no numbers")
-        for key, values in (("logprobs", log_probs), ("ref_logprobs", reference)):
-            _check_log_probs(key, values)
-        mask = () if mask is None else mask
-        if (
-            not isinstance(mask, list | tuple)
-            or any(m not in (0, 1) for m in mask)
-            or len(mask) not in (0, len(tokens))
-        ):
-            raise BadSample(f"has a completion_mask of answer {number} that is no 0 or 1 for every token")
-        rollouts.append(
-            Rollout(
-                tokens=tuple(tokens),
-                log_probs=tuple(log_probs),
-                advantage=float(advantage),
-                reference=tuple(reference),
-                mask=() if all(mask) else tuple(map(int, mask)),
-            )
-        )
-    if not any(not rollout.mask or any(rollout.mask) for rollout in rollouts):
-        raise BadSample("has a completion_mask of 0 alone: there is nothing to learn")
-    parsed = parse_chat({"messages": prompt} | media, "messages", answered=False)
-    _check_prompt_weights(parsed.conversation.messages)
-    return with_unread(replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts))), unread)
-
-
-def _check_prompt_weights(messages: Sequence[Message]) -> None:
-    """Raise BadSample where a message of a prompt asks for another weight than that of all or of none."""
-    if weight := next((message.weight for message in messages if message.weight not in (0, 1)), None):
-        raise BadSample(f"has a message with weight={weight!r} in its prompt, of which nothing is trained on")
-
-
-def _check_log_probs(key: str, values: Sequence[float]) -> None:
-    """Raise BadSample for logarithms of probabilities above 1, which are probabilities, or losses."""
-    if values and max(values) > MAX_LOG_PROB:
-        raise BadSample(f"has {max(values):.4g} in {key}; logarithms of probabilities are at most 0")
-
-
-def _turns(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
+def messages_under(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
     """Return the messages under a key, of which a text alone is one. Raises BadSample."""
     value = record.get(key)
     if isinstance(value, list | tuple) and value:
@@ -307,13 +189,13 @@ def _turns(record: Mapping[str, Any], key: str, role: str) -> list[Any]:
     return [{"role": role, "content": value}]
 
 
-def _media_of(record: Mapping[str, Any]) -> dict[str, Any]:
+def media_beside(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a record names beside its messages: media, and a system message."""
     keys = ("system", *(key for names in KEYS.values() for key in names))
     return {key: record[key] for key in keys if record.get(key) is not None}
 
 
-def _with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[Any]:
+def with_media_first(turns: Sequence[Any], media: Mapping[str, Any]) -> list[Any]:
     """Put media that no message has a place for before the first question, as TRL does."""
     marks = [medium for medium, keys in KEYS.items() for _ in listed_files(media, keys)]
     contents = [turn.get("content", turn.get("value")) for turn in turns if isinstance(turn, Mapping)]
@@ -340,21 +222,6 @@ def _has_media(content: Any) -> bool:
 
 def _is_users(turn: Mapping[str, Any]) -> bool:
     return ROLES.get(str(turn.get("role", turn.get("from")))) == "user"
-
-
-def _number(record: Mapping[str, Any], key: str) -> float | None:
-    """Return a finite number that may be missing. Raises BadSample for anything else."""
-    value = record.get(key)
-    if value is not None and not _are_numbers([value]):
-        raise BadSample(f"has {key}={value!r}, which is no number")
-    return value
-
-
-def _are_numbers(values: Any, kind: type | tuple[type, ...] = (int, float)) -> bool:
-    """Tell whether these are finite numbers."""
-    return isinstance(values, list | tuple) and all(
-        isinstance(x, kind) and not isinstance(x, bool) and math.isfinite(x) for x in values
-    )
 
 
 def parse_manifest_line(record: Mapping[str, Any], prompt: str) -> Record:

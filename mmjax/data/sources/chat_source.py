@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.config import ChatFormat, CrossEntropy, DataConfig, LossConfig, MediaLimits
+from mmjax.config import ChatFormat, DataConfig, MediaLimits
 from mmjax.data.media.patches import ItemModules
 from mmjax.data.sample import PICTURE, SOUND, BadSample, Conversation, MediaPlace, Question, Sample, SampleLengths
 from mmjax.data.sources.media_sizes import (
@@ -33,7 +33,7 @@ from mmjax.data.sources.processors import PROBES, Functions, MediaProcessors, Me
 from mmjax.data.sources.sound import WithSound
 from mmjax.data.storage.array_store import open_arrays, open_arrays_if_sound, save_arrays
 from mmjax.data.storage.files import Conversations, FileRef, Unreadable, hash_strings
-from mmjax.data.text.chat import Chat, outline_tokens, outlined_branches, outlined_sample
+from mmjax.data.text.chat import Branching, Chat, outline_tokens, outlined_branches, outlined_sample
 from mmjax.data.text.chat_template import ASSISTANT
 from mmjax.data.text.load_chat import load_chat
 from mmjax.disk import append_json_lines, read_json_lines, remove_path
@@ -167,7 +167,7 @@ def _count_chunks(
         yield from ((chunk, _lengths(chunk, conversations, chat)) for chunk in chunks)
         return
     # Spawned, since a fork copies JAX's locks but not the threads that would release them.
-    initializer = partial(_open_in_worker, reopen, chat.form, chat.loss)
+    initializer = partial(_open_in_worker, reopen, chat.form, chat.branching)
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), initializer) as pool:
         yield from zip(chunks, pool.map(_count_in_worker, chunks), strict=True)
 
@@ -175,10 +175,10 @@ def _count_chunks(
 _opened: tuple[Conversations, Chat] | None = None  # in a worker process
 
 
-def _open_in_worker(reopen: Reopen, form: ChatFormat, loss: LossConfig) -> None:
+def _open_in_worker(reopen: Reopen, form: ChatFormat, branching: Branching | None) -> None:
     global _opened
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for every core already
-    _opened = reopen(), replace(load_chat(form), loss=loss)
+    _opened = reopen(), replace(load_chat(form), branching=branching)
 
 
 def _count_in_worker(chunk: range) -> TokenCounts:
@@ -342,7 +342,7 @@ class ChatSource:
         tokens = int(self._text.tokens[index])
         if self._may_write_text[index] and self._writes_text(index):
             tokens = text_tokens(self.sample(index))  # also what is written between the items of its media
-        branches = () if isinstance(self.chat.loss, CrossEntropy) else outlined_branches(self._codes(index))
+        branches = () if self.chat.branching is None else outlined_branches(self._codes(index))
         return self._media.facts(index, tokens, branches)
 
     def outline(self, index: int) -> Sample:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,28 +24,25 @@ from mmjax.config import (
     MessagesSource,
     ModelConfig,
     ParquetSource,
-    PreferenceSource,
     QuestionsSource,
-    RolloutsSource,
     WebDatasetSource,
 )
 from mmjax.config.loading import resolve, resolve_callbacks
 from mmjax.data.sample import Files, Medium, Source, Split
+from mmjax.data.sources.answers import FORMS, parse_answers, with_loss
 from mmjax.data.sources.array_records import INDEX, ArrayRecords
 from mmjax.data.sources.chat_files import ChatFiles
 from mmjax.data.sources.chat_records import (
     parse_chat,
     parse_manifest_line,
-    parse_preference,
     parse_question_record,
-    parse_rollouts,
 )
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.csv_tables import TABLES, to_parquet
 from mmjax.data.sources.dataset_info import DatasetInfo
 from mmjax.data.sources.energon import list_shards
 from mmjax.data.sources.json_records import JsonRecords
-from mmjax.data.sources.parquet import ANSWER_COLUMNS, COLUMNS, ParquetRecords, column_names
+from mmjax.data.sources.parquet import COLUMNS, ParquetRecords, column_names
 from mmjax.data.sources.webdataset import WebDatasetRecords
 from mmjax.data.storage.archives import ARCHIVES, COMPRESSED, MediaFolder
 from mmjax.data.storage.files import Conversations, is_url, list_files
@@ -59,8 +55,7 @@ from mmjax.errors import UserError
 from mmjax.hub import JSON, PARQUET, cached_path, dataset_files, is_dataset
 
 KEYS = {  # of a JSON record, by which its file is known
-    "chosen": PreferenceSource,
-    "completion_ids": RolloutsSource,
+    **{form.key: form.source for form in FORMS.values()},
     "conversations": LlavaSource,
     "messages": MessagesSource,
     "audio_filepath": ManifestSource,
@@ -96,7 +91,7 @@ def _columns_source(path: str, first: str, option: str, images: str) -> ParquetS
     """Choose the columns of Parquet or CSV by their names. first: the first file, as Parquet."""
     names = column_names(first)
     columns = {what: _first(known, names) for what, known in COLUMNS.items()}
-    answers = next((kind for kind, needed in ANSWER_COLUMNS.items() if set(needed) <= set(names)), "one")
+    answers = next((kind for kind, form in FORMS.items() if {*form.columns} <= {*names}), "one")
     if answers != "one":
         columns |= {"messages": "", "question": "", "answer": "", "answers": answers}
     elif columns["messages"]:
@@ -194,9 +189,8 @@ def _open_conversations(
     if isinstance(source, QuestionsSource):
         keys = {"question": source.question, "answer": source.answer}
         return ChatFiles(paths, cache, folders, partial(parse_question_record, **keys), f"questions {keys}{videos}")
-    if isinstance(source, PreferenceSource | RolloutsSource):
-        parse = parse_preference if isinstance(source, PreferenceSource) else parse_rollouts
-        return ChatFiles(paths, cache, folders, parse, source.kind + videos)
+    if any(isinstance(source, form.source) for form in FORMS.values()):
+        return ChatFiles(paths, cache, folders, partial(parse_answers, kind=source.kind), source.kind + videos)
     turns = TURNS[source.kind]
     return ChatFiles(paths, cache, folders, partial(parse_chat, turns=turns), turns + videos)
 
@@ -299,7 +293,7 @@ def _chat(config: Config, sources: Mapping[str, Any]) -> Chat | None:
             f"data.sources.{names[0]} has conversations, but data.chat does not say how they become tokens; name "
             "the folder of the checkpoint whose tokenizer and chat template to use: data.chat.folder=FOLDER"
         )
-    return replace(chat_for(config.data.chat, config.model), loss=config.loss)
+    return with_loss(chat_for(config.data.chat, config.model), config.loss)
 
 
 def chat_for(form: ChatFormat, model: ModelConfig, load: Callable[[ChatFormat], Chat] = load_chat) -> Chat:

@@ -25,15 +25,14 @@ import pyarrow.parquet
 from mmjax.config import ParquetSource
 from mmjax.config.codec import did_you_mean
 from mmjax.data.sample import BadSample, Conversation, Medium
+from mmjax.data.sources.answers import FORMS
 from mmjax.data.sources.chat_files import resolve_reference
 from mmjax.data.sources.chat_records import (
     KEYS,
     MAX_CHARACTERS,
     Record,
     parse_chat,
-    parse_preference,
     parse_question,
-    parse_rollouts,
     with_unread,
 )
 from mmjax.data.sources.csv_tables import LINE, to_parquet
@@ -67,9 +66,6 @@ MAX_PAGE = 3 << 27  # bytes of a page, which is unpacked as a whole
 MAX_CACHED = 1 << 28  # bytes of unpacked stretches in memory: of a text and a media column, which take turns
 MAX_GROUP_VALUES = 1 << 24  # of a row group's column; as indices and offsets they take 16 bytes each
 _BUFFER = 1 << 20  # bytes that are read of a column chunk at a time
-# By `ParquetSource.answers`, the columns of several answers to a prompt that must be there, and those that may.
-ANSWER_COLUMNS = {"pair": ("chosen", "rejected"), "rollouts": ("prompt", "completion_ids", "logprobs", "advantages")}
-_MORE_COLUMNS = {"pair": ("prompt", "ref_chosen_logps", "ref_rejected_logps"), "rollouts": ("ref_logprobs",)}
 
 
 class ParquetRecords:
@@ -94,7 +90,8 @@ class ParquetRecords:
         columns = {
             name: getattr(source, name) for name in ("messages", "question", "answer", "images", "audio", "videos")
         }
-        answers = ANSWER_COLUMNS.get(source.answers, ())
+        self._answers = FORMS.get(source.answers)
+        answers = self._answers.columns if self._answers else ()
         for path, file in zip(paths, self._files, strict=True):
             names = [name for name in file.columns if name != LINE]
             for name, column in (columns | {f"answers={source.answers}, {name}": name for name in answers}).items():
@@ -104,7 +101,8 @@ class ParquetRecords:
                     raise UserError(
                         f"{key}.{name}={column}: a name with a point in it cannot be read; rename the column"
                     )
-        optional = tuple(c for c in _MORE_COLUMNS.get(source.answers, ()) if c in self._files[0].columns)
+        optional = self._answers.optional_columns if self._answers else ()
+        optional = tuple(column for column in optional if column in self._files[0].columns)
         texts = tuple(columns[name] for name in ("messages", "question", "answer") if columns[name])
         self._texts = (*texts, *answers, *optional)
         unread = {
@@ -173,9 +171,8 @@ class ParquetRecords:
         cells_by_key = {KEYS[medium][0]: cells for medium, cells in media.items()}
         if self._source.messages:
             record = parse_chat(orders | {"messages": texts[self._source.messages]} | cells_by_key, "messages")
-        elif self._source.answers != "one":
-            parse = parse_preference if self._source.answers == "pair" else parse_rollouts
-            record = parse(orders | texts | cells_by_key)
+        elif self._answers:
+            record = self._answers.parse(orders | texts | cells_by_key)
         else:
             question = texts[self._source.question] if self._source.question else self._source.prompt
             record = parse_question(question, texts[self._source.answer], media, orders)

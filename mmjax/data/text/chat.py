@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -16,15 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.config import ChatFormat, CrossEntropy, Dpo, Grpo, LossConfig, Placeholder
-from mmjax.config.training import loss_inputs
+from mmjax.config import ChatFormat, LossConfig, Placeholder
 from mmjax.data.sample import (
-    MAX_BRANCHES,
     BadSample,
     Conversation,
     Item,
     Medium,
-    Rollout,
     Sample,
     Text,
 )
@@ -83,6 +81,30 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class Branching(ABC):
+    """Turn a record's answers into branches of its sample, for the loss of such answers."""
+
+    loss: LossConfig
+
+    @abstractmethod
+    def answered(self, conversation: Conversation) -> Sequence[Conversation]:
+        """Return the conversation once with each answer at its end; nothing where answers are tokens already.
+
+        Raises BadSample where it has no such answers.
+        """
+
+    @abstractmethod
+    def texts(
+        self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], vocab: int
+    ) -> Sequence[Text]:
+        """Build the text of each branch, which begins with the prompt's last token, as it predicts the first of each.
+
+        answers: tokens and weights of each of those `answered`, from the prompt's last token on; of the prompt alone
+        where these are none. vocab: tokens of the tokenizer. Raises BadSample where what the loss reads is missing.
+        """
+
+
+@dataclass(frozen=True)
 class Chat:
     """A checkpoint's tokenizer and chat template, with the text that stands for media."""
 
@@ -95,7 +117,7 @@ class Chat:
     control: re.Pattern[str]  # finds tokens that only the template may write
     processor: bool  # whether the folder has a media processor, which keeps the tokens that the tokenizer adds
     notes: tuple[str, ...] = ()  # for the user
-    loss: LossConfig = CrossEntropy()  # which says what a conversation must have, and becomes
+    branching: Branching | None = None  # of several answers to one prompt; None: a conversation's own are trained on
     _prompt_ends: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)  # text -> ids
 
     def sample(
@@ -106,7 +128,7 @@ class Chat:
     ) -> Sample:
         """Tokenize a conversation for training: loss on assistant text and the end-of-turn token only.
 
-        Where the loss is of several answers to one prompt, each is a branch that begins with the prompt's last token.
+        Of several answers to one prompt each is a branch that begins with the prompt's last token.
 
         `encoders` names, for each medium in order, the encoder of each of its parts; `texts` has what is written before
         each part and behind the last, where its medium has such text (the times of a video's frames). Raises BadSample
@@ -195,8 +217,9 @@ class Chat:
         parts = [self.tokenizer.fingerprint(), self.template.source, repr(self.form), repr(media)]
         if self.form.line_breaks == "text":
             parts.append("line breaks are text")
-        if not isinstance(self.loss, CrossEntropy):
-            parts.append(repr((self.loss.kind, self.loss.loss_type, loss_inputs(self.loss))))
+        if self.branching is not None:
+            loss = self.branching.loss
+            parts.append(repr((loss.kind, getattr(loss, "loss_type", ""), loss.inputs)))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
     # ----------------------------------------------------------------------------------------------------- text
@@ -207,19 +230,12 @@ class Chat:
         texts: Sequence[Sequence[str]] = (),
         encoders: Sequence[Sequence[str]] = (),
     ) -> list[TokenizerInput]:
-        """Render the texts to tokenize: one, of a pair one with each answer, of rollouts their prompt."""
-        if isinstance(self.loss, Dpo):
-            if conversation.rejected is None:
-                raise BadSample("has no rejected answer, which loss=dpo compares with the chosen one")
-            answers = conversation.messages[-1], conversation.rejected
-            pair = [replace(conversation, messages=(*conversation.messages[:-1], answer)) for answer in answers]
-            return [self._line(one, texts, encoders, last_only=True) for one in pair]
-        if isinstance(self.loss, Grpo):
-            if not conversation.rollouts:
-                raise BadSample("has no rollouts (completion_ids, logprobs, advantages), which loss=grpo trains on")
-            return [self._prompt_line(conversation, texts, encoders)]
-        if conversation.rejected or conversation.rollouts:
-            kind = "dpo" if conversation.rejected else "grpo"
+        """Render the texts to tokenize: the conversation, or the prompt with each answer, or alone."""
+        if self.branching is not None:
+            answered = self.branching.answered(conversation)
+            lines = [self._line(one, texts, encoders, last_only=True) for one in answered]
+            return lines or [self._prompt_line(conversation, texts, encoders)]
+        if kind := conversation.loss_of_answers:
             raise BadSample(
                 f"has several answers to one prompt, which loss=cross_entropy does not take: set loss={kind}"
             )
@@ -314,23 +330,18 @@ class Chat:
         """
         lines_tokens = [self._tokens(line, one) for line, one in zip(lines, encoded, strict=True)]
         tokens = lines_tokens[0]
-        if isinstance(self.loss, CrossEntropy):
+        if self.branching is None:
             return tokens, ()
-        if isinstance(self.loss, Grpo):
-            begin = len(tokens.ids)
-            answers = [
-                self._rollout(rollout, tokens.ids[-1:])
-                for rollout in _checked(conversation.rollouts, self.loss, len(self.tokenizer))
-            ]
-        else:
-            begin, rejected_begin = (int(np.flatnonzero(one.weights)[0]) for one in lines_tokens)
-            if begin != rejected_begin or not np.array_equal(tokens.ids[:begin], lines_tokens[1].ids[:begin]):
-                raise BadSample("its prompt has other tokens before the chosen answer than before the rejected one")
-            answers = self._pair(
-                conversation, [(one.ids[begin - 1 :], one.weights[begin - 1 :]) for one in lines_tokens]
-            )
+        begins = [next(iter(np.flatnonzero(one.weights).tolist()), len(one.ids)) for one in lines_tokens]
+        begin = begins[0]
+        prompts = [one.ids[:begin] for one in lines_tokens]
+        if {*begins} != {begin} or any(not np.array_equal(prompt, prompts[0]) for prompt in prompts):
+            raise BadSample("its prompt has other tokens before one of its answers than before the other")
+        starts = [(one.ids[begin - 1 :], one.weights[begin - 1 :]) for one in lines_tokens]
+        answers = self.branching.texts(conversation, starts, len(self.tokenizer))
         if any((one.media >= begin - 1).any() for one in lines_tokens):
-            raise BadSample(f"has a medium right before its answers; loss={self.loss.kind} needs text between them")
+            kind = self.branching.loss.kind
+            raise BadSample(f"has a medium right before its answers; loss={kind} needs text between them")
         prompt = replace(
             tokens,
             ids=tokens.ids[: begin - 1],
@@ -338,42 +349,6 @@ class Chat:
             around=(tokens.around[0], ()),
         )
         return prompt, tuple(replace(answer, branch=number) for number, answer in enumerate(answers, start=1))
-
-    def _pair(self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Text]:
-        """Build a pair's branches of their ids and weights. The weights sum to that of the pair, 1 or its own."""
-        stored = self.loss.reference == "stored"
-        if stored and len(conversation.reference) != 2:
-            raise BadSample(
-                "has no ref_chosen_logps and ref_rejected_logps, which loss.reference=stored reads; write them with "
-                "mmjax.evaluate --log-probs"
-            )
-        count = sum(np.count_nonzero(weights) for _, weights in answers)
-        branches = []
-        for number, (ids, weights) in enumerate(answers):
-            end = np.flatnonzero(weights)[-1] + 1  # white space behind the last trained token isn't needed
-            inputs = {}
-            if stored:  # a sum over the tokens, of which the first trained one has all
-                inputs["reference_log_probs"] = np.zeros(end, np.float32)
-                inputs["reference_log_probs"][1] = conversation.reference[number]
-            weight = conversation.messages[-1].weight / count
-            branches.append(Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs))
-        return branches
-
-    def _rollout(self, rollout: Rollout, last: np.ndarray) -> Text:
-        """Build the branch of an answer that a model has drawn. last: token of the prompt."""
-        count = len(rollout.tokens)
-        mask = rollout.mask or (1,) * count
-        weight = 1.0 if self.loss.loss_type == "dapo" else 1 / max(sum(mask), 1)
-        values = {
-            "old_log_probs": rollout.log_probs,
-            "advantages": [rollout.advantage] * count,
-            "reference_log_probs": rollout.reference,
-        }
-        return Text(
-            np.concatenate([last, np.array(rollout.tokens, np.int32)]),
-            np.array([0, *(weight * trained for trained in mask)], np.float32),
-            loss_inputs={name: np.array([0, *values[name]], np.float32) for name in loss_inputs(self.loss)},
-        )
 
     def _tokens(self, line: TokenizerInput, encoded: Encoded) -> Tokens:
         """Set loss weights on the tokens of answers, except media and the text around them.
@@ -451,21 +426,6 @@ def _remedy(text: str, end: int) -> str:
     if text[end - 1 : end].isspace():
         return "drop the white space at the end of the template's generation prompt"
     return "end the template's generation prompt where a token ends"
-
-
-def _checked(rollouts: Sequence[Rollout], loss: Grpo, vocab: int) -> Sequence[Rollout]:
-    """Check that rollouts have tokens, and what the loss reads of every token. Raises BadSample."""
-    if len(rollouts) > MAX_BRANCHES:
-        raise BadSample(
-            f"has {len(rollouts)} answers, and a sample takes {MAX_BRANCHES}; divide it into several records, since "
-            "every answer has an advantage of its own"
-        )
-    for rollout in rollouts:
-        if (largest := max(rollout.tokens)) >= vocab:
-            raise BadSample(f"has the token {largest} in an answer, and the tokenizer has {vocab}")
-        if "reference_log_probs" in loss_inputs(loss) and len(rollout.reference) != len(rollout.tokens):
-            raise BadSample("has no ref_logprobs of every token, which loss.reference=stored reads")
-    return rollouts
 
 
 def _or_bad(function: Any, *arguments: Any) -> Any:

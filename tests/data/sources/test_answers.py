@@ -14,12 +14,13 @@ import pyarrow.parquet
 import pytest
 from files_made import picture
 
-from mmjax.config import ChatFormat, Dpo, Grpo, LossConfig, ParquetSource, Placeholder
+from mmjax.config import ChatFormat, LossConfig, ParquetSource, Placeholder
 from mmjax.config.data import DatasetInfoSource, PreferenceSource
+from mmjax.config.losses import Dpo, Grpo
 from mmjax.data.plan.attended_pairs import MaskRules, runs_of
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, Rollout, Text
+from mmjax.data.sources.answers import parse_preference, parse_rollouts, with_loss
 from mmjax.data.sources.array_records import from_header, to_header
-from mmjax.data.sources.chat_records import parse_preference, parse_rollouts
 from mmjax.data.sources.opening import open_conversations, source_of
 from mmjax.data.text.chat import Chat, outlined_branches, outlined_sample
 from mmjax.data.text.load_chat import load_chat
@@ -157,7 +158,7 @@ def tokens_of(segments: Any, branch: int) -> list[int]:
 
 
 def test_a_pair_is_its_prompt_once_and_two_branches_that_read_as_each_answer_alone(chat):
-    pair = replace(chat, loss=Dpo(reference="none"))
+    pair = with_loss(chat, Dpo(reference="none"))
     sample = pair.sample(SAID, [["vision"]])
     assert pair.text_tokens([SAID]) == [sum(len(s.tokens) for s in sample.segments if isinstance(s, Text))]
     (outline,) = pair.outlines([SAID])
@@ -182,7 +183,7 @@ def test_a_pair_is_its_prompt_once_and_two_branches_that_read_as_each_answer_alo
 def test_rollouts_are_a_branch_each_with_what_they_were_drawn_with(chat):
     drawn = parse_rollouts(DRAWN).conversation
     for kind, weight in (("dapo", 1.0), ("grpo", 0.5)):
-        sample = replace(chat, loss=Grpo(loss_type=kind)).sample(drawn)
+        sample = with_loss(chat, Grpo(loss_type=kind)).sample(drawn)
         first, second = (s for s in sample.segments if isinstance(s, Text) and s.branch)
         assert first.tokens[1:].tolist() == [7, 8]
         assert second.tokens[1:].tolist() == [9]
@@ -214,14 +215,14 @@ def test_rollouts_are_a_branch_each_with_what_they_were_drawn_with(chat):
 def test_a_record_without_what_its_loss_reads_is_bad(
     chat, loss: LossConfig | None, conversation: Conversation, reason: str
 ) -> None:
-    counting = replace(chat, loss=loss) if loss else chat
+    counting = with_loss(chat, loss) if loss else chat
     (bad,) = counting.text_tokens([conversation])
     assert isinstance(bad, BadSample)
     assert reason in str(bad)
 
 
 def test_tokens_that_completion_mask_leaves_out_have_no_weight_also_from_array_records(chat):
-    chat = replace(chat, loss=Grpo(loss_type="grpo"))
+    chat = with_loss(chat, Grpo(loss_type="grpo"))
     record = DRAWN | {"completion_mask": [[1, 0], [1]]}
     conversation = parse_rollouts(record).conversation
     assert from_header(json.loads(json.dumps(to_header(conversation, [])))) == conversation

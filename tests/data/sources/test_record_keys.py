@@ -12,14 +12,13 @@ from files_made import asked, lines
 
 from mmjax.config import LlavaSource
 from mmjax.data.sample import BadSample
+from mmjax.data.sources.answers import parse_preference, parse_rollouts
 from mmjax.data.sources.chat_files import resolve_reference
 from mmjax.data.sources.chat_records import (
     Record,
     parse_chat,
     parse_manifest_line,
-    parse_preference,
     parse_question_record,
-    parse_rollouts,
 )
 from mmjax.data.sources.media_sizes import read_facts
 from mmjax.data.sources.opening import describe_unread, open_conversations

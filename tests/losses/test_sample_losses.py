@@ -9,7 +9,7 @@ import pytest
 
 from mmjax.batch import PADDING
 from mmjax.data.loading.text_rows import Arrays, empty_text
-from mmjax.runtime.losses import MAX_WORST, highest_losses, worst_samples
+from mmjax.losses.step_losses import MAX_WORST, highest_losses, worst_samples
 
 
 def packed(rng: np.random.Generator, rows: int, length: int, first: int = 0):

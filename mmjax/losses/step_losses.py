@@ -1,4 +1,4 @@
-"""Compute token losses, their sums by data source, and the samples with the highest losses, inside the step.
+"""Sum token losses by data source and find the samples with the highest losses, inside the step.
 
 A sample's loss is the mean over its tokens, which stand side by side in one row, so that nothing is computed twice.
 """
@@ -6,7 +6,6 @@ A sample's loss is the mean over its tokens, which stand side by side in one row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,8 @@ from jax.sharding import PartitionSpec
 
 from mmjax.batch import ItemBatch, TextBatch
 from mmjax.config import DecoderConfig, ExpertsConfig, ModelConfig
-from mmjax.models.decoder import logits_of
 from mmjax.models.expert_routing import Routing, balance_loss, z_loss
-from mmjax.models.matmul import on_one_cpu
-from mmjax.parallel.sharding import CONTEXT, active, cut_in_shards
+from mmjax.parallel.sharding import CONTEXT, active
 
 MAX_WORST = 32  # samples of a step whose losses are reported
 
@@ -42,7 +39,7 @@ class Losses(NamedTuple):
     not_finite: jax.Array | None = None  # int32 []: number of samples whose loss is not finite
     experts: ExpertSums | None = None
     images: Mapping[str, jax.Array] = {}  # float32 [2] by generator: sum of errors, patches
-    measures: Mapping[str, jax.Array] = {}  # float32 [] by name: sums of `objectives.Measures` over tokens
+    measures: Mapping[str, jax.Array] = {}  # float32 [] by name: sums over tokens of what the loss measures
 
 
 def zero_losses(model: ModelConfig, towers: Sequence[str], sources: int, measures: Sequence[str]) -> Losses | None:
@@ -102,76 +99,6 @@ def expert_sums(routing: Routing | None, share: jax.Array) -> ExpertSums | None:
 def expert_loss(sums: ExpertSums | None, config: ExpertsConfig | None) -> jax.Array | float:
     """Compute what the losses of experts add to the loss that is trained on."""
     return 0.0 if sums is None else config.balance_loss * sums.balance + config.z_loss * sums.z
-
-
-def token_losses(logits: jax.Array, text: TextBatch) -> jax.Array:
-    """Compute the weighted cross-entropy of each position, float32 `[R, T]`; exactly 0 where the weight is 0."""
-    logits = logits.astype(jnp.float32)
-    log_sum = jax.nn.logsumexp(logits, axis=-1)
-    target_logits = _target_logits(logits, jnp.arange(logits.shape[-1]), text.target)
-    return _weighted(log_sum, target_logits, text)
-
-
-def losses_in_chunks(hidden: jax.Array, table: jax.Array, text: TextBatch, chunks: int, cap: float = 0.0) -> jax.Array:
-    """Compute `token_losses` from `hidden` and `table`, with the logits of one part of the vocabulary at a time.
-
-    Parts of the vocabulary and not of the positions: each has a part of the table's gradient to itself, so no gradient
-    is reduced over the devices more than once. Backward makes each part's logits again. `chunks` must divide a shard of
-    the vocabulary. cap: of the logits. A table `[p, v, d]` has a copy for every part of the rows, along `data`.
-    """
-    if chunks == 1:
-        return token_losses(logits_of(hidden, table, cap), text)
-    # In float32 outside, so that the parts' gradients of the activations add up in float32.
-    wide = hidden.astype(jnp.float32)
-
-    # Inside a scan XLA cannot merge the recomputation with the original, so it needs no barrier against that.
-    @partial(jax.checkpoint, prevent_cse=False)
-    def chunk_loss(wide: jax.Array, part: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = logits_of(wide, part, cap, hidden.dtype)
-        return jax.nn.logsumexp(logits, axis=-1), _target_logits(logits, token, text.target)
-
-    def cut(table: jax.Array) -> jax.Array:
-        return cut_in_shards(table, chunks, "vocab", "embed")
-
-    tables = cut(table) if table.ndim == 2 else jax.vmap(cut, out_axes=1, spmd_axis_name="data")(table)
-    parts = tables, cut_in_shards(jnp.arange(table.shape[-2]), chunks, "vocab")
-    _, (log_sums, target_logits) = jax.lax.scan(lambda _, part: (None, chunk_loss(wide, *part)), None, parts)
-    return _weighted(jax.nn.logsumexp(log_sums, axis=0), target_logits.sum(0), text)
-
-
-def _target_logits(logits: jax.Array, token: jax.Array, target: jax.Array) -> jax.Array:
-    """Return the logit of each position's target, 0 where it is none of these tokens, which follow each other."""
-    if on_one_cpu():
-        return _gathered_logits(logits, token, target)
-    # By a product, which is fused with the logits' other uses. Gathering would need them all in memory, and the zeros
-    # of a selection are an array as large.
-    return (logits * (token == target[..., None])).sum(-1)
-
-
-@jax.custom_vjp
-def _gathered_logits(logits: jax.Array, token: jax.Array, target: jax.Array) -> jax.Array:
-    """Gather `_target_logits`; their gradient is a selection, which is fused with that of the log-sum-exp."""
-    index = target - token[0]
-    among = (index >= 0) & (index < len(token))
-    values = jnp.take_along_axis(logits, jnp.where(among, index, 0)[..., None], axis=-1)[..., 0]
-    return jnp.where(among, values, 0)
-
-
-def _gathered_logits_backward(
-    residuals: tuple[jax.Array, jax.Array], d_values: jax.Array
-) -> tuple[jax.Array, None, None]:
-    token, target = residuals
-    return jnp.where(token == target[..., None], d_values[..., None], 0), None, None
-
-
-_gathered_logits.defvjp(
-    lambda logits, token, target: (_gathered_logits(logits, token, target), (token, target)), _gathered_logits_backward
-)
-
-
-def _weighted(log_sum: jax.Array, target_logits: jax.Array, text: TextBatch) -> jax.Array:
-    """Compute losses from the log-sum-exp of each position's logits and the logit of its target."""
-    return jnp.where(text.weight > 0, text.weight * (log_sum - target_logits), 0.0)
 
 
 def step_loss(

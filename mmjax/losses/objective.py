@@ -1,44 +1,46 @@
-"""Compute what a step trains on of text: cross-entropy, preferences between pairs of answers, or rewards of answers.
+"""Compute what a step trains on of text: cross-entropy, or a loss of several answers to a prompt.
 
-The answers to a prompt are branches of one sample: what they share is encoded and attended once, and no answer sees
-another. A pair's loss is -log sigmoid(beta * ((c - c_ref) - (r - r_ref))), where c and r are sums of log-probabilities
-of the chosen answer's tokens and the rejected one's (DPO, Rafailov et al. 2023, equation 7). Rewards come with answers
-that a model has drawn, and the loss is PPO's (Schulman et al. 2017, equation 7), of every token.
+Such answers are branches of one sample: what they share is encoded and attended once, and no answer sees another. Their
+log-probabilities come from one forward pass, those of a frozen reference from the data or from a second pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mmjax.batch import FIRST_BRANCH_BIT, Microbatch, TextBatch
-from mmjax.config import CrossEntropy, Dpo, Grpo, LossConfig
+from mmjax.batch import Microbatch, TextBatch
+from mmjax.config import CrossEntropy, LossConfig
 from mmjax.config.model import adapted_modules
-from mmjax.config.training import repeats_forward
+from mmjax.losses import ANSWER_LOSSES
+from mmjax.losses.cross_entropy import losses_in_chunks
 from mmjax.models.dropout import Noise
 from mmjax.models.layer_stacks import Params
 from mmjax.models.model import Model, Outputs, restrict
 from mmjax.models.stage import REFERENCE, Stage, Values
-from mmjax.parallel.sharding import in_row_order
-from mmjax.runtime.losses import losses_in_chunks
-
-CHOSEN, REJECTED = (1 << FIRST_BRANCH_BIT + k for k in range(2))  # `TextBatch.kind` of a pair's answers
 
 Measures = dict[str, jax.Array]  # float32 [R, T], times the tokens' loss weights; TRL's names
 
 
 def measures_of(loss: LossConfig) -> tuple[str, ...]:
-    """Name what is measured beside the loss, in means over the pairs or tokens of a step."""
-    if isinstance(loss, Dpo):
-        rewards = [f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")]
-        return (*rewards, "logps/chosen", "logps/rejected")
-    if isinstance(loss, Grpo):
-        return ("clip_ratio", *(("kl",) if loss.beta else ()))
-    return ()
+    """Name what is measured beside the loss."""
+    return () if isinstance(loss, CrossEntropy) else tuple(ANSWER_LOSSES[loss.kind].measures(loss))
+
+
+def mean_measures(loss: LossConfig, sums: Mapping[str, Any], weight: float) -> dict[str, float]:
+    """Compute means of measures from their sums over a step's tokens; those of no tokens are left out.
+
+    weight: sum of the tokens' loss weights.
+    """
+    if isinstance(loss, CrossEntropy):
+        return {}
+    weights = {name: sums[of] if of else weight for name, of in ANSWER_LOSSES[loss.kind].measures(loss).items()}
+    return {name: float(sums[name] / total) for name, total in weights.items() if total > 0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,7 @@ class TextObjective:
     def of(cls, model: Model, loss: LossConfig, chunks: int) -> TextObjective:
         """Build the objective of a config, with the model's stacks."""
         reference = None
-        if repeats_forward(loss):
+        if loss.repeats_forward:
             config = replace(model.config, lora={})
             cuts = {name: tuple(run.start for run in runs if run.start) for name, runs in model.runs.items()}
             reference = Model.build(config, model.dtype, cuts, model.functions)
@@ -122,7 +124,7 @@ class TextObjective:
             stored = -jax.lax.stop_gradient(self._cross_entropy(reference, ones))
         else:
             stored = text.loss_inputs.get("reference_log_probs", jnp.zeros_like(log_probs))
-        compute = preference_losses if isinstance(self.loss, Dpo) else policy_losses
+        compute = ANSWER_LOSSES[self.loss.kind].token_losses
         losses, measures = compute(log_probs, jnp.where(trained, stored, 0.0), text, self.loss)
         losses, measures = jax.tree.map(lambda x: jnp.where(trained, text.weight * x, 0.0), (losses, measures))
         return losses, jax.lax.stop_gradient(measures)
@@ -130,67 +132,3 @@ class TextObjective:
     def _cross_entropy(self, outputs: Outputs, text: TextBatch) -> jax.Array:
         cap = self.model.config.llm.logit_cap
         return losses_in_chunks(outputs.hidden, outputs.table, text, self.chunks, cap)
-
-
-def preference_losses(
-    log_probs: jax.Array, reference: jax.Array, text: TextBatch, config: Dpo
-) -> tuple[jax.Array, Measures]:
-    """Compute at every token `[R, T]` its pair's loss and measures.
-
-    log_probs, reference: of every token `[R, T]`, 0 where it isn't trained; of the reference only the sum over an
-    answer counts, wherever in it.
-    """
-    chosen, rejected = text.kind == CHOSEN, text.kind == REJECTED
-    ratios = log_probs - reference
-    trained = (text.weight > 0).astype(jnp.float32)
-    of_answers = [jnp.where(answer, x, 0.0) for x in (ratios, log_probs, trained) for answer in (chosen, rejected)]
-    better, worse, better_log_prob, worse_log_prob, *counts = sample_totals(of_answers, text)
-    lengths = [jnp.maximum(n, 1) if config.loss_type == "sigmoid_norm" else 1.0 for n in counts]
-    losses = -jax.nn.log_sigmoid(config.beta * (better / lengths[0] - worse / lengths[1]))
-    values = {
-        "rewards/chosen": config.beta * better,
-        "rewards/rejected": config.beta * worse,
-        "rewards/margins": config.beta * (better - worse),
-        "rewards/accuracies": (better > worse).astype(jnp.float32),
-        "logps/chosen": better_log_prob,
-        "logps/rejected": worse_log_prob,
-    }
-    return losses, values
-
-
-def policy_losses(
-    log_probs: jax.Array, reference: jax.Array, text: TextBatch, config: Grpo
-) -> tuple[jax.Array, Measures]:
-    """Compute every token's loss `[R, T]` and measures. Arguments as of `preference_losses`, the reference by token."""
-    advantage = text.loss_inputs["advantages"]
-    ratio = jnp.exp(jnp.where(text.weight > 0, log_probs - text.loss_inputs["old_log_probs"], 0.0))
-    clipped = jnp.clip(ratio, 1 - config.epsilon, 1 + config.epsilon_high)
-    losses = -jnp.minimum(ratio * advantage, clipped * advantage)
-    values = {"clip_ratio": (clipped * advantage < ratio * advantage).astype(jnp.float32)}
-    if config.beta:
-        # An estimate without bias that is never negative (Schulman 2020, k3).
-        values["kl"] = jnp.exp(reference - log_probs) - (reference - log_probs) - 1
-        losses += config.beta * values["kl"]
-    return losses, values
-
-
-def sample_totals(values: Sequence[jax.Array], text: TextBatch) -> jax.Array:
-    """Add up each of these arrays `[R, T]` over the tokens of every sample: `[n, R, T]`, at all of its tokens."""
-
-    def totals(sums: jax.Array, sample: jax.Array) -> jax.Array:
-        is_last = jnp.concatenate([sample[:, 1:] != sample[:, :-1], jnp.ones_like(sample[:, :1], bool)], axis=1)
-        last = jnp.where(is_last, _running_sums(sums, sample), 0.0)
-        return _running_sums(last[..., ::-1], sample[:, ::-1])[..., ::-1]
-
-    return in_row_order(totals, text.pos, jnp.stack(values), text.sample)
-
-
-def _running_sums(values: jax.Array, sample: jax.Array) -> jax.Array:
-    """Add up from each sample's first token to every position, `[n, R, T]`; a sample's tokens stand side by side."""
-    # By 1, 2, 4, ... tokens, so that no rounding depends on what else is in the row, and NaN passes to no other sample.
-    step = 1
-    while step < sample.shape[1]:
-        earlier = jnp.where(sample[:, step:] == sample[:, :-step], values[..., :-step], 0.0)
-        values = values.at[..., step:].add(earlier)
-        step *= 2
-    return values

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from mmjax.batch import PADDING, TextBatch
+from mmjax.losses import cross_entropy, step_losses
 from mmjax.models.decoder import logits_of
-from mmjax.runtime import losses
 
 ROWS, LENGTH, VOCAB, SOURCES, WIDTH = 4, 16, 12, 3, 8
 
 
 @partial(jax.jit, static_argnums=3)
 def step_loss(logits, text, total, sources):
-    return losses.step_loss(losses.token_losses(logits, text), text, total, sources)
+    return step_losses.step_loss(cross_entropy.token_losses(logits, text), text, total, sources)
 
 
-token_losses, in_chunks = jax.jit(losses.token_losses), jax.jit(losses.losses_in_chunks, static_argnums=3)
+token_losses, in_chunks = jax.jit(cross_entropy.token_losses), jax.jit(cross_entropy.losses_in_chunks, static_argnums=3)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_loss_in_chunks_is_that_of_all_logits_with_its_gradients(chunks, facto
 
 
 def test_one_chunk_is_the_loss_of_the_whole_logits_to_the_bit(factors, text):
-    whole = jax.jit(lambda hidden, table: losses.token_losses(logits_of(hidden, table), text))
+    whole = jax.jit(lambda hidden, table: cross_entropy.token_losses(logits_of(hidden, table), text))
     np.testing.assert_array_equal(in_chunks(*factors, text, 1), whole(*factors))
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from mmjax.batch import PADDING, TextBatch
-from mmjax.config import Dpo, Grpo
-from mmjax.runtime.objectives import CHOSEN, REJECTED, policy_losses, preference_losses, sample_totals
+from mmjax.config.losses import Dpo, Grpo
+from mmjax.losses import dpo, grpo
+from mmjax.losses.dpo import CHOSEN, REJECTED
+from mmjax.losses.sample_totals import sample_totals
 
 ROWS, LENGTH = 2, 40
 
@@ -65,7 +67,7 @@ def test_losses_of_pairs_and_their_gradients_are_those_of_torch(text, kind):
     reference, trained = text.loss_inputs["reference_log_probs"], text.weight > 0
 
     def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        losses, values = preference_losses(log_probs, reference, jax.tree.map(jnp.asarray, text), config)
+        losses, values = dpo.token_losses(log_probs, reference, jax.tree.map(jnp.asarray, text), config)
         return jnp.where(trained, text.weight * losses, 0).sum(), values
 
     (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs_of(text))
@@ -94,7 +96,7 @@ def test_losses_of_rollouts_and_their_gradients_are_those_of_torch(text, beta):
     inputs = {name: torch.tensor(x) for name, x in text.loss_inputs.items()}
 
     def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        losses, values = policy_losses(log_probs, text.loss_inputs["reference_log_probs"], text, config)
+        losses, values = grpo.token_losses(log_probs, text.loss_inputs["reference_log_probs"], text, config)
         return (text.weight * losses).sum(), values
 
     (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs_of(text))

@@ -1,0 +1,104 @@
+"""Losses of text: the settings of each, and what data, planning and the step ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+# What a record holds of answers: the last of a conversation, a chosen and a rejected one, or some that a model has
+# drawn. `data.sources.answers` reads each.
+Answers = Literal["one", "pair", "rollouts"]
+# Where log-probabilities of the frozen reference come from: a second forward pass without adapters, the data, or none.
+Reference = Literal["adapters_off", "stored", "none"]
+
+PAIR = {1: "a chosen answer", 2: "a rejected one"}  # branches
+
+
+class _Loss:
+    """Facts that other parts of mmjax need of a loss."""
+
+    kind: str
+    answers: ClassVar[Answers]
+    sources: ClassVar[tuple[str, ...]] = ()  # kinds of sources that hold such answers and no others; (): conversations
+    branches: ClassVar[dict[int, str]] = {}  # that each sample has, with what is in them; {}: any
+    above_zero: ClassVar[tuple[str, ...]] = ()  # settings that must be
+    token_inputs: ClassVar[tuple[str, ...]] = ()  # what it reads of every token of an answer beside its weight
+
+    @property
+    def has_reference(self) -> bool:
+        """Tell whether the loss compares the model with a frozen one."""
+        return getattr(self, "reference", "none") != "none" and self.beta > 0
+
+    @property
+    def repeats_forward(self) -> bool:
+        """Tell whether a step runs the model a second time without its adapters."""
+        return self.has_reference and self.reference == "adapters_off"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Name what the loss reads of every token of an answer beside its weight."""
+        stored = self.has_reference and self.reference == "stored"
+        return (*self.token_inputs, *(("reference_log_probs",) if stored else ()))
+
+
+@dataclass(frozen=True)
+class CrossEntropy(_Loss):
+    """Cross-entropy of every trained token."""
+
+    answers: ClassVar[Answers] = "one"
+    kind: Literal["cross_entropy"] = "cross_entropy"
+
+
+@dataclass(frozen=True)
+class Dpo(_Loss):
+    """Direct preference optimisation (Rafailov et al. 2023) of pairs of a chosen and a rejected answer."""
+
+    answers: ClassVar[Answers] = "pair"
+    sources: ClassVar[tuple[str, ...]] = ("preference",)
+    branches: ClassVar[dict[int, str]] = PAIR
+    above_zero: ClassVar[tuple[str, ...]] = ("beta",)
+    beta: float = 0.1  # factor of the log-ratios to the reference: larger stays closer to it
+    # sigmoid_norm: an answer's log-ratio is the mean over its tokens (Tulu 3), not their sum.
+    loss_type: Literal["sigmoid", "sigmoid_norm"] = "sigmoid"
+    reference: Reference = "adapters_off"  # stored: ref_chosen_logps and ref_rejected_logps of every record
+    kind: Literal["dpo"] = "dpo"
+
+
+@dataclass(frozen=True)
+class Grpo(_Loss):
+    """A step of group relative policy optimisation on imported rollouts: PPO's clipped objective of every token."""
+
+    answers: ClassVar[Answers] = "rollouts"
+    sources: ClassVar[tuple[str, ...]] = ("rollouts",)
+    above_zero: ClassVar[tuple[str, ...]] = ("epsilon", "epsilon_high")
+    token_inputs: ClassVar[tuple[str, ...]] = ("old_log_probs", "advantages")
+    epsilon: float = 0.2  # how far a token's probability may fall below that it was drawn with, and still count
+    epsilon_high: float = 0.2  # the same above it; DAPO has 0.28
+    beta: float = 0.0  # factor of the KL divergence to the reference; 0: none, and no reference
+    loss_type: Literal["dapo", "grpo"] = "dapo"  # the mean over all tokens of the step, or over answers' means
+    reference: Reference = "adapters_off"  # stored: ref_logprobs of every rollout
+    kind: Literal["grpo"] = "grpo"
+
+
+LOSSES = (CrossEntropy, Dpo, Grpo)
+LossConfig = CrossEntropy | Dpo | Grpo
+
+_ANY_ANSWERS = ("function", "dataset_info", "arrayrecord")  # sources that are read to know
+
+
+def takes_answers(loss: LossConfig, source: Any) -> bool:
+    """Tell whether a source holds, or may hold, the answers that a loss is of."""
+    return source.kind in _ANY_ANSWERS or _is_of(loss, source)
+
+
+def loss_of_source(source: Any, preferred: LossConfig = CrossEntropy()) -> LossConfig:
+    """Choose a loss of the answers that a source holds, `preferred` if it is one, without a reference."""
+    loss = next(loss for loss in (preferred, *(kind() for kind in LOSSES)) if _is_of(loss, source))
+    return replace(loss, reference="none") if hasattr(loss, "reference") else loss
+
+
+def _is_of(loss: LossConfig, source: Any) -> bool:
+    if hasattr(source, "answers"):
+        return source.answers == loss.answers
+    of_answers = {kind for one in LOSSES for kind in one.sources}
+    return source.kind in loss.sources if loss.sources else source.kind not in of_answers

@@ -1,0 +1,335 @@
+"""Several answers to one prompt: their records, and the branches of a sample that they become.
+
+A form of answers is what a record holds of them, and may be of several losses: `FORMS` has all. The answers of a record
+share its prompt, which is tokenized once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mmjax.config import CrossEntropy, FileSource, LossConfig, PreferenceSource, RolloutsSource
+from mmjax.config.losses import Answers
+from mmjax.data.sample import MAX_BRANCHES, BadSample, Conversation, Message, Rollout, Text
+from mmjax.data.sources.chat_records import (
+    Record,
+    media_beside,
+    messages_under,
+    parse_chat,
+    with_media_first,
+    with_unread,
+)
+from mmjax.data.sources.record_keys import READ, is_absent, unread_keys
+from mmjax.data.text.chat import Branching, Chat
+
+MAX_LOG_PROB = 0.1  # of a token; rounded ones may be a little above 0
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # keys of a reference's log-probabilities of a pair's answers
+
+
+def parse_preference(record: Mapping[str, Any]) -> Record:
+    """Parse a pair of answers as TRL has it: {"prompt", "chosen", "rejected"}, each a text or messages.
+
+    Without a prompt both have it, and it is what they share. Log-probabilities of a reference may stand under
+    "ref_chosen_logps" and "ref_rejected_logps". Raises BadSample.
+    """
+    unread = unread_keys(record, "record", READ["preference"])
+    chosen, rejected = (messages_under(record, key, "assistant") for key in ("chosen", "rejected"))
+    prompt = messages_under(record, "prompt", "user") if record.get("prompt") else chosen[:-1]
+    if not record.get("prompt") and rejected[:-1] != prompt:
+        raise BadSample("has no prompt, and chosen and rejected differ before their last messages")
+    if not prompt:
+        raise BadSample("has no prompt")
+    if record.get("prompt") and (len(chosen), len(rejected)) != (1, 1):
+        raise BadSample("has several messages in chosen or rejected; they hold one answer of the assistant each")
+    return with_unread(parse_pair(prompt, chosen[-1], rejected[-1], media_beside(record), record), unread)
+
+
+def parse_pair(
+    prompt: Sequence[Any], chosen: Any, rejected: Any, media: Mapping[str, Any], record: Mapping[str, Any]
+) -> Record:
+    """Build a record of messages and two answers to them, with the reference's log-probabilities. Raises BadSample.
+
+    media: files beside the messages. record: that has them all.
+    """
+    stored = [_number(record, key) for key in REFERENCE]
+    for key, value in zip(REFERENCE, stored, strict=True):
+        _check_log_probs(key, [] if value is None else [value])
+    reference = tuple(value for value in stored if value is not None)
+    prompt = with_media_first(prompt, media)
+    parsed, worse = (parse_chat({"messages": [*prompt, answer]} | media, "messages") for answer in (chosen, rejected))
+    messages = parsed.conversation.messages[-1], worse.conversation.messages[-1]
+    if any(message.role != "assistant" for message in messages):
+        raise BadSample("has a chosen or rejected message that is not the assistant's")
+    if any(not isinstance(part, str) for message in messages for part in message.parts):
+        raise BadSample("has a medium in a chosen or rejected answer; answers that are compared are text")
+    if messages[1].weight not in (1, messages[0].weight):
+        raise BadSample(f"has a rejected answer with weight={messages[1].weight!r}; a pair has its chosen answer's")
+    _check_prompt_weights(parsed.conversation.messages[:-1])
+    if messages[0].parts == messages[1].parts:
+        raise BadSample("has the same chosen and rejected answer: there is nothing to learn")
+    pair = replace(parsed.conversation, rejected=messages[1], reference=reference)
+    return with_unread(replace(parsed, conversation=pair), worse.conversation.unread)
+
+
+def parse_rollouts(record: Mapping[str, Any]) -> Record:
+    """Parse answers that a model has drawn: {"prompt", "completion_ids", "logprobs", "advantages"}. Raises BadSample.
+
+    The latter three have an entry for each answer: its tokens, their log-probabilities when they were drawn, and a
+    number. "ref_logprobs", where there are any, are the reference's; "completion_mask" has a 0 for each token that is
+    not trained on, as a tool's.
+    """
+    unread = unread_keys(record, "record", READ["rollouts"])
+    media = media_beside(record)
+    prompt = with_media_first(messages_under(record, "prompt", "user"), media)
+    if not isinstance(record.get("completion_ids"), list | tuple) or not record["completion_ids"]:
+        text = ", whose tokens must be those that logprobs are of: text alone does not say them"
+        raise BadSample(f"has no completion_ids{text if record.get('completions') else ''}")
+    columns = [record.get(key) for key in ("completion_ids", "logprobs", "advantages")]
+    if any(not isinstance(values, list | tuple) or len(values) != len(columns[0]) for values in columns):
+        raise BadSample("has not as many logprobs and advantages as completion_ids")
+    for key in ("ref_logprobs", "completion_mask"):
+        values = [()] * len(columns[0]) if is_absent(record.get(key)) else record[key]
+        if not isinstance(values, list | tuple) or len(values) != len(columns[0]):
+            raise BadSample(f"has not as many {key} as completion_ids")
+        columns.append(values)
+    rollouts = []
+    for number, (tokens, log_probs, advantage, reference, mask) in enumerate(zip(*columns, strict=True)):
+        if not _are_numbers(tokens, int) or not tokens or not _are_numbers([advantage]):
+            raise BadSample(f"has no tokens, or no advantage, of answer {number}")
+        if min(tokens) < 0:
+            raise BadSample(
+                f"has a token {min(tokens)} in answer {number}; leave out what is no token, with its logprob"
+            )
+        if not _are_numbers(log_probs) or len(log_probs) != len(tokens):
+            raise BadSample(f"has not a log-probability of every token of answer {number}")
+        if not _are_numbers(reference):
+            raise BadSample(f"has ref_logprobs of answer {number} that are no numbers")
+        for key, values in (("logprobs", log_probs), ("ref_logprobs", reference)):
+            _check_log_probs(key, values)
+        mask = () if mask is None else mask
+        if (
+            not isinstance(mask, list | tuple)
+            or any(m not in (0, 1) for m in mask)
+            or len(mask) not in (0, len(tokens))
+        ):
+            raise BadSample(f"has a completion_mask of answer {number} that is no 0 or 1 for every token")
+        rollouts.append(
+            Rollout(
+                tokens=tuple(tokens),
+                log_probs=tuple(log_probs),
+                advantage=float(advantage),
+                reference=tuple(reference),
+                mask=() if all(mask) else tuple(map(int, mask)),
+            )
+        )
+    if not any(not rollout.mask or any(rollout.mask) for rollout in rollouts):
+        raise BadSample("has a completion_mask of 0 alone: there is nothing to learn")
+    parsed = parse_chat({"messages": prompt} | media, "messages", answered=False)
+    _check_prompt_weights(parsed.conversation.messages)
+    return with_unread(replace(parsed, conversation=replace(parsed.conversation, rollouts=tuple(rollouts))), unread)
+
+
+def _check_prompt_weights(messages: Sequence[Message]) -> None:
+    """Raise BadSample where a message of a prompt asks for another weight than that of all or of none."""
+    if weight := next((message.weight for message in messages if message.weight not in (0, 1)), None):
+        raise BadSample(f"has a message with weight={weight!r} in its prompt, of which nothing is trained on")
+
+
+def _check_log_probs(key: str, values: Sequence[float]) -> None:
+    """Raise BadSample for logarithms of probabilities above 1, which are probabilities, or losses."""
+    if values and max(values) > MAX_LOG_PROB:
+        raise BadSample(f"has {max(values):.4g} in {key}; logarithms of probabilities are at most 0")
+
+
+def _number(record: Mapping[str, Any], key: str) -> float | None:
+    """Return a finite number that may be missing. Raises BadSample for anything else."""
+    value = record.get(key)
+    if value is not None and not _are_numbers([value]):
+        raise BadSample(f"has {key}={value!r}, which is no number")
+    return value
+
+
+def _are_numbers(values: Any, kind: type | tuple[type, ...] = (int, float)) -> bool:
+    """Tell whether these are finite numbers."""
+    return isinstance(values, list | tuple) and all(
+        isinstance(x, kind) and not isinstance(x, bool) and math.isfinite(x) for x in values
+    )
+
+
+@dataclass(frozen=True)
+class PairBranches(Branching):
+    """A chosen answer in branch 1, a rejected one in branch 2."""
+
+    def answered(self, conversation: Conversation) -> Sequence[Conversation]:
+        if conversation.rejected is None:
+            raise BadSample(f"has no rejected answer, which loss={self.loss.kind} compares with the chosen one")
+        answers = conversation.messages[-1], conversation.rejected
+        return [replace(conversation, messages=(*conversation.messages[:-1], answer)) for answer in answers]
+
+    def texts(
+        self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], vocab: int
+    ) -> list[Text]:
+        # The weights sum to that of the pair, 1 or its own.
+        stored = "reference_log_probs" in self.loss.inputs
+        if stored and len(conversation.reference) != 2:
+            raise BadSample(
+                "has no ref_chosen_logps and ref_rejected_logps, which loss.reference=stored reads; write them with "
+                "mmjax.evaluate --log-probs"
+            )
+        count = sum(np.count_nonzero(weights) for _, weights in answers)
+        texts = []
+        for number, (ids, weights) in enumerate(answers):
+            end = np.flatnonzero(weights)[-1] + 1  # white space behind the last trained token isn't needed
+            inputs = {}
+            if stored:
+                inputs["reference_log_probs"] = at_first_token(conversation.reference[number], end)
+            weight = conversation.messages[-1].weight / count
+            texts.append(Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs))
+        return texts
+
+
+def at_first_token(value: float, tokens: int) -> np.ndarray:
+    """Return an array `[tokens]` whose sum is a value that a loss reads of a whole answer.
+
+    The first token that is trained has all of it, behind the prompt's last one.
+    """
+    values = np.zeros(tokens, np.float32)
+    values[1] = value
+    return values
+
+
+@dataclass(frozen=True)
+class RolloutBranches(Branching):
+    """An answer that a model has drawn in each branch."""
+
+    def answered(self, conversation: Conversation) -> Sequence[Conversation]:
+        if not conversation.rollouts:
+            raise BadSample(
+                f"has no rollouts (completion_ids, logprobs, advantages), which loss={self.loss.kind} trains on"
+            )
+        return ()
+
+    def texts(
+        self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], vocab: int
+    ) -> list[Text]:
+        ((last, _),) = answers
+        rollouts = conversation.rollouts
+        if len(rollouts) > MAX_BRANCHES:
+            raise BadSample(
+                f"has {len(rollouts)} answers, and a sample takes {MAX_BRANCHES}; divide it into several records, "
+                "since every answer has an advantage of its own"
+            )
+        return [self._text(rollout, last, vocab) for rollout in rollouts]
+
+    def _text(self, rollout: Rollout, last: np.ndarray, vocab: int) -> Text:
+        """Build the branch of an answer. last: token of the prompt."""
+        if (largest := max(rollout.tokens)) >= vocab:
+            raise BadSample(f"has the token {largest} in an answer, and the tokenizer has {vocab}")
+        count = len(rollout.tokens)
+        if "reference_log_probs" in self.loss.inputs and len(rollout.reference) != count:
+            raise BadSample("has no ref_logprobs of every token, which loss.reference=stored reads")
+        mask = rollout.mask or (1,) * count
+        weight = 1.0 if self.loss.loss_type == "dapo" else 1 / max(sum(mask), 1)
+        values = {
+            "old_log_probs": rollout.log_probs,
+            "advantages": [rollout.advantage] * count,
+            "reference_log_probs": rollout.reference,
+        }
+        return Text(
+            np.concatenate([last, np.array(rollout.tokens, np.int32)]),
+            np.array([0, *(weight * trained for trained in mask)], np.float32),
+            loss_inputs={name: np.array([0, *values[name]], np.float32) for name in self.loss.inputs},
+        )
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """Describe how records hold several answers, and what becomes of them."""
+
+    source: type[FileSource]  # of JSON records
+    columns: tuple[str, ...]  # of Parquet that must be there
+    optional_columns: tuple[str, ...]
+    parse: Callable[[Mapping[str, Any]], Record]
+    branching: type[Branching]
+
+    @property
+    def key(self) -> str:
+        """Return the key by which such a record is known."""
+        return next(column for column in self.columns if column != "prompt")
+
+
+FORMS: Mapping[Answers, AnswerForm] = {
+    "pair": AnswerForm(
+        source=PreferenceSource,
+        columns=("chosen", "rejected"),
+        optional_columns=("prompt", *REFERENCE),
+        parse=parse_preference,
+        branching=PairBranches,
+    ),
+    "rollouts": AnswerForm(
+        source=RolloutsSource,
+        columns=("prompt", "completion_ids", "logprobs", "advantages"),
+        optional_columns=("ref_logprobs",),
+        parse=parse_rollouts,
+        branching=RolloutBranches,
+    ),
+}
+
+
+def with_loss(chat: Chat, loss: LossConfig) -> Chat:
+    """Return a chat whose conversations become what a loss is of."""
+    return replace(chat, branching=None if isinstance(loss, CrossEntropy) else FORMS[loss.answers].branching(loss))
+
+
+def parse_answers(record: Mapping[str, Any], kind: str) -> Record:
+    """Parse a record of a source of several answers, of this kind, by the keys that it has. Raises BadSample."""
+    forms = [form for form in FORMS.values() if form.source.kind == kind]
+    return next((form for form in forms if form.key in record), forms[0]).parse(record)
+
+
+def to_json(conversation: Conversation) -> dict[str, Any]:
+    """Convert what a conversation has of several answers."""
+    header: dict[str, Any] = {}
+    if conversation.rejected:
+        header |= {"rejected": "".join(conversation.rejected.parts), "reference": conversation.reference}
+        if conversation.rejected.fields:
+            header["rejected_fields"] = dict(conversation.rejected.fields)
+    if conversation.rollouts:
+        rollouts = [asdict(rollout) for rollout in conversation.rollouts]
+        header["rollouts"] = [{k: v for k, v in rollout.items() if k != "mask" or v} for rollout in rollouts]
+    return header
+
+
+def from_json(header: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """Convert back to fields of a conversation. role: of its last message. Raises TypeError, ValueError or KeyError."""
+    rejected = None
+    if "rejected" in header:
+        fields = header.get("rejected_fields", {})
+        fields = tuple((str(key), str(text)) for key, text in fields.items())
+        rejected = Message(role, (str(header["rejected"]),), fields=fields)
+    return {
+        "rejected": rejected,
+        "reference": tuple(map(float, header.get("reference", ()))),
+        "rollouts": tuple(_rollout(**rollout) for rollout in header.get("rollouts", ())),
+    }
+
+
+def _rollout(
+    tokens: Sequence[int],
+    log_probs: Sequence[float],
+    advantage: float,
+    reference: Sequence[float],
+    mask: Sequence[int] = (),
+) -> Rollout:
+    return Rollout(
+        tokens=tuple(map(int, tokens)),
+        log_probs=tuple(map(float, log_probs)),
+        advantage=float(advantage),
+        reference=tuple(map(float, reference)),
+        mask=tuple(map(int, mask)),
+    )
