@@ -65,6 +65,18 @@ class Dpo(_Loss):
 
 
 @dataclass(frozen=True)
+class Orpo(_Loss):
+    """Odds ratio preference optimisation (Hong et al. 2024) of pairs, beside cross-entropy of the chosen answer."""
+
+    answers: ClassVar[Answers] = "pair"
+    sources: ClassVar[tuple[str, ...]] = ("preference",)
+    branches: ClassVar[dict[int, str]] = PAIR
+    above_zero: ClassVar[tuple[str, ...]] = ("beta",)
+    beta: float = 0.1  # factor of the odds ratio's loss beside the cross-entropy: lambda in the paper
+    kind: Literal["orpo"] = "orpo"
+
+
+@dataclass(frozen=True)
 class Grpo(_Loss):
     """A step of group relative policy optimisation on imported rollouts: PPO's clipped objective of every token."""
 
@@ -80,8 +92,8 @@ class Grpo(_Loss):
     kind: Literal["grpo"] = "grpo"
 
 
-LOSSES = (CrossEntropy, Dpo, Grpo)
-LossConfig = CrossEntropy | Dpo | Grpo
+LOSSES = (CrossEntropy, Dpo, Orpo, Grpo)
+LossConfig = CrossEntropy | Dpo | Orpo | Grpo
 
 _ANY_ANSWERS = ("function", "dataset_info", "arrayrecord")  # sources that are read to know
 

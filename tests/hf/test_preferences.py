@@ -23,7 +23,7 @@ from mmjax import evaluate
 from mmjax.batch import Microbatch, TextBatch
 from mmjax.config import Config, LoraConfig, MeshConfig
 from mmjax.config.loading import find_config, load
-from mmjax.config.losses import Dpo, Grpo
+from mmjax.config.losses import Dpo, Grpo, Orpo
 from mmjax.config.model import module_names
 from mmjax.config.validation import validate
 from mmjax.data.loading.step_loader import StepLoader
@@ -113,10 +113,19 @@ def samples_of(batches: Sequence[Microbatch]) -> list[int]:
     return sorted({int(owner) for batch in batches for owner in np.unique(batch.text.owner) if owner >= 0})
 
 
+def odds_ratio_loss(better: torch.Tensor, worse: torch.Tensor, beta: float) -> torch.Tensor:
+    """The loss of a pair as the ORPO paper has it, of the mean log-probabilities of its answers."""
+    odds = [x.exp() / (1 - x.exp()) for x in (better, worse)]
+    return -better - beta * torch.nn.functional.logsigmoid(torch.log(odds[0] / odds[1]))
+
+
 def loss_there(
-    model: torch.nn.Module, place: tuple[Path, list[Asked]], batches: Sequence[Microbatch], loss: Dpo
+    model: torch.nn.Module, place: tuple[Path, list[Asked]], batches: Sequence[Microbatch], loss: Dpo | Orpo
 ) -> torch.Tensor:
-    """Formula 7 of the DPO paper over the pairs of these microbatches, each answer with a prompt of its own."""
+    """Formula 7 of the DPO paper, or 6 of the ORPO paper, over the pairs of these microbatches.
+
+    Each answer has a prompt of its own.
+    """
     folder, asked = place
     theirs, samples = Theirs(folder / "checkpoint", model), samples_of(batches)
     lines = [json.loads(line) for line in (folder / "stored.jsonl").read_text().splitlines()]
@@ -125,10 +134,16 @@ def loss_there(
         ratios = []
         for answer in ("chosen", "rejected"):
             said = theirs.log_probs(asked[number].image, asked[number].question, getattr(asked[number], answer))
+            if loss.kind == "orpo":
+                ratios.append(said.mean())
+                continue
             reference = lines[number][f"ref_{answer}_logps"] if loss.reference == "stored" else 0.0
             ratio = said.sum() - reference
             ratios.append(ratio / len(said) if loss.loss_type == "sigmoid_norm" else ratio)
-        total = total - torch.nn.functional.logsigmoid(loss.beta * (ratios[0] - ratios[1]))
+        if loss.kind == "orpo":
+            total = total + odds_ratio_loss(*ratios, loss.beta)
+        else:
+            total = total - torch.nn.functional.logsigmoid(loss.beta * (ratios[0] - ratios[1]))
     return total / len(samples)
 
 
@@ -140,6 +155,7 @@ def loss_there(
         ("place", Dpo(BETA, reference="none")),
         ("place", Dpo(2.0, "sigmoid_norm", "stored")),
         ("windowed", Dpo(BETA, reference="stored")),
+        ("place", Orpo(0.5)),
     ],
 )
 def test_ten_steps_on_packed_pairs_are_those_of_answers_apart(where, request, tmp_path, loss):

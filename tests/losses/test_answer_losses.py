@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from mmjax.batch import PADDING, TextBatch
-from mmjax.config.losses import Dpo, Grpo
-from mmjax.losses import dpo, grpo
+from mmjax.config.losses import Dpo, Grpo, Orpo
+from mmjax.losses import dpo, grpo, orpo
 from mmjax.losses.dpo import CHOSEN, REJECTED
 from mmjax.losses.sample_totals import sample_totals
 
 ROWS, LENGTH = 2, 40
+ANSWERS = CHOSEN, REJECTED
 
 
 @pytest.fixture
@@ -88,6 +89,41 @@ def test_losses_of_pairs_and_their_gradients_are_those_of_torch(text, kind):
     np.testing.assert_allclose(gradient, there.grad.numpy(), atol=1e-6)
     if kind == "sigmoid":
         assert round(float((values["rewards/accuracies"] * text.weight).sum())) == right
+
+
+def test_losses_by_odds_of_pairs_and_their_gradients_are_those_of_torch(text):
+    config, trained = Orpo(0.4), text.weight > 0
+    log_probs = -np.abs(log_probs_of(text))
+
+    def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        losses, values = orpo.token_losses(log_probs, jnp.zeros(()), jax.tree.map(jnp.asarray, text), config)
+        return jnp.where(trained, text.weight * losses, 0).sum(), values
+
+    (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs)
+    there = torch.tensor(log_probs, requires_grad=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(ROWS):
+        for number in range(3 - row):
+            of_answers = [(text.sample[row] == number) & (text.kind[row] == bit) & trained[row] for bit in ANSWERS]
+            better, worse = (there[row][here].double().mean() for here in of_answers)
+            odds = [x.exp() / (1 - x.exp()) for x in (better, worse)]
+            total = total - better - config.beta * torch.nn.functional.logsigmoid(torch.log(odds[0] / odds[1]))
+    total.backward()
+    np.testing.assert_allclose(loss, total.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, there.grad.numpy(), rtol=1e-4, atol=1e-6)
+    assert values.keys() == orpo.measures(config).keys()
+
+
+def test_odds_of_an_answer_that_is_certain_are_finite(text):
+    certain = jnp.zeros(text.weight.shape)
+    here = jax.tree.map(jnp.asarray, text)
+
+    def loss(log_probs: jax.Array) -> jax.Array:
+        return jnp.where(text.weight > 0, orpo.token_losses(log_probs, certain, here, Orpo())[0], 0).sum()
+
+    value, gradient = jax.value_and_grad(loss)(certain)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4])
