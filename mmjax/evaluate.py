@@ -20,12 +20,12 @@ import numpy as np
 
 from mmjax.config import Config, ManifestSource, MeshConfig
 from mmjax.config.loading import apply_overrides, resolve_callbacks
-from mmjax.config.losses import Dpo, loss_of_source
+from mmjax.config.losses import loss_of_source
 from mmjax.config.other_names import parse_words
 from mmjax.config.validation import check_loss
 from mmjax.console import ProgressLine, mute, print_lines, table
 from mmjax.data.sample import BadSample, Split
-from mmjax.data.sources.answers import REFERENCE
+from mmjax.data.sources.answers import AnswerForm, form_of, with_loss
 from mmjax.data.sources.chat_files import ChatFiles
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import cache_folder, open_sources, source_of
@@ -285,38 +285,51 @@ def evaluate_conversations(args: argparse.Namespace) -> None:
 
 
 def write_log_probs(args: argparse.Namespace) -> None:
-    """Write every pair of answers again, with the model's log-probabilities of both: the reference of a DPO run."""
+    """Write every record of answers again, with the model's log-probabilities of each: a run's stored reference."""
     of_data, of_model = _split_overrides(args.overrides)
     served = CheckpointModel.open(args.model, of_model, args.step, args.trust)
     folders = {"images": args.images, "audio": args.audio, "videos": args.videos}
     config = _with_questions(served, args.data, folders, of_data)
-    if args.data and not isinstance(config.loss, Dpo):
-        raise UserError(f"--data {args.data}: its first record has no chosen and rejected, which --log-probs compares")
-    config = replace(config, loss=Dpo(reference="none"))
-    check_loss(config)
     sources = open_sources(config, "train" if args.data else args.split, args.model)
-    pairs = {n: s for n, s in sources.items() if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)}
-    if len(pairs) != 1:
-        raise UserError("--log-probs writes the pairs of one file of JSON records; name it with --data")
+    sources = {n: s for n, s in sources.items() if isinstance(s, ChatSource) and isinstance(s.conversations, ChatFiles)}
+    if len(sources) != 1:
+        raise UserError("--log-probs writes the answers of one file of JSON records; name it with --data")
+    ((name, source),) = sources.items()
+    form = _form_of_answers(source)
+    if form is None or form.measured_by is None:
+        raise UserError(
+            f"--data {args.data}: its first record has no chosen and rejected, and no completion and label, of which "
+            "--log-probs computes log-probabilities"
+        )
+    config = replace(config, loss=form.measured_by)
+    check_loss(config)
+    source.chat = with_loss(source.chat, config.loss)
     mesh, rules = make_mesh(config.mesh, choose_devices(config.device)), ShardingRules.of(config.mesh)
     model, params = served.load(mesh, rules)
-    evaluator = Evaluator(model, mesh, rules, pairs, config, max_tokens=1, batch_limits=BATCH_LIMITS, loss_chunks=1)
-    ((name, source),) = pairs.items()
-    log_probs = evaluator.log_probs(params).get(name, {})
+    evaluator = Evaluator(model, mesh, rules, sources, config, max_tokens=1, batch_limits=BATCH_LIMITS, loss_chunks=1)
+    log_probs = evaluator.log_probs(params, form.log_probs).get(name, {})
     if not coordination.is_leader():
         return
     with atomic_write(args.log_probs) as partial_file, partial_file.open("w") as out:
         for number in range(len(source)):
             with suppress(BadSample):  # what is no JSON object is in no file of pairs
                 record = source.conversations.record(number)
-                record |= dict(zip(REFERENCE, log_probs.get(number, ()), strict=False))
+                if number in log_probs:
+                    record |= log_probs[number] | form.beside(source.chat.read(source.conversations, number))
                 out.write(json.dumps(record, ensure_ascii=False) + "\n")
-    preferred = np.mean([chosen > rejected for chosen, rejected in log_probs.values()]) if log_probs else 0.0
-    print_lines(f"{len(log_probs):,} pairs, the chosen answer likelier in {preferred:.1%} of them: {args.log_probs}")
+    print_lines(f"{len(log_probs):,} {form.describe(log_probs.values())}: {args.log_probs}")
     for sample, reason in list(evaluator.left_out.items())[:3]:
         print_lines(f"left out {sample}: {reason}")
     if (more := len(evaluator.left_out) - 3) > 0:
         print_lines(f"left out {more:,} more; {args.log_probs} has them without log-probabilities")
+
+
+def _form_of_answers(source: ChatSource) -> AnswerForm | None:
+    """Tell which form of several answers the first record has that can be read."""
+    for number in range(len(source)):
+        with suppress(BadSample):
+            return form_of(source.conversations.record(number))
+    return None
 
 
 def _parse_measures(text: str) -> tuple[str, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-# What a record holds of answers: the last of a conversation, a chosen and a rejected one, or some that a model has
-# drawn. `data.sources.answers` reads each.
-Answers = Literal["one", "pair", "rollouts"]
+# What a record holds of answers: the last of a conversation, a chosen and a rejected one, one that is good or bad, or
+# some that a model has drawn. `data.sources.answers` reads each.
+Answers = Literal["one", "pair", "judged", "rollouts"]
 # Where log-probabilities of the frozen reference come from: a second forward pass without adapters, the data, or none.
 Reference = Literal["adapters_off", "stored", "none"]
 
@@ -20,7 +21,7 @@ class _Loss:
     kind: str
     answers: ClassVar[Answers]
     sources: ClassVar[tuple[str, ...]] = ()  # kinds of sources that hold such answers and no others; (): conversations
-    branches: ClassVar[dict[int, str]] = {}  # that each sample has, with what is in them; {}: any
+    branches: ClassVar[Mapping[int, str]] = {}  # that each sample has, with what is in them; {}: any
     above_zero: ClassVar[tuple[str, ...]] = ()  # settings that must be
     token_inputs: ClassVar[tuple[str, ...]] = ()  # what it reads of every token of an answer beside its weight
 
@@ -55,7 +56,7 @@ class Dpo(_Loss):
 
     answers: ClassVar[Answers] = "pair"
     sources: ClassVar[tuple[str, ...]] = ("preference",)
-    branches: ClassVar[dict[int, str]] = PAIR
+    branches: ClassVar[Mapping[int, str]] = PAIR
     above_zero: ClassVar[tuple[str, ...]] = ("beta",)
     beta: float = 0.1  # factor of the log-ratios to the reference: larger stays closer to it
     # sigmoid_norm: an answer's log-ratio is the mean over its tokens (Tulu 3), not their sum.
@@ -70,10 +71,32 @@ class Orpo(_Loss):
 
     answers: ClassVar[Answers] = "pair"
     sources: ClassVar[tuple[str, ...]] = ("preference",)
-    branches: ClassVar[dict[int, str]] = PAIR
+    branches: ClassVar[Mapping[int, str]] = PAIR
     above_zero: ClassVar[tuple[str, ...]] = ("beta",)
     beta: float = 0.1  # factor of the odds ratio's loss beside the cross-entropy: lambda in the paper
     kind: Literal["orpo"] = "orpo"
+
+
+@dataclass(frozen=True)
+class Kto(_Loss):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024) of answers, each of which is good or bad."""
+
+    answers: ClassVar[Answers] = "judged"
+    sources: ClassVar[tuple[str, ...]] = ("preference",)
+    above_zero: ClassVar[tuple[str, ...]] = ("beta", "desirable_weight", "undesirable_weight")
+    token_inputs: ClassVar[tuple[str, ...]] = ("labels",)
+    beta: float = 0.1  # factor of the log-ratios to the reference: larger stays closer to it
+    # apo_zero_unpaired: not compared with the KL divergence to the reference, which other records' answers estimate
+    # (D'Oosterlinck et al. 2024).
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    desirable_weight: float = 1.0  # of good answers
+    undesirable_weight: float = 1.0  # of bad ones
+    reference: Reference = "adapters_off"  # stored: ref_logps, ref_KL_logps and kl_completion of every record
+    kind: Literal["kto"] = "kto"
+
+    @property
+    def branches(self) -> dict[int, str]:
+        return {1: "an answer"} | ({2: "another record's"} if self.loss_type == "kto" else {})
 
 
 @dataclass(frozen=True)
@@ -92,8 +115,8 @@ class Grpo(_Loss):
     kind: Literal["grpo"] = "grpo"
 
 
-LOSSES = (CrossEntropy, Dpo, Orpo, Grpo)
-LossConfig = CrossEntropy | Dpo | Orpo | Grpo
+LOSSES = (CrossEntropy, Dpo, Orpo, Kto, Grpo)
+LossConfig = CrossEntropy | Dpo | Orpo | Kto | Grpo
 
 _ANY_ANSWERS = ("function", "dataset_info", "arrayrecord")  # sources that are read to know
 

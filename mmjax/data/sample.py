@@ -71,11 +71,16 @@ class Conversation:
     rejected: Message | None = None  # the worse of a pair of last answers, the better of which is the last message
     reference: tuple[float, ...] = ()  # the reference's log-probabilities of both, the better one's first
     rollouts: tuple[Rollout, ...] = ()  # answers that a model has drawn to its last message
+    # Whether the last answer is good, where the record judges it; `rejected` is then another record's answer. Not in
+    # the representation, whose hash stored runs have.
+    label: bool | None = field(default=None, repr=False)
     unread: tuple[str, ...] = field(default=(), compare=False)  # keys of the record that nothing reads
 
     @property
     def loss_of_answers(self) -> str:
         """Name a loss that is of such answers; empty where there is one alone."""
+        if self.label is not None:
+            return "kto"
         return "dpo" if self.rejected else "grpo" if self.rollouts else ""
 
     def media(self) -> Iterator[MediaPlace]:

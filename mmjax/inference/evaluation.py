@@ -251,12 +251,17 @@ class Evaluator:
         measured = mean_measures(self._loss, total, weight)
         return {"loss": total["loss"] / weight} | measured | by_source | of_images
 
-    def log_probs(self, params: Params) -> dict[str, dict[int, tuple[float, float]]]:
-        """Compute the log-probabilities of both answers of every pair, the chosen one's first, by source and sample."""
-        sums = defaultdict[str, dict[int, tuple[float, float]]](dict)
+    def log_probs(
+        self, params: Params, measures: Mapping[str, Sequence[str]]
+    ) -> dict[str, dict[int, dict[str, float]]]:
+        """Compute log-probabilities of every sample's answers by name, by source and sample.
+
+        measures: by name, the measures of the config's loss whose sum each is.
+        """
+        sums = defaultdict[str, dict[int, dict[str, float]]](dict)
         for name, sample, values in self._sample_losses(params):
-            chosen, rejected = (values[f"logps/{answer}"] / values["weight"] for answer in ("chosen", "rejected"))
-            sums[name][sample] = chosen, rejected
+            weight = values["weight"]
+            sums[name][sample] = {key: sum(values[m] for m in of) / weight for key, of in measures.items()}
         return sums
 
     def _sample_losses(

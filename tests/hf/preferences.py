@@ -89,6 +89,18 @@ def run_config(place: Path, loss: LossConfig, name: str = "pairs.jsonl", **model
     )
 
 
+def save_judged(place: Path, asked: Sequence[Asked]) -> list[dict[str, Any]]:
+    """Write `judged.jsonl`: of every question one of its answers, and whether it is right; return the records."""
+    lines = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    judged = []
+    for number, (line, one) in enumerate(zip(lines, asked, strict=True)):
+        good = number % 3 != 1
+        answer = one.chosen if good else one.rejected
+        judged.append({"prompt": one.question, "completion": answer, "label": good, "images": line["images"]})
+    write_lines(place / "judged.jsonl", judged)
+    return judged
+
+
 class Theirs:
     """The checkpoint in transformers, which reads every answer with the whole prompt before it."""
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from mmjax.batch import PADDING, TextBatch
-from mmjax.config.losses import Dpo, Grpo, Orpo
-from mmjax.losses import dpo, grpo, orpo
+from mmjax.config.losses import Dpo, Grpo, Kto, Orpo
+from mmjax.losses import dpo, grpo, kto, orpo
 from mmjax.losses.dpo import CHOSEN, REJECTED
+from mmjax.losses.objective import mean_measures
 from mmjax.losses.sample_totals import sample_totals
 
 ROWS, LENGTH = 2, 40
@@ -112,6 +113,52 @@ def test_losses_by_odds_of_pairs_and_their_gradients_are_those_of_torch(text):
     np.testing.assert_allclose(loss, total.item(), rtol=1e-5)
     np.testing.assert_allclose(gradient, there.grad.numpy(), rtol=1e-4, atol=1e-6)
     assert values.keys() == orpo.measures(config).keys()
+
+
+@pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("shift", [-1.0, 1.0], ids=["divergence below 0", "divergence above 0"])
+def test_losses_of_judged_answers_and_their_gradients_are_those_of_torch(text, kind, shift):
+    config = Kto(0.7, kind, desirable_weight=1.5, undesirable_weight=0.8, reference="stored")
+    label = np.where((text.sample + np.arange(ROWS)[:, None]) % 2 == 0, 1.0, -1.0).astype(np.float32)
+    text = text._replace(loss_inputs=text.loss_inputs | {"labels": label})
+    trained, reference = text.weight > 0, text.loss_inputs["reference_log_probs"]
+    log_probs = log_probs_of(text) + np.float32(shift) * ((text.kind == REJECTED) & trained)
+
+    def ours(log_probs: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        losses, values = kto.token_losses(log_probs, reference, jax.tree.map(jnp.asarray, text), config)
+        return jnp.where(trained, text.weight * losses, 0).sum(), values
+
+    (loss, values), gradient = jax.value_and_grad(ours, has_aux=True)(log_probs)
+    there = torch.tensor(log_probs, requires_grad=True)
+    ratios: list[list[torch.Tensor]] = [[], []]
+    labels = []
+    for row in range(ROWS):
+        for number in range(3 - row):
+            for of_answer, bit in zip(ratios, ANSWERS, strict=True):
+                here = torch.tensor((text.sample[row] == number) & (text.kind[row] == bit) & trained[row])
+                of_answer.append((there[row] - torch.tensor(reference[row]))[here].sum())
+            labels.append(float(label[row][text.sample[row] == number][0]))
+    own, others = map(torch.stack, ratios)
+    divergence = others.mean().detach().clamp(min=0) if kind == "kto" else 0.0
+    of_kind = torch.tensor([1.5 if value > 0 else 0.8 for value in labels])
+    total = (of_kind * (1 - torch.sigmoid(config.beta * torch.tensor(labels) * (own - divergence)))).sum()
+    total.backward()
+    np.testing.assert_allclose(loss, total.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradient, there.grad.numpy(), atol=1e-6)
+    assert values.keys() == kto.measures(config).keys()
+    sums = {name: float((text.weight * x).sum()) for name, x in values.items()}
+    means = mean_measures(config, sums, float(text.weight.sum()))
+    good = [ratio for ratio, value in zip(own.tolist(), labels, strict=True) if value > 0]
+    assert means["rewards/chosen"] == pytest.approx(config.beta * np.mean(good), rel=1e-4)
+    assert ("kl" in means) == (kind == "kto")
+
+
+def test_means_over_answers_that_no_sample_of_a_step_has_are_left_out():
+    sums = dict.fromkeys(kto.measures(Kto()), 0.0) | {"share/chosen": 2.0, "rewards/chosen": 1.0}
+    means = mean_measures(Kto(), sums, 4.0)
+    assert means["rewards/chosen"] == 0.5
+    assert "rewards/rejected" not in means
+    assert means["share/rejected"] == 0
 
 
 def test_odds_of_an_answer_that_is_certain_are_finite(text):

@@ -22,15 +22,14 @@ from mmjax.config import (
     AdamW,
     Config,
     CrossEntropy,
-    Dpo,
     ExpertsConfig,
-    Grpo,
     LoraConfig,
     LossConfig,
     MeshConfig,
     Muon,
     Unit,
 )
+from mmjax.config.losses import Dpo, Grpo
 from mmjax.config.training import unit_devices
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge

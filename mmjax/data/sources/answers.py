@@ -7,14 +7,14 @@ share its prompt, which is tokenized once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from mmjax.config import CrossEntropy, FileSource, LossConfig, PreferenceSource, RolloutsSource
-from mmjax.config.losses import Answers
+from mmjax.config.losses import Answers, Dpo, Kto
 from mmjax.data.sample import MAX_BRANCHES, BadSample, Conversation, Message, Rollout, Text
 from mmjax.data.sources.chat_records import (
     Record,
@@ -24,11 +24,16 @@ from mmjax.data.sources.chat_records import (
     with_media_first,
     with_unread,
 )
-from mmjax.data.sources.record_keys import READ, is_absent, unread_keys
-from mmjax.data.text.chat import Branching, Chat
+from mmjax.data.sources.record_keys import MEDIA, READ, is_absent, unread_keys
+from mmjax.data.storage.files import Unreadable
+from mmjax.data.text.chat import Branching, Chat, Records
 
 MAX_LOG_PROB = 0.1  # of a token; rounded ones may be a little above 0
-REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # keys of a reference's log-probabilities of a pair's answers
+# Keys of a reference's log-probabilities: of a pair's answers, and of an answer and another record's.
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+JUDGED_REFERENCE = ("ref_logps", "ref_KL_logps")
+_JUDGED_KEYS = frozenset(("prompt", "completion", "label", "kl_completion", "system", *JUDGED_REFERENCE, *MEDIA))
+_OTHERS = 16  # records before one whose answers are tried, where some cannot be read
 
 
 def parse_preference(record: Mapping[str, Any]) -> Record:
@@ -56,10 +61,7 @@ def parse_pair(
 
     media: files beside the messages. record: that has them all.
     """
-    stored = [_number(record, key) for key in REFERENCE]
-    for key, value in zip(REFERENCE, stored, strict=True):
-        _check_log_probs(key, [] if value is None else [value])
-    reference = tuple(value for value in stored if value is not None)
+    reference = _stored(record, REFERENCE)
     prompt = with_media_first(prompt, media)
     parsed, worse = (parse_chat({"messages": [*prompt, answer]} | media, "messages") for answer in (chosen, rejected))
     messages = parsed.conversation.messages[-1], worse.conversation.messages[-1]
@@ -74,6 +76,53 @@ def parse_pair(
         raise BadSample("has the same chosen and rejected answer: there is nothing to learn")
     pair = replace(parsed.conversation, rejected=messages[1], reference=reference)
     return with_unread(replace(parsed, conversation=pair), worse.conversation.unread)
+
+
+def parse_judged(record: Mapping[str, Any]) -> Record:
+    """Parse an answer that is good or bad, as TRL has it: {"prompt", "completion", "label"}.
+
+    Prompt and completion are a text or messages, the label is true or false. "kl_completion" may be the answer of
+    another record, with log-probabilities of a reference under "ref_logps" and "ref_KL_logps". Raises BadSample.
+    """
+    unread = unread_keys(record, "record", _JUDGED_KEYS)
+    reference = _stored(record, JUDGED_REFERENCE)
+    if record.get("ref_KL_logps") is not None and record.get("ref_logps") is None:
+        raise BadSample("has ref_KL_logps and no ref_logps")
+    if not isinstance(label := record.get("label"), bool):
+        raise BadSample(f"has label={label!r}; expected true for a good answer, or false for a bad one")
+    media = media_beside(record)
+    prompt = with_media_first(messages_under(record, "prompt", "user"), media)
+    parsed = _answered(prompt, record, "completion", media)
+    judged = replace(parsed.conversation, label=label, reference=reference)
+    _check_prompt_weights(judged.messages[:-1])
+    if record.get("kl_completion") is not None:
+        other = _answered(prompt, record, "kl_completion", media).conversation
+        judged = replace(judged, rejected=other.messages[-1])
+        unread += other.unread
+    return with_unread(replace(parsed, conversation=judged), unread)
+
+
+def _answered(prompt: Sequence[Any], record: Mapping[str, Any], key: str, media: Mapping[str, Any]) -> Record:
+    """Parse a prompt with the answer under a key. Raises BadSample."""
+    answers = messages_under(record, key, "assistant")
+    if len(answers) != 1:
+        raise BadSample(f"has several messages in {key}; it holds one answer of the assistant")
+    parsed = parse_chat({"messages": [*prompt, *answers]} | media, "messages")
+    message = parsed.conversation.messages[-1]
+    if message.role != "assistant":
+        raise BadSample(f"has a {key} that is not the assistant's")
+    if any(not isinstance(part, str) for part in message.parts):
+        raise BadSample(f"has a medium in its {key}; answers that are judged are text")
+    return parsed
+
+
+def _stored(record: Mapping[str, Any], keys: Sequence[str]) -> tuple[float, ...]:
+    """Return log-probabilities of a reference that a record has under these keys. Raises BadSample."""
+    values = {key: _number(record, key) for key in keys}
+    values = {key: value for key, value in values.items() if value is not None}
+    for key, value in values.items():
+        _check_log_probs(key, [value])
+    return tuple(values.values())
 
 
 def parse_rollouts(record: Mapping[str, Any]) -> Record:
@@ -166,6 +215,8 @@ class PairBranches(Branching):
     """A chosen answer in branch 1, a rejected one in branch 2."""
 
     def answered(self, conversation: Conversation) -> Sequence[Conversation]:
+        if conversation.label is not None:
+            raise BadSample(f"has an answer with a label, which loss={self.loss.kind} does not read: set loss=kto")
         if conversation.rejected is None:
             raise BadSample(f"has no rejected answer, which loss={self.loss.kind} compares with the chosen one")
         answers = conversation.messages[-1], conversation.rejected
@@ -186,6 +237,66 @@ class PairBranches(Branching):
         for number, (ids, weights) in enumerate(answers):
             end = np.flatnonzero(weights)[-1] + 1  # white space behind the last trained token isn't needed
             inputs = {}
+            if stored:
+                inputs["reference_log_probs"] = at_first_token(conversation.reference[number], end)
+            weight = conversation.messages[-1].weight / count
+            texts.append(Text(ids[:end], np.float32(weight) * (weights[:end] > 0), loss_inputs=inputs))
+        return texts
+
+
+@dataclass(frozen=True)
+class JudgedBranches(Branching):
+    """An answer that is good or bad in branch 1, and another record's in branch 2, where the loss reads it."""
+
+    @property
+    def _compares(self) -> bool:
+        return len(self.loss.branches) > 1
+
+    def read(self, records: Records, index: int) -> Conversation:
+        conversation = records.conversation(index)
+        stored = "reference_log_probs" in self.loss.inputs
+        if conversation.label is None or conversation.rejected is not None or stored or not self._compares:
+            return conversation
+        # As in TRL, the answer of the record before it. Always the same one, so that runs resume.
+        for back in range(1, min(len(records), 1 + _OTHERS)):
+            try:
+                other = records.conversation((index - back) % len(records))
+            except Unreadable:
+                raise
+            except BadSample:
+                continue
+            if other.label is not None:
+                return replace(conversation, rejected=replace(other.messages[-1], weight=1.0))
+        raise BadSample(f"has no other record before it whose answer loss={self.loss.kind} could compare its own with")
+
+    def answered(self, conversation: Conversation) -> Sequence[Conversation]:
+        if conversation.label is None:
+            raise BadSample(f"has no label, which says for loss={self.loss.kind} whether its answer is good")
+        if not self._compares:
+            return [conversation]
+        if conversation.rejected is None:
+            raise BadSample(
+                "has no kl_completion, whose ref_KL_logps loss.reference=stored reads; write both with "
+                "mmjax.evaluate --log-probs"
+            )
+        other = replace(conversation, messages=(*conversation.messages[:-1], conversation.rejected))
+        return [conversation, other]
+
+    def texts(
+        self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], vocab: int
+    ) -> list[Text]:
+        # The weights sum to that of the answer.
+        stored = "reference_log_probs" in self.loss.inputs
+        if stored and len(conversation.reference) < len(answers):
+            missing = " and ".join(JUDGED_REFERENCE[: len(answers)])
+            raise BadSample(
+                f"has no {missing}, which loss.reference=stored reads; write them with mmjax.evaluate --log-probs"
+            )
+        count = sum(np.count_nonzero(weights) for _, weights in answers)
+        texts = []
+        for number, (ids, weights) in enumerate(answers):
+            end = np.flatnonzero(weights)[-1] + 1
+            inputs = {"labels": np.full(end, 1.0 if conversation.label else -1.0, np.float32)}
             if stored:
                 inputs["reference_log_probs"] = at_first_token(conversation.reference[number], end)
             weight = conversation.messages[-1].weight / count
@@ -256,6 +367,22 @@ class AnswerForm:
     optional_columns: tuple[str, ...]
     parse: Callable[[Mapping[str, Any]], Record]
     branching: type[Branching]
+    # Keys of a reference's log-probabilities, and the measures whose sum each is, of a loss that measures them.
+    log_probs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    measured_by: LossConfig | None = None
+
+    def beside(self, conversation: Conversation) -> dict[str, str]:
+        """Return what is stored in a record beside log-probabilities: the other record's answer that one is of."""
+        if conversation.label is None or conversation.rejected is None:
+            return {}
+        return {"kl_completion": "".join(conversation.rejected.parts)}
+
+    def describe(self, log_probs: Collection[Mapping[str, float]]) -> str:
+        """Say of what these log-probabilities are, and of pairs which answer is likelier."""
+        if "ref_rejected_logps" not in self.log_probs:
+            return "answers and as many of other records"
+        better = [values["ref_chosen_logps"] > values["ref_rejected_logps"] for values in log_probs]
+        return f"pairs, the chosen answer likelier in {np.mean(better) if better else 0.0:.1%} of them"
 
     @property
     def key(self) -> str:
@@ -270,6 +397,17 @@ FORMS: Mapping[Answers, AnswerForm] = {
         optional_columns=("prompt", *REFERENCE),
         parse=parse_preference,
         branching=PairBranches,
+        log_probs={key: (f"logps/{answer}",) for key, answer in zip(REFERENCE, ("chosen", "rejected"), strict=True)},
+        measured_by=Dpo(reference="none"),
+    ),
+    "judged": AnswerForm(
+        source=PreferenceSource,
+        columns=("prompt", "completion", "label"),
+        optional_columns=("kl_completion", *JUDGED_REFERENCE),
+        parse=parse_judged,
+        branching=JudgedBranches,
+        log_probs=dict(zip(JUDGED_REFERENCE, (("logps/chosen", "logps/rejected"), ("logps/kl",)), strict=True)),
+        measured_by=Kto(reference="none"),
     ),
     "rollouts": AnswerForm(
         source=RolloutsSource,
@@ -286,6 +424,11 @@ def with_loss(chat: Chat, loss: LossConfig) -> Chat:
     return replace(chat, branching=None if isinstance(loss, CrossEntropy) else FORMS[loss.answers].branching(loss))
 
 
+def form_of(record: Mapping[str, Any]) -> AnswerForm | None:
+    """Tell of which form of several answers a record is by its keys; None where it has one alone."""
+    return next((form for form in FORMS.values() if form.key in record), None)
+
+
 def parse_answers(record: Mapping[str, Any], kind: str) -> Record:
     """Parse a record of a source of several answers, of this kind, by the keys that it has. Raises BadSample."""
     forms = [form for form in FORMS.values() if form.source.kind == kind]
@@ -294,9 +437,11 @@ def parse_answers(record: Mapping[str, Any], kind: str) -> Record:
 
 def to_json(conversation: Conversation) -> dict[str, Any]:
     """Convert what a conversation has of several answers."""
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {} if conversation.label is None else {"label": conversation.label}
+    if conversation.rejected or conversation.reference:
+        header["reference"] = conversation.reference
     if conversation.rejected:
-        header |= {"rejected": "".join(conversation.rejected.parts), "reference": conversation.reference}
+        header["rejected"] = "".join(conversation.rejected.parts)
         if conversation.rejected.fields:
             header["rejected_fields"] = dict(conversation.rejected.fields)
     if conversation.rollouts:
@@ -307,12 +452,15 @@ def to_json(conversation: Conversation) -> dict[str, Any]:
 
 def from_json(header: Mapping[str, Any], role: str) -> dict[str, Any]:
     """Convert back to fields of a conversation. role: of its last message. Raises TypeError, ValueError or KeyError."""
+    if (label := header.get("label")) not in (None, True, False):
+        raise ValueError(f"a label {label!r}")
     rejected = None
     if "rejected" in header:
         fields = header.get("rejected_fields", {})
         fields = tuple((str(key), str(text)) for key, text in fields.items())
         rejected = Message(role, (str(header["rejected"]),), fields=fields)
     return {
+        "label": label,
         "rejected": rejected,
         "reference": tuple(map(float, header.get("reference", ()))),
         "rollouts": tuple(_rollout(**rollout) for rollout in header.get("rollouts", ())),

@@ -194,7 +194,7 @@ def _lengths(chunk: range, conversations: Conversations, chat: Chat) -> TokenCou
     def read() -> Iterator[Conversation]:
         for index in chunk:
             try:
-                conversation = conversations.conversation(index)
+                conversation = chat.read(conversations, index)
             except BadSample as error:
                 bad[index] = str(error)
                 continue
@@ -230,7 +230,8 @@ def _path(conversations: Conversations, chat: Chat, cache: Path) -> Path:
 
 def _content(conversation: Conversation) -> int:
     """Hash a conversation to 64 bits: its texts, weights and answers, and where its media stand."""
-    encoded = repr(conversation).encode("utf-8", "surrogatepass")
+    judged = "" if conversation.label is None else f"{conversation.label}"
+    encoded = f"{conversation!r}{judged}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
 
@@ -397,7 +398,7 @@ class ChatSource:
     def _conversation(self, index: int) -> Conversation:
         """Read a conversation. Raises UserError where it is not the one whose tokens were counted."""
         try:
-            conversation = self.conversations.conversation(index)
+            conversation = self.chat.read(self.conversations, index)
             if index in self._bad or _content(conversation) == self._text.content[index]:
                 return conversation
         except BadSample as error:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -80,11 +80,24 @@ class Tokens:
         return codes
 
 
+class Records(Protocol):
+    """Conversations of a data set by their numbers."""
+
+    def __len__(self) -> int: ...
+
+    def conversation(self, index: int) -> Conversation:
+        """Read a record. Raises BadSample."""
+
+
 @dataclass(frozen=True)
 class Branching(ABC):
     """Turn a record's answers into branches of its sample, for the loss of such answers."""
 
     loss: LossConfig
+
+    def read(self, records: Records, index: int) -> Conversation:
+        """Read a conversation, with what its sample needs of other records. Raises BadSample."""
+        return records.conversation(index)
 
     @abstractmethod
     def answered(self, conversation: Conversation) -> Sequence[Conversation]:
@@ -157,6 +170,12 @@ class Chat:
         line = self._prompt_line(conversation, texts, encoders)
         tokens = self._tokens(line, self.tokenizer.encode(line.text))
         return _sample(tokens, np.zeros(len(tokens.ids), np.float32), _numbered(_kinds(conversation), encoders, texts))
+
+    def read(self, records: Records, index: int) -> Conversation:
+        """Read a conversation, with what its sample needs of other records. Raises BadSample."""
+        if self.branching is None:
+            return records.conversation(index)
+        return self.branching.read(records, index)
 
     @property
     def ends(self) -> tuple[int, ...]:

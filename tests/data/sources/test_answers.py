@@ -16,10 +16,10 @@ from files_made import picture
 
 from mmjax.config import ChatFormat, LossConfig, ParquetSource, Placeholder
 from mmjax.config.data import DatasetInfoSource, PreferenceSource
-from mmjax.config.losses import Dpo, Grpo
+from mmjax.config.losses import Dpo, Grpo, Kto, Orpo
 from mmjax.data.plan.attended_pairs import MaskRules, runs_of
 from mmjax.data.sample import BadSample, Conversation, MediaPlace, Message, Rollout, Text
-from mmjax.data.sources.answers import parse_preference, parse_rollouts, with_loss
+from mmjax.data.sources.answers import parse_judged, parse_preference, parse_rollouts, with_loss
 from mmjax.data.sources.array_records import from_header, to_header
 from mmjax.data.sources.opening import open_conversations, source_of
 from mmjax.data.text.chat import Chat, outlined_branches, outlined_sample
@@ -33,6 +33,9 @@ SAID = Conversation(
 )
 DRAWN = {"prompt": "What is it?", "completion_ids": [[7, 8], [9]], "logprobs": [[-1.0, -2.0], [-0.5]]}
 DRAWN |= {"advantages": [1.0, -1.0]}
+
+
+JUDGED = {"prompt": "What is it?", "completion": "A cat.", "label": True, "images": ["a.png"]}
 
 
 def turn(role: str, text: Any) -> dict[str, Any]:
@@ -140,9 +143,105 @@ def test_array_records_hold_all_answers():
     for conversation in (
         replace(SAID, reference=(-1.5, -2.5)),
         replace(SAID, rejected=None, messages=SAID.messages[:1], rollouts=rollouts),
+        replace(SAID, label=False, rejected=None),
+        replace(SAID, label=True, reference=(-1.5, -2.5)),
+        replace(SAID, label=True, rejected=None, reference=(-1.5,)),
     ):
         header = json.loads(json.dumps(to_header(conversation, [5])))
         assert from_header(header) == conversation
+        assert from_header(header).label is conversation.label
+    with pytest.raises(BadSample, match="a label 3"):
+        from_header(header | {"label": 3})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        JUDGED,
+        JUDGED | {key: [turn(role, JUDGED[key])] for key, role in (("prompt", "user"), ("completion", "assistant"))},
+    ],
+    ids=["plain", "messages"],
+)
+def test_a_judged_answer_is_read_as_trl_has_it(record):
+    parsed = parse_judged(record | {"ref_logps": -1.0})
+    assert parsed.references == ("a.png",)
+    assert parsed.conversation == replace(SAID, rejected=None, label=True, reference=(-1.0,))
+    other = parse_judged(record | {"label": False, "kl_completion": "A dog."}).conversation
+    assert other == replace(SAID, label=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"label": None}, "has label=None; expected true for a good answer, or false for a bad one"),
+        ({"label": "good"}, "has label='good'"),
+        ({"completion": ""}, "has no completion answer"),
+        ({"completion": [turn("assistant", "a"), turn("user", "b")]}, "has several messages in completion"),
+        ({"completion": [turn("user", "a")]}, "the assistant"),
+        ({"completion": "<image>"}, "medium|places <image>"),
+        ({"prompt": ""}, "has no prompt"),
+        ({"ref_logps": 3.0}, "has 3 in ref_logps"),
+        ({"ref_KL_logps": -3.0}, "has ref_KL_logps and no ref_logps"),
+        ({"KL_completion": "A dog."}, "did you mean kl_completion"),
+    ],
+)
+def test_a_judged_answer_that_cannot_be_trained_on_is_bad_for_one_reason(change, reason):
+    with pytest.raises(BadSample, match=reason):
+        parse_judged(JUDGED | change)
+
+
+class Listed:
+    """Records in memory; None is one that cannot be read."""
+
+    def __init__(self, records: list[dict[str, Any] | None]) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def conversation(self, index: int) -> Conversation:
+        if self.records[index] is None:
+            raise BadSample("is no record")
+        return parse_judged(self.records[index]).conversation
+
+
+def test_a_judged_answer_stands_beside_that_of_the_record_before_it_which_can_be_read(chat):
+    records = Listed([JUDGED | {"completion": f"Answer {n}.", "label": n % 2 == 0} for n in range(4)])
+    records.records[1] = None
+    judged = with_loss(chat, Kto(reference="none"))
+    assert [judged.read(records, n).rejected.parts for n in (0, 2, 3)] == [
+        ("Answer 3.",),
+        ("Answer 0.",),
+        ("Answer 2.",),
+    ]
+    with pytest.raises(BadSample, match="is no record"):
+        judged.read(records, 1)
+    conversation = judged.read(records, 3)
+    sample = judged.sample(conversation, [["vision"]])
+    own, other = (s for s in sample.segments if isinstance(s, Text) and s.branch)
+    assert chat.decode_answer(own.tokens[1:].tolist()).startswith("Answer 3.")
+    assert chat.decode_answer(other.tokens[1:].tolist()).startswith("Answer 2.")
+    assert set(own.loss_inputs["labels"].tolist()) == set(other.loss_inputs["labels"].tolist()) == {-1.0}
+    np.testing.assert_allclose(own.weights.sum() + other.weights.sum(), 1, rtol=1e-6)
+    alone = with_loss(chat, Kto(loss_type="apo_zero_unpaired", reference="none"))
+    assert alone.read(records, 3).rejected is None
+    assert [s.branch for s in alone.sample(alone.read(records, 3), [["vision"]]).segments if isinstance(s, Text)][
+        -1
+    ] == 1
+    with pytest.raises(BadSample, match="has no other record before it whose answer loss=kto could compare"):
+        judged.read(Listed([JUDGED]), 0)
+
+
+def test_stored_log_probabilities_of_a_judged_answer_are_of_what_its_record_says(chat):
+    stored = with_loss(chat, Kto(reference="stored"))
+    whole = JUDGED | {"kl_completion": "A dog.", "ref_logps": -3.0, "ref_KL_logps": -4.0}
+    records = Listed([JUDGED, whole])
+    sample = stored.sample(stored.read(records, 1), [["vision"]])
+    own, other = (s for s in sample.segments if isinstance(s, Text) and s.branch)
+    sums = [s.loss_inputs["reference_log_probs"].sum() for s in (own, other)]
+    assert sums == [-3.0, -4.0]
+    with pytest.raises(BadSample, match="has no kl_completion, whose ref_KL_logps"):
+        stored.sample(stored.read(records, 0), [["vision"]])
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +298,11 @@ def test_rollouts_are_a_branch_each_with_what_they_were_drawn_with(chat):
         (None, SAID, "several answers to one prompt, which loss=cross_entropy does not take: set loss=dpo"),
         (Dpo(), replace(SAID, rejected=None), "has no rejected answer, which loss=dpo compares"),
         (Dpo(reference="stored"), SAID, "has no ref_chosen_logps and ref_rejected_logps"),
+        (Orpo(), replace(SAID, rejected=None), "has no rejected answer, which loss=orpo compares"),
+        (Orpo(), replace(SAID, label=True), "has an answer with a label, which loss=orpo does not read: set loss=kto"),
+        (Kto(), SAID, "has no label, which says for loss=kto whether its answer is good"),
+        (Kto(reference="stored"), replace(SAID, label=True), "has no ref_logps and ref_KL_logps"),
+        (None, replace(SAID, label=True), "loss=cross_entropy does not take: set loss=kto"),
         (Grpo(), SAID, "has no rollouts"),
         (
             Grpo(),
