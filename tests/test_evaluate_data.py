@@ -100,7 +100,7 @@ def test_parquet_and_a_limit(checkpoint, data, capsys, tmp_path):
         (["--data", "{data}", "--swap", "vision"], "--swap goes with a run's embedded questions alone"),
         (
             ["--data", "{data}", "--log-probs", "out.jsonl"],
-            "first record has no chosen and rejected, which --log-probs",
+            "first record has no chosen and rejected, and no completion and label, of which --log-probs",
         ),
         (["--data", "{data}", "--limit", "0"], "--max-tokens and --limit are 1 or more"),
         (

@@ -189,7 +189,7 @@ class ManifestSource:
 
 @dataclass(frozen=True)
 class PreferenceSource(ConversationFiles):
-    """TRL's pairs for loss=dpo: {"prompt": "..." or messages, "chosen": ..., "rejected": ..., "images": ["a.jpg"]}."""
+    """TRL's preferences: {"prompt", "chosen", "rejected"}, or for loss=kto {"prompt", "completion", "label"}."""
 
     kind: Literal["preference"] = "preference"
 

@@ -182,7 +182,7 @@ SETTINGS = (
         "or .vision.connector: the projector's",
         "vision_tower_lr vit_lr aligner_lr mm_projector_lr vision_lr projector_lr",
     ),
-    ("loss.beta={}", "of loss=dpo and loss=grpo", "pref_beta dpo_beta rlhf_beta"),
+    ("loss.beta={}", "of loss=dpo, orpo, kto and grpo", "pref_beta dpo_beta orpo_beta kto_beta rlhf_beta orpo_alpha"),
     ("training.patience={}", "", "patience early_stopping_patience"),
     ("device={}", "auto, cpu, gpu or tpu", "hardware"),
     ("device=cpu", "", "no_cuda use_cpu"),

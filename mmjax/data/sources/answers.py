@@ -24,7 +24,7 @@ from mmjax.data.sources.chat_records import (
     with_media_first,
     with_unread,
 )
-from mmjax.data.sources.record_keys import MEDIA, READ, is_absent, unread_keys
+from mmjax.data.sources.record_keys import MEDIA, is_absent, unread_keys
 from mmjax.data.storage.files import Unreadable
 from mmjax.data.text.chat import Branching, Chat, Records
 
@@ -32,7 +32,17 @@ MAX_LOG_PROB = 0.1  # of a token; rounded ones may be a little above 0
 # Keys of a reference's log-probabilities: of a pair's answers, and of an answer and another record's.
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 JUDGED_REFERENCE = ("ref_logps", "ref_KL_logps")
-_JUDGED_KEYS = frozenset(("prompt", "completion", "label", "kl_completion", "system", *JUDGED_REFERENCE, *MEDIA))
+KEYS: Mapping[Answers, frozenset[str]] = {  # of a record, beside those of its messages
+    "pair": frozenset(("prompt", "chosen", "rejected", "system", *REFERENCE, *MEDIA)),
+    "judged": frozenset(("prompt", "completion", "label", "kl_completion", "system", *JUDGED_REFERENCE, *MEDIA)),
+    # completions: the texts of the answers, which completion_ids have
+    "rollouts": frozenset(
+        (
+            *("prompt", "completion_ids", "completions", "logprobs", "advantages", "ref_logprobs", "completion_mask"),
+            *("system", *MEDIA),
+        )
+    ),
+}
 _OTHERS = 16  # records before one whose answers are tried, where some cannot be read
 
 
@@ -42,7 +52,7 @@ def parse_preference(record: Mapping[str, Any]) -> Record:
     Without a prompt both have it, and it is what they share. Log-probabilities of a reference may stand under
     "ref_chosen_logps" and "ref_rejected_logps". Raises BadSample.
     """
-    unread = unread_keys(record, "record", READ["preference"])
+    unread = unread_keys(record, "record", KEYS["pair"])
     chosen, rejected = (messages_under(record, key, "assistant") for key in ("chosen", "rejected"))
     prompt = messages_under(record, "prompt", "user") if record.get("prompt") else chosen[:-1]
     if not record.get("prompt") and rejected[:-1] != prompt:
@@ -84,7 +94,7 @@ def parse_judged(record: Mapping[str, Any]) -> Record:
     Prompt and completion are a text or messages, the label is true or false. "kl_completion" may be the answer of
     another record, with log-probabilities of a reference under "ref_logps" and "ref_KL_logps". Raises BadSample.
     """
-    unread = unread_keys(record, "record", _JUDGED_KEYS)
+    unread = unread_keys(record, "record", KEYS["judged"])
     reference = _stored(record, JUDGED_REFERENCE)
     if record.get("ref_KL_logps") is not None and record.get("ref_logps") is None:
         raise BadSample("has ref_KL_logps and no ref_logps")
@@ -132,7 +142,7 @@ def parse_rollouts(record: Mapping[str, Any]) -> Record:
     number. "ref_logprobs", where there are any, are the reference's; "completion_mask" has a 0 for each token that is
     not trained on, as a tool's.
     """
-    unread = unread_keys(record, "record", READ["rollouts"])
+    unread = unread_keys(record, "record", KEYS["rollouts"])
     media = media_beside(record)
     prompt = with_media_first(messages_under(record, "prompt", "user"), media)
     if not isinstance(record.get("completion_ids"), list | tuple) or not record["completion_ids"]:

@@ -32,11 +32,6 @@ def _keys(*names: str) -> frozenset[str]:
 READ: Mapping[str, frozenset[str]] = {
     "llava": _keys("conversations system", *MEDIA),
     "messages": _keys("messages system", *MEDIA),
-    "preference": _keys("prompt chosen rejected ref_chosen_logps ref_rejected_logps system", *MEDIA),
-    # completions: the texts of the answers, which completion_ids have
-    "rollouts": _keys(
-        "prompt completion_ids completions logprobs advantages ref_logprobs completion_mask system", *MEDIA
-    ),
     "questions": _keys("question answer answers system", *MEDIA),
     "manifest": _keys("audio_filepath text offset duration prompt"),
     "message": _keys("role from content value masked", *TRAINED, *FIELDS),
@@ -106,12 +101,17 @@ REFUSED: Mapping[Level, tuple[Refusal, ...]] = {
             columns=True,
         ),
         Refusal("reasoning_content reasoning thinking", "transformers", f"{_IN_MESSAGE}: reasoning_content"),
-        Refusal("label kto_tag", "TRL, ms-swift, LLaMA-Factory (KTO)", "leave the key out", values=(bool,)),
+        Refusal(
+            "label kto_tag",
+            "TRL, ms-swift, LLaMA-Factory (KTO)",
+            "answers with a label are read by the kind preference ({prompt, completion, label}), with loss=kto",
+            values=(bool,),
+        ),
         Refusal(
             "chosen rejected rejected_response rejected_messages rejected_images chosen_images positive_messages "
             "negative_messages",
             "TRL, ms-swift",
-            "pairs of answers are read by the kinds preference and dataset_info, which train with loss=dpo",
+            "pairs of answers are read by the kinds preference and dataset_info, with loss=dpo or loss=orpo",
             columns=True,
         ),
         Refusal("margin", "TRL, ms-swift", "leave the key out: loss=dpo has no margin", columns=True),

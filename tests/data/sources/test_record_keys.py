@@ -12,7 +12,7 @@ from files_made import asked, lines
 
 from mmjax.config import LlavaSource
 from mmjax.data.sample import BadSample
-from mmjax.data.sources.answers import parse_preference, parse_rollouts
+from mmjax.data.sources.answers import FORMS, KEYS, parse_preference, parse_rollouts
 from mmjax.data.sources.chat_files import resolve_reference
 from mmjax.data.sources.chat_records import (
     Record,
@@ -244,7 +244,7 @@ def page() -> str:
     text = (
         "# Keys of records\n\n"
         "Which keys of a record are read, which are refused, and which only describe it. Made from "
-        "`mmjax/data/sources/record_keys.py`.\n\n"
+        "`mmjax/data/sources/record_keys.py` and `answers.py`.\n\n"
         "A refused key makes its record bad ([data.md](data.md)); the reason names the key and what to do. A key whose "
         "value says nothing (`null`, empty, or the texts `[]`, `{}`, `null`) is as if it were not there. Nearly the "
         "name of a key that is read is refused too (`vidoes`, `image_1`), and a refused key however it is written "
@@ -253,7 +253,10 @@ def page() -> str:
         'under `"ignored_keys"`. Keys of messages are `message.foo` there, of parts `part.foo`.\n\n'
         "## Read\n\n| of | keys |\n|---|---|\n"
     )
-    text += "".join(f"| {of} | {' '.join(f'`{key}`' for key in sorted(keys))} |\n" for of, keys in READ.items())
+    of_answers = {f"{form.source.kind} ({form.key})": KEYS[answers] for answers, form in FORMS.items()}
+    text += "".join(
+        f"| {of} | {' '.join(f'`{key}`' for key in sorted(keys))} |\n" for of, keys in (READ | of_answers).items()
+    )
     text += (
         "\nOf a message `loss`, `train` and `training` are `true` or `false`: whether it is trained on; `masked` says "
         "the opposite. `reasoning_content`, `name` and `tool_call_id` go to the chat template.\n"
