@@ -144,7 +144,7 @@ def _from_query_blocks(x: Float[Array, "c b m g q h"], length: int) -> Float[Arr
     return jnp.einsum("cbmgqh->bcqmgh", x).reshape(b, c * q, m * g, h)[:, :length]
 
 
-def _from_key_blocks(x: Float[Array, "c b m s h"], length: int) -> Float[Array, "b s m h"]:
+def _from_key_blocks(x: Float[Array, "c b m s h"], length: int) -> Float[Array, "b t m h"]:
     c, b, m, s, h = x.shape
     return jnp.einsum("cbmsh->bcsmh", x).reshape(b, c * s, m, h)[:, :length]
 

@@ -286,6 +286,11 @@ def test_without_adapters_the_model_is_the_reference_whose_log_probabilities_are
 def test_losses_and_gradients_of_pairs_are_the_same_on_every_mesh(where, request, tmp_path, mesh):
     place = request.getfixturevalue(where)
     config = run_config(place[0], Dpo(BETA, reference="stored"), "stored.jsonl")
+    assert_same_on(config, mesh, tmp_path)
+
+
+def assert_same_on(config: Config, mesh: str, tmp_path: Path) -> None:
+    """One step's loss, measures and gradients are those of one device."""
     found = {}
     for name in ("one device", mesh):
         executor, state = started(replace(config, mesh=MESHES[name]), MESHES[name])
@@ -302,6 +307,15 @@ def test_losses_and_gradients_of_pairs_are_the_same_on_every_mesh(where, request
         {name: x for name, x in paths(sums.gradients).items() if not name.endswith("key.bias")} for sums in (many, one)
     )
     assert worst_leaf(many_leaves, one_leaves)[0] < 1e-5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", ["data=2 x fsdp=2 x tensor=2", "data=2 x context=2 x tensor=2"])
+def test_a_divergence_is_of_all_judged_answers_of_a_microbatch_on_every_mesh(place, tmp_path, mesh):
+    folder, asked = place
+    save_judged(folder, asked)
+    config = run_config(folder, Kto(BETA, reference="none"), "judged.jsonl")
+    assert_same_on(replace(config, batch=replace(config.batch, microbatches=1)), mesh, tmp_path)
 
 
 @pytest.mark.exhaustive

@@ -29,7 +29,7 @@ from mmjax.config import (
     Muon,
     Unit,
 )
-from mmjax.config.losses import Dpo, Grpo
+from mmjax.config.losses import Dpo, Grpo, Kto, Orpo
 from mmjax.config.training import unit_devices
 from mmjax.models.layer_stacks import unstack_layers
 from mmjax.models.model import Model, merge
@@ -256,6 +256,8 @@ def test_gradients_are_those_of_one_program(units, schedule, tied, remat, chunks
     [
         ("context", Dpo(0.5, "sigmoid_norm", "stored")),
         ("unequal ranks", Dpo(0.5, "sigmoid", "none")),
+        ("context", Kto(0.5, reference="stored")),
+        ("unequal ranks", Orpo(0.5)),
         ("all in stages", Grpo(beta=0.1, reference="stored")),
     ],
 )
