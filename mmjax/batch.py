@@ -91,10 +91,10 @@ def branch_gap(running_max: Callable[[Array], Array], sample: Array, kind: Array
     """
     xp = kind.__array_namespace__()
     branch = kind >> FIRST_BRANCH_BIT  # 0 in branch 0
-    sample_before, before = (xp.pad(x[:, :-1], ((0, 0), (1, 0)), constant_values=-2) for x in (sample, branch))
+    sample_before, branch_before = (xp.pad(x[:, :-1], ((0, 0), (1, 0)), constant_values=-2) for x in (sample, branch))
     column = xp.broadcast_to(xp.arange(kind.shape[1], dtype=xp.int32), kind.shape)
-    begins = (branch != before) | (sample != sample_before)
-    forks = begins & ((before <= 0) | (sample != sample_before))
+    begins = (branch != branch_before) | (sample != sample_before)
+    forks = begins & ((branch_before <= 0) | (sample != sample_before))
     begin, fork = (running_max(xp.where(where, column, 0)) for where in (begins, forks))
     return xp.where(branch > 0, begin - fork, 0)
 

@@ -111,12 +111,12 @@ class ProgressLine:
             if isinstance(value, int | float) and math.isfinite(value):
                 self._means[key] = value if key not in self._means else 0.9 * self._means[key] + 0.1 * value
         rates = {key: value for key, value in scalars.items() if key.startswith("learning_rate/")}
-        left = (self._steps - done) * self._means["seconds/step"]
+        remaining = (self._steps - done) * self._means["seconds/step"]
 
         def describe() -> str:
             text = _summary(self._means | rates | {"epoch": scalars["epoch"]})
             # The bar has its own.
-            return text if self._bar is not None or not left else f"{text}  {time_left(left)} left"
+            return text if self._bar is not None or not remaining else f"{text}  {time_left(remaining)} left"
 
         self.show(done, describe)
 

@@ -320,8 +320,8 @@ def write_log_probs(args: argparse.Namespace) -> None:
     print_lines(f"{len(log_probs):,} {form.describe(log_probs.values())}: {args.log_probs}")
     for sample, reason in list(evaluator.left_out.items())[:3]:
         print_lines(f"left out {sample}: {reason}")
-    if (more := len(evaluator.left_out) - 3) > 0:
-        print_lines(f"left out {more:,} more; {args.log_probs} has them without log-probabilities")
+    if (unnamed := len(evaluator.left_out) - 3) > 0:
+        print_lines(f"left out {unnamed:,} more; {args.log_probs} has them without log-probabilities")
 
 
 def _form_of_answers(source: ChatSource) -> AnswerForm | None:

@@ -68,7 +68,12 @@ def generate_images(
     """
     config = served.config
     prompts = UserPictureSource(
-        [prompt] * count, served.prompt_format(), config.model, size, served.functions(), config.data.limits
+        [prompt] * count,
+        served.prompt_format(),
+        config.model,
+        size=size,
+        functions=served.functions(),
+        limits=config.data.limits,
     )
     try:
         prompts.facts(0)

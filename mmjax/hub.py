@@ -83,8 +83,8 @@ def dataset_files(name: str, split: str, endings: Sequence[str], key: str, strea
     files = _split_files(folder, split, endings) if folder else []
     if not files or _missing_shards(files):
         if stream:
-            folder, there = _files_on_hub(name, f"{key}={name}")
-            files = _files_of_split(there, split, endings)
+            folder, listed = _files_on_hub(name, f"{key}={name}")
+            files = _files_of_split(listed, split, endings)
         else:
             filters = {"allow_patterns": ["*.parquet"]} if endings == PARQUET else {"ignore_patterns": ["*.parquet"]}
             folder = str(_download("datasets", name, f"{key}={name}", **filters))
@@ -150,8 +150,8 @@ def _is_id(named: str | Path) -> bool:
 
 def _split_files(folder: str, split: str, endings: Sequence[str]) -> list[PurePosixPath]:
     """List the files of a snapshot that are of a split, relative to it and sorted."""
-    found = (path.relative_to(folder) for path in Path(folder).rglob("*"))
-    return _files_of_split([PurePosixPath(path) for path in found], split, endings)
+    files = (path.relative_to(folder) for path in Path(folder).rglob("*"))
+    return _files_of_split([PurePosixPath(path) for path in files], split, endings)
 
 
 def _files_of_split(files: Sequence[PurePosixPath], split: str, endings: Sequence[str]) -> list[PurePosixPath]:

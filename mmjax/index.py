@@ -184,16 +184,16 @@ def _describe_training(config: Config, parts: Sequence[Part]) -> list[str]:
     bad, total = (sum(map(len, counted)) for counted in ([p.bad for p in parts], [p.conversations for p in parts]))
     if not bad:
         return []
-    found = f"train  {bad:,} of {total:,} records are bad"
+    summary = f"train  {bad:,} of {total:,} records are bad"
     if config.data.on_bad_sample == "raise":
-        return [f"{found}, and data.on_bad_sample=raise: training refuses to start; mend them, or say skip"]
+        return [f"{summary}, and data.on_bad_sample=raise: training refuses to start; mend them, or say skip"]
     limit, setting = bad_limit(config.data, total)
     if bad > limit:
         return [
-            f"{found}, more than {setting} allows: training refuses to start; mend them, or allow so many with "
+            f"{summary}, more than {setting} allows: training refuses to start; mend them, or allow so many with "
             f"data.max_bad={bad}"
         ]
-    return [f"{found}: training leaves them out"]
+    return [f"{summary}: training leaves them out"]
 
 
 def _shrink(config: Config, folder: Path, bad_path: Path) -> None:

@@ -389,8 +389,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _permitted(self) -> str | None:
         """Return the path behind the token; None, after a refusal, where the token or the host's name is wrong."""
         hosts = self.headers.get_all("Host", [])
-        before, token, path = (*self.path.split("/", 2), "", "")[:3]
-        known = not before and hmac.compare_digest(token.encode(), self.server.token.encode())
+        prefix, token, path = (*self.path.split("/", 2), "", "")[:3]
+        known = not prefix and hmac.compare_digest(token.encode(), self.server.token.encode())
         if known and len(hosts) == 1 and OUR_HOST.fullmatch(hosts[0]):
             return path
         self._refuse(HTTPStatus.FORBIDDEN)

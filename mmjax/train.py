@@ -119,8 +119,10 @@ def _with_plan(read: ReadConfig, plan: Plan, changes: Sequence[str], arguments: 
     config = read(changes, plan.words)
     if not trust:
         check_plan(plan, config, changes)
-    given = {key_of(word): word for word in arguments}
-    lines = [f"{word} -> {given[key_of(word)]}" for word in plan.arguments if given.get(key_of(word), word) != word]
+    overrides = {key_of(word): word for word in arguments}
+    lines = [
+        f"{word} -> {overrides[key_of(word)]}" for word in plan.arguments if overrides.get(key_of(word), word) != word
+    ]
     keys = [key_of(word) for word in plan.settings]
     # Of a section that is gone, only the section is listed.
     lines += [

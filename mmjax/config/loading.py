@@ -132,9 +132,9 @@ def _check_effect(
     built = dict(leaves(Config, tree))
     assigned = _assigned(tree, lines)
     text = arguments[name]
-    for other in filter(None, [f"{text}_", str(int(text) + 1) if text.isdecimal() else ""]):
+    for variant in filter(None, [f"{text}_", str(int(text) + 1) if text.isdecimal() else ""]):
         try:
-            changed = make_tree({**arguments, name: other})
+            changed = make_tree({**arguments, name: variant})
             lost = _assigned(changed, lines) == assigned
         except UserError:
             continue  # the text has a meaning of its own: it names a checkpoint, or one of several models
@@ -162,9 +162,11 @@ def _assign_all(tree: dict[str, Any], lines: Sequence[str]) -> None:
     """Apply overrides to a tree. Setting the run's length in epochs unsets it in steps, and the other way round."""
     keys = [key_of(line) for line in lines]
     for n, (key, line) in enumerate(zip(keys, lines, strict=True)):
-        below = {other: value_at(tree, key_of(other)) for other in lines[:n] if key_of(other).startswith(f"{key}.")}
+        below = {
+            earlier: value_at(tree, key_of(earlier)) for earlier in lines[:n] if key_of(earlier).startswith(f"{key}.")
+        }
         assign(Config, tree, line)
-        if undone := [other for other, value in below.items() if value_at(tree, key_of(other)) != value]:
+        if undone := [earlier for earlier, value in below.items() if value_at(tree, key_of(earlier)) != value]:
             raise UserError(
                 f"{undone[0]} is undone by {line} behind it; put {undone[0]} last, or leave one of them out"
             )
@@ -304,11 +306,11 @@ def _config_arguments(module: types.ModuleType, lines: Sequence[str]) -> dict[st
     Raises UserError for a name that is no section of a config, and much like a parameter.
     """
     parameters = _parameters(module)
-    given = {name: text for name, _, text in (line.partition("=") for line in lines)}
-    for name in given.keys() - parameters.keys() - {field.name for field in dataclasses.fields(Config)}:
+    texts = {name: text for name, _, text in (line.partition("=") for line in lines)}
+    for name in texts.keys() - parameters.keys() - {field.name for field in dataclasses.fields(Config)}:
         if "." not in name and difflib.get_close_matches(name, parameters, 1):
             raise UserError(f"unknown key {name!r}{did_you_mean(name, parameters)}")
-    return {name: text for name, text in given.items() if name in parameters}
+    return {name: text for name, text in texts.items() if name in parameters}
 
 
 def _config_tree(

@@ -133,5 +133,6 @@ def _unpacked(stored: Mapping[str, Any]) -> Cost | Ends | dict[str, ModuleParame
     if "rates" in stored:
         return Cost(np.array(stored["rates"]))
     if "ends" in stored:
-        return Ends(*(Cost(np.array(rates)) for rates in stored["ends"]), tuple(stored["kinds"]))
-    return {module: ModuleParameters(*counts) for module, counts in stored["modules"].items()}
+        costs = [Cost(np.array(rates)) for rates in stored["ends"]]
+        return Ends._make([*costs, tuple(stored["kinds"])])
+    return {module: ModuleParameters._make(counts) for module, counts in stored["modules"].items()}

@@ -451,7 +451,7 @@ def module_parameters(model: ModelConfig) -> dict[str, ModuleParameters]:
         counts[parameter_group(path)] += np.array(counted) * leaf.size
     parts = [f"{name}{part}" for name in ("llm", *model.item_modules) for part in ("", ".connector")]
     return {
-        module: ModuleParameters(*counts[module].tolist())
+        module: ModuleParameters._make(counts[module].tolist())
         for module in sorted(counts, key=[*parts, *sorted(counts)].index)
     }
 

@@ -253,8 +253,8 @@ def describe_missing(status: Mapping[int, PeerStatus] | None, late: Sequence[int
 
 def describe_phase(name: str, step: int) -> str:
     """Describe a phase, as in `waiting for data of step 12`."""
-    after = dict.fromkeys(("evaluating", "saving", "probing rates"), "after ")
-    prepositions = {"waiting for data": "of ", "running": "", **after}
+    prefixes = dict.fromkeys(("evaluating", "saving", "probing rates"), "after ")
+    prepositions = {"waiting for data": "of ", "running": "", **prefixes}
     return f"{name} {prepositions[name]}step {step + 1}" if name in prepositions and step >= 0 else name
 
 

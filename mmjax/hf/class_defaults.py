@@ -70,27 +70,27 @@ def _is_evaclip(config: Values) -> bool:
 def _completed(config: Values, kind: str, where: str) -> dict[str, Any]:
     entry = _table()["configs"][kind]
     aliases = entry.get("aliases", {})
-    given = {name: value for name, value in config.items() if name not in aliases}
+    fields = {name: value for name, value in config.items() if name not in aliases}
     # Other names are set last there, and win.
-    given |= {aliases[name]: value for name, value in config.items() if name in aliases}
+    fields |= {aliases[name]: value for name, value in config.items() if name in aliases}
     defaults = entry["defaults"]
     for name in defaults:
-        if name in given and given[name] is None and name not in entry["nullable"]:
+        if name in fields and fields[name] is None and name not in entry["nullable"]:
             raise UserError(
                 f"{where}: {name}=null is not supported, as in transformers; leave it out for {defaults[name]!r}"
             )
-    if given.get("per_layer_config"):
+    if fields.get("per_layer_config"):
         raise UserError(
             f"{where}: per_layer_config is not supported: layers that differ in other fields than their type"
         )
-    if kind == "clip" and given.get("vision_config_dict") is not None:
+    if kind == "clip" and fields.get("vision_config_dict") is not None:
         # Of the first CLIPs: with its class's defaults, it replaces what `vision_config` says.
-        given["vision_config"] = given["vision_config_dict"]
-    if kind == "gemma" and given.get("hidden_act") == "gelu":
-        given["hidden_act"] = "gelu_pytorch_tanh"  # which the official releases mean by it
+        fields["vision_config"] = fields["vision_config_dict"]
+    if kind == "gemma" and fields.get("hidden_act") == "gelu":
+        fields["hidden_act"] = "gelu_pytorch_tanh"  # which the official releases mean by it
     for name, part in entry.get("parts", {}).items():
-        given[name] = _completed_part(given, name, part, entry.get("flat") or kind in FLAT, where)
-    return {**defaults, **_rope_defaults(entry.get("rope", {})), **given, "model_type": kind}
+        fields[name] = _completed_part(fields, name, part, entry.get("flat") or kind in FLAT, where)
+    return {**defaults, **_rope_defaults(entry.get("rope", {})), **fields, "model_type": kind}
 
 
 def _completed_part(around: Values, name: str, part: Values, flat: bool, where: str) -> Any:

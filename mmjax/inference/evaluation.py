@@ -261,7 +261,7 @@ class Evaluator:
         sums = defaultdict[str, dict[int, dict[str, float]]](dict)
         for name, sample, values in self._sample_losses(params):
             weight = values["weight"]
-            sums[name][sample] = {key: sum(values[m] for m in of) / weight for key, of in measures.items()}
+            sums[name][sample] = {key: sum(values[m] for m in names) / weight for key, names in measures.items()}
         return sums
 
     def _sample_losses(

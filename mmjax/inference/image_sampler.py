@@ -128,14 +128,14 @@ def latents_of_images(generator: Generator, items: ItemBatch, patches: np.ndarra
     places = []
     for row in range(len(patches)):
         for number in range(int(items.item[row].max(initial=-1)) + 1):
-            at = np.flatnonzero(items.item[row] == number)
-            places.append((int(items.owner[row, at[0]]), int(items.offset[row, at[0]]), row, at))
+            slots = np.flatnonzero(items.item[row] == number)
+            places.append((int(items.owner[row, slots[0]]), int(items.offset[row, slots[0]]), row, slots))
     # A prompt's images follow each other by the offsets of their first patches in it.
     for prompt, images in groupby(sorted(places, key=lambda place: place[:2]), key=lambda place: place[0]):
-        for number, (_, _, row, at) in enumerate(images):
-            rows, columns = (items.coordinates[row, at].max(0) + 1)[[ROW, COLUMN]]
+        for number, (_, _, row, slots) in enumerate(images):
+            rows, columns = (items.coordinates[row, slots].max(0) + 1)[[ROW, COLUMN]]
             size = generator.patch
-            latents = patches[row, at].reshape(rows, columns, size, size, -1).swapaxes(1, 2)
+            latents = patches[row, slots].reshape(rows, columns, size, size, -1).swapaxes(1, 2)
             yield SampledLatents(prompt, number, latents.reshape(rows * size, columns * size, -1))
 
 

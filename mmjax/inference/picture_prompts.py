@@ -60,8 +60,8 @@ def picture_size(model: ModelConfig, size: str) -> tuple[int, int]:
         raise UserError("--out: this model makes no images (it has no model.generators); leave it out for an answer")
     sides = tuple(int(side) for side in size.split("x") if side.isdecimal()) if size else _only_size(generator)
     if len(sides) != 2 or not all(sides):
-        wanted = "give one as HEIGHTxWIDTH, in pixels"
-        raise UserError(f"--size {size}: {wanted}" if size else f"--size: the generator makes several sizes; {wanted}")
+        remedy = "give one as HEIGHTxWIDTH, in pixels"
+        raise UserError(f"--size {size}: {remedy}" if size else f"--size: the generator makes several sizes; {remedy}")
     try:
         latent_grid(generator, sides)
     except BadMedia as bad:

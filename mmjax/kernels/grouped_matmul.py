@@ -125,13 +125,13 @@ def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool, interpre
         tile = pl.program_id(0)
         group, start, end = group_ref[tile], start_ref[tile], end_ref[tile]
         inside = (start + jnp.arange(tiles.m) < end)[:, None]
-        at = pl.ds(start, tiles.m)
+        window = pl.ds(start, tiles.m)
         outputs = pl.ds(pl.program_id(1) * tiles.n, tiles.n)
         matrix = jnp.minimum(group, experts - 1)
 
         def body(step: Array, total: Array) -> Array:
             channels = pl.ds(step * tiles.k, tiles.k)
-            a = pltriton.load(x_ref.at[at, channels], mask=inside, other=0.0)
+            a = pltriton.load(x_ref.at[window, channels], mask=inside, other=0.0)
             if transposed:
                 return total + _dot(a, pltriton.load(weights_ref.at[matrix, outputs, channels]).T)
             return total + _dot(a, pltriton.load(weights_ref.at[matrix, channels, outputs]))
@@ -139,7 +139,7 @@ def _multiply(x: Array, weights: Array, sizes: Array, transposed: bool, interpre
         # Of int32, as the first step is: a loop of Triton has bounds of one type.
         steps = jnp.where(group < experts, jnp.int32(width // tiles.k), jnp.int32(0))
         total = lax.fori_loop(0, steps, body, jnp.zeros((tiles.m, tiles.n), jnp.float32))
-        pltriton.store(out_ref.at[at, outputs], total.astype(out_ref.dtype), mask=inside)
+        pltriton.store(out_ref.at[window, outputs], total.astype(out_ref.dtype), mask=inside)
 
     x = _rows_in_bounds(x, tiles.m, interpret)
     out = jax.ShapeDtypeStruct((len(x), output), x.dtype)
@@ -174,9 +174,9 @@ def _weight_gradients(x: Array, d_out: Array, sizes: Array, dtype: jnp.dtype, in
         def body(step: Array, total: Array) -> Array:
             first = start + step * tiles.k
             inside = (first + jnp.arange(tiles.k) < end)[:, None]
-            at = pl.ds(first, tiles.k)
-            a = pltriton.load(x_ref.at[at, channels], mask=inside, other=0.0)
-            b = pltriton.load(d_out_ref.at[at, outputs], mask=inside, other=0.0)
+            window = pl.ds(first, tiles.k)
+            a = pltriton.load(x_ref.at[window, channels], mask=inside, other=0.0)
+            b = pltriton.load(d_out_ref.at[window, outputs], mask=inside, other=0.0)
             return total + _dot(a.T, b)
 
         steps = lax.div(end - start + tiles.k - 1, tiles.k)

@@ -44,8 +44,8 @@ def token_losses(
     values = {}
     if config.loss_type == "kto":
         other_log_prob, count = of_others
-        others = jnp.where(mismatched, 1 / jnp.maximum(count, 1), 0.0).sum()
-        kl = jnp.where(mismatched, ratios, 0.0).sum() / jnp.maximum(others, 1)
+        samples = jnp.where(mismatched, 1 / jnp.maximum(count, 1), 0.0).sum()
+        kl = jnp.where(mismatched, ratios, 0.0).sum() / jnp.maximum(samples, 1)
         kl = jax.lax.stop_gradient(jnp.maximum(kl, 0.0))
         values = {"kl": jnp.broadcast_to(kl, label.shape), "logps/kl": other_log_prob}
     weight = jnp.where(label > 0, config.desirable_weight, config.undesirable_weight)

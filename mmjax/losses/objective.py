@@ -39,7 +39,9 @@ def mean_measures(loss: LossConfig, sums: Mapping[str, Any], weight: float) -> d
     """
     if isinstance(loss, CrossEntropy):
         return {}
-    weights = {name: sums[of] if of else weight for name, of in ANSWER_LOSSES[loss.kind].measures(loss).items()}
+    weights = {
+        name: sums[divisor] if divisor else weight for name, divisor in ANSWER_LOSSES[loss.kind].measures(loss).items()
+    }
     return {name: float(sums[name] / total) for name, total in weights.items() if total > 0}
 
 

@@ -65,7 +65,8 @@ def _zero_expert_sums(config: DecoderConfig) -> ExpertSums | None:
     if config.experts is None:
         return None
     tokens = jnp.zeros((sum(config.expert_layers), config.experts.count))
-    return ExpertSums(tokens, *[jnp.zeros(())] * 3)
+    zero = jnp.zeros(())
+    return ExpertSums(tokens=tokens, balance=zero, z=zero, extra_turns=zero)
 
 
 def add_losses(total: Losses | None, part: Losses | None) -> Losses | None:

@@ -61,7 +61,7 @@ def plan_specs(devices: int, rows: Any, flash: bool, ragged: bool, stacked: bool
     if flash:
         fields = PartitionSpec(rows, *masks, None, CONTEXT)
         piece = BlockPlan(fields, fields, by_block, by_block, by_block)
-    slices = Slices(*2 * [PartitionSpec(rows, *masks, None, CONTEXT)]) if ragged else None
+    slices = Slices._make(2 * [PartitionSpec(rows, *masks, None, CONTEXT)]) if ragged else None
     return ContextPlan((piece,) * len(pieces(devices)), slices, slices, PartitionSpec() if stacked else None)
 
 

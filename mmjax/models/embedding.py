@@ -44,7 +44,7 @@ def look_up(
         size //= prod(mesh.shape[axis] for axis in entries)
     copies = ("data",) * (table.ndim - 2)
     # Ranks along these have other tokens, and the same part of the table.
-    others = tuple(axis for axis in (*rows, *length) if axis not in (*columns, *copies))
+    remaining = tuple(axis for axis in (*rows, *length) if axis not in (*columns, *copies))
     table_spec = PartitionSpec(*copies, entries or None, columns or None)
     index_spec = PartitionSpec(rows or None, length or None)
 
@@ -69,7 +69,7 @@ def look_up(
         d_x = lax.all_to_all(d_x, columns, 2, 0, tiled=True) if columns else d_x
         d_table = sum_by_index(d_x.reshape(-1, d_x.shape[-1]), local_index(index).reshape(-1), size)
         # Between ranks it travels in the activations' precision, as all gradients do.
-        d_table = lax.psum(d_table.astype(dtype), others).astype(jnp.float32) if others else d_table
+        d_table = lax.psum(d_table.astype(dtype), remaining).astype(jnp.float32) if remaining else d_table
         return d_table[None] if copies else d_table
 
     @jax.custom_vjp

@@ -36,7 +36,8 @@ def unpack(packed: Float[Array, "1 l s"]) -> Routing:
     """Return the sums that `pack` has put into one array."""
     experts = (packed.shape[-1] - 3) // 2
     tokens, probability, numbers = jnp.split(packed[0], (experts, 2 * experts), axis=1)
-    return Routing(tokens, probability, *numbers.T)
+    squares, count, turns = numbers.T
+    return Routing(tokens=tokens, probability=probability, squares=squares, count=count, turns=turns)
 
 
 def route(

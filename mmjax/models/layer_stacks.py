@@ -319,10 +319,10 @@ def apply_stack(
         cache = {}
         routings = []
         for name in stored:  # in the order of the layers, which dicts that JAX has passed on do not have
-            (trained, others), inputs = xs[name]
+            (trained, untrained), inputs = xs[name]
             if inputs.index is not None:
                 trained, accumulators[name] = _accumulate(trained, accumulators[name], inputs.index)
-            x, layer_cache, routing = layer(graphs[name], [trained, others], x, context, inputs)
+            x, layer_cache, routing = layer(graphs[name], [trained, untrained], x, context, inputs)
             if with_kv:
                 cache[name] = layer_cache
             if routing is not None:
@@ -399,8 +399,8 @@ def split_layers(path: tuple[str, ...]) -> tuple[tuple[str, ...], range]:
     """
     if "runs" not in path:
         return path, range(1)
-    at = path.index("runs")
-    return (*path[:at], *path[at + 2 :]), named_layers(path[at + 1])
+    position = path.index("runs")
+    return (*path[:position], *path[position + 2 :]), named_layers(path[position + 1])
 
 
 def split_scanned(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

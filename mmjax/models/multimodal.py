@@ -321,13 +321,13 @@ def _cache_mask(text: TextBatch, prompt: Bool[Array, "b s"], length: Int[Array, 
         constrain(x, "rows", None) for x in (prompt, text.pos, text.span, text.kind, text.sees)
     )
     # All kinds that any of the prompt's tokens may see; tokens of items may see none, hence not the last one's.
-    seen = jnp.bitwise_or.reduce(jnp.where(prompt, sees, 0), axis=1)
+    visible = jnp.bitwise_or.reduce(jnp.where(prompt, sees, 0), axis=1)
     new = MaskSpec(
         sample=filled(0),
         pos=length[:, None] + jnp.arange(room, dtype=jnp.int32),
         span=filled(0),
         kind=filled(TEXT_KIND),
-        sees=filled(seen[:, None]),
+        sees=filled(visible[:, None]),
     )
     # A row holds one prompt, so it is sample 0 whatever its number was; what follows the prompt in its columns is
     # padding.

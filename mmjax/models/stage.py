@@ -223,7 +223,7 @@ class Piece:
         items = batch.items[self.tower]
         numbers = self._deeper(self.tower)
         names = self._tokens(self.tower)
-        made: Values = {}
+        results: Values = {}
         # Encoders may be sharded over other axes than the LLM (`mesh.encoders`).
         with encoding():
             x = tower.embedded(items) if self.first else values[self.inputs[0]]
@@ -231,16 +231,16 @@ class Piece:
             layers = [module.connectors[self.tower].deepstack[n] for n in numbers]
             *deeper, x = tower.layers.outputs(x, context, layers, self.start, self.stop)
             if not self.last:
-                made[self.layers_output] = x
+                results[self.layers_output] = x
             if names:
                 by_number = dict(zip(numbers, deeper, strict=True))
                 tokens = module.connected(self.tower, x if self.last else None, by_number, items)
         if names:
             tokens = constrain(tokens, "token_rows", None, "width")
             if self.first and self.last:
-                made[_joined(self.tower)] = tokens
-            made |= zip(names, jnp.split(tokens, len(names), axis=-1) if names[1:] else [tokens], strict=True)
-        return made
+                results[_joined(self.tower)] = tokens
+            results |= zip(names, jnp.split(tokens, len(names), axis=-1) if names[1:] else [tokens], strict=True)
+        return results
 
     def _generate(self, module: MultimodalModel, values: Values, batch: Microbatch, noise: Noise | None) -> Values:
         generator = module.generators[self.tower]
@@ -323,15 +323,15 @@ class Stage:
 
     def split(self, towers: Set[str]) -> tuple[Stage, Stage]:
         """Return the stage of the pieces of these towers, and that of the others."""
-        parts = ([p for p in self.pieces if (p.tower in towers) == wanted] for wanted in (True, False))
+        parts = ([p for p in self.pieces if (p.tower in towers) == selected] for selected in (True, False))
         first, second = (Stage(self.model, tuple(pieces)) for pieces in parts)
         return first, second
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Name what other stages make for this one."""
-        made = {name for piece in self.pieces for name in piece.outputs}
-        return self._with_twins([name for piece in self.pieces for name in piece.inputs if name not in made])
+        produced = {name for piece in self.pieces for name in piece.outputs}
+        return self._with_twins([name for piece in self.pieces for name in piece.inputs if name not in produced])
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:

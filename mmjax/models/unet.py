@@ -112,7 +112,9 @@ class Level(nnx.Module):
         time_width = UNET_TIME_FACTOR * config.widths[0]
         self.residual = nnx.Dict(
             {
-                f"block{i}": ResidualBlock(n, width, time_width, config.groups, RESIDUAL_EPS, rngs)
+                f"block{i}": ResidualBlock(
+                    n, width, time_width=time_width, groups=config.groups, eps=RESIDUAL_EPS, rngs=rngs
+                )
                 for i, n in enumerate(inputs)
             }
         )

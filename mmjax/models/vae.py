@@ -66,7 +66,10 @@ class Level(nnx.Module):
     """
 
     def __init__(self, widths: Sequence[int], groups: int, resample: Convolution | None, rngs: nnx.Rngs):
-        blocks = (ResidualBlock(*pair, 0, groups, EPS, rngs) for pair in pairwise(widths))
+        blocks = (
+            ResidualBlock(inputs, outputs, time_width=0, groups=groups, eps=EPS, rngs=rngs)
+            for inputs, outputs in pairwise(widths)
+        )
         self.blocks = nnx.Dict({f"block{i}": block for i, block in enumerate(blocks)})
         self.resample = resample
 

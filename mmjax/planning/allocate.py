@@ -127,8 +127,8 @@ def simulate_choice(problem: Problem, chosen: Mapping[str, Choice], microbatches
         backward += options.backward[n].tolist()
         workers += [len(set(workers)) + stage % options.workers for stage in range(stages)]
         edges |= {(stage, stage + 1): options.edge[n] for stage in range(begin, begin + stages - 1)}
-        behind = 0 if name in generators else bool(generators) + (name != "llm") * (len(llm.cuts) + 1)
-        depth += range(behind + stages - 1, behind - 1, -1)
+        stages_after = 0 if name in generators else bool(generators) + (name != "llm") * (len(llm.cuts) + 1)
+        depth += range(stages_after + stages - 1, stages_after - 1, -1)
         if name != "llm":
             # Of a step's bytes, those that a device sends or receives, whichever are more.
             sent = options.share[n] * options.costs.tokens / link_bandwidth(problem.cluster)
@@ -190,10 +190,10 @@ def _score_busy(options: TowerOptions, microbatches: int) -> Scores:
     edges = options.edge[:, None]
     number = np.arange(stages)
     # Before a stage begins, its first microbatch passes all before it; behind its end, its last goes back through them.
-    before = (np.cumsum(passes, axis=1) - passes + 2 * number * edges)[:, : options.workers]
+    earlier = (np.cumsum(passes, axis=1) - passes + 2 * number * edges)[:, : options.workers]
     # A stage sends forwards and back, and waits for both; behind its last pass that no longer counts.
     sends = ((number > 0) * 1 + (number < stages - 1)) * edges
-    busy = before + microbatches * options.by_worker(passes) + (microbatches - 1) * options.by_worker(sends)
+    busy = earlier + microbatches * options.by_worker(passes) + (microbatches - 1) * options.by_worker(sends)
     path = passes.sum(1) + 2 * (stages - 1) * options.edge
     return Scores(path, busy.max(1), options.tail)
 
@@ -206,12 +206,12 @@ def _score_bound(options: TowerOptions, microbatches: int) -> Scores:
     passes = options.passes
     stages = passes.shape[1]
     edges = options.edge[:, None]
-    before = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
+    earlier = np.cumsum(passes, axis=1) - passes + 2 * np.arange(stages) * edges
     # A microbatch enters when that which is `depth + 1` before it has come back from all stages behind.
     depth = stages - 1 - np.arange(stages)
     rounds, rest = np.divmod(microbatches - 1, depth + 1)
     back = np.cumsum(passes[:, ::-1], axis=1)[:, ::-1] + 2 * depth * edges
-    waiting = before + (rounds + 1) * back + rest * options.forward
+    waiting = earlier + (rounds + 1) * back + rest * options.forward
     return scores._replace(alone=np.maximum(scores.alone, waiting.max(1)))
 
 
@@ -245,7 +245,7 @@ def make_table(groups: Sequence[TowerOptions], microbatches: int, objective: Obj
         [(options, n) for options in groups for n in range(len(options.data))],
         join([options.devices for options in groups]),
         join([options.ranks for options in groups]),
-        Scores(*(join(columns) for columns in zip(*scores, strict=True)) if scores else (empty, empty, empty)),
+        Scores._make((join(columns) for columns in zip(*scores, strict=True)) if scores else (empty, empty, empty)),
     )
 
 
@@ -273,7 +273,7 @@ def encoder_tables(
 
 def rank_llms(problem: Problem, objective: Objective) -> list[tuple[float, int, OptionTable, int]]:
     """Sort the LLM's options by their score without encoders; each with its microbatches, table and number in it."""
-    none = Scores(*(np.zeros(1) for _ in Scores._fields))
+    none = Scores._make(np.zeros(1) for _ in Scores._fields)
     llms = []
     for count in problem.microbatches:
         table = make_table(list_options(problem, "llm", count), count, objective)
@@ -328,17 +328,17 @@ def _complete(
     limit: Callable[[], float],
 ) -> Iterator[tuple[float, int, dict[str, Choice]]]:
     """Yield candidates with the LLM's option `n`, and encoders on the devices that are left."""
-    left = problem.cluster.devices - llm.devices[n]
-    llm_scores = Scores(*(column[n] for column in llm.scores))
-    devices, scores = np.zeros(1), Scores(*(np.zeros(1) for _ in Scores._fields))
+    remaining = problem.cluster.devices - llm.devices[n]
+    llm_scores = Scores._make(column[n] for column in llm.scores)
+    devices, scores = np.zeros(1), Scores._make(np.zeros(1) for _ in Scores._fields)
     index = np.zeros((1, 0), np.int64)
     for table in tables:
         divides = compatible_ranks(table.ranks, llm.choices[n])
-        alone = objective.total(table.scores, llm_scores, count)
-        usable = np.flatnonzero(divides & (table.devices <= left) & (alone < limit()))
+        seconds = objective.total(table.scores, llm_scores, count)
+        usable = np.flatnonzero(divides & (table.devices <= remaining) & (seconds < limit()))
         a, b = (x.ravel() for x in np.indices((len(devices), len(usable))))
         total = devices[a] + table.devices[usable[b]]
-        a, b, devices = a[total <= left], usable[b[total <= left]], total[total <= left]
+        a, b, devices = a[total <= remaining], usable[b[total <= remaining]], total[total <= remaining]
         scores = Scores(
             objective.merge_paths(scores.path[a], table.scores.path[b]),
             np.maximum(scores.alone[a], table.scores.alone[b]),

@@ -114,7 +114,15 @@ def list_chains(problem: Problem, of_one_stage: bool = False) -> Iterator[Chain]
                 # take 1 / count of what is left of the step. What is sent last is not waited for.
                 sends = (count - 1) / count * (2 * stages - 2) * edge
                 bounds = (path + sends) / (1 - (1 - 1 / count) ** stages) + update
-                yield Chain(towers, costs, layout, count, shares, stages, bounds)
+                yield Chain(
+                    towers=towers,
+                    costs=costs,
+                    layout=layout,
+                    microbatches=count,
+                    shares=shares,
+                    stages=stages,
+                    bounds=bounds,
+                )
 
 
 def _list_layouts(problem: Problem, towers: Sequence[str]) -> Iterator[tuple[list[TowerCosts], Layout]]:
@@ -152,7 +160,7 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
         for n, of_tower in enumerate(costs):
             way = np.array([[chain.shares[n], shards[n], *links[n]]], np.float64)
             of_towers.append(stage_work(of_tower, in_tower(ends, n), *way.T))
-        return StageWork(*(sum(column)[0] for column in zip(*of_towers, strict=True)))
+        return StageWork._make(sum(column)[0] for column in zip(*of_towers, strict=True))
 
     # Sent where the chain is cut before a layer: activations of its tower, or tokens of the tower before.
     passed = np.zeros(firsts[-1] + 1)
@@ -173,16 +181,16 @@ def simulate_chain(problem: Problem, chain: Chain, stages: int) -> Allocation | 
         """Return the bytes with as much computed again as can be, those that it frees, and layers of each tower."""
         in_flight = min(count, stages - stage)
         peak = np.where((first <= first_of_llm) & (first_of_llm < end), exchanged, 0.0)
-        least = np.where(first < end, state[end] - state[first], np.inf) + in_flight * (passed[first] + passed[end])
-        freed = np.zeros(np.shape(least))
+        minimum = np.where(first < end, state[end] - state[first], np.inf) + in_flight * (passed[first] + passed[end])
+        freed = np.zeros(np.shape(minimum))
         counts = []
         for n, of_tower in enumerate(costs):
             counts.append(np.maximum(in_tower(end, n) - in_tower(first, n), 0))
             in_flight_share = in_flight * chain.shares[n] * counts[n]
-            least = least + in_flight_share * of_tower.saved[-1]
+            minimum = minimum + in_flight_share * of_tower.saved[-1]
             freed = freed + in_flight_share * (of_tower.saved[0] - of_tower.saved[-1])
             peak = np.maximum(peak, (counts[n] > 0) * chain.shares[n] * of_tower.peak[stage == stages - 1])
-        return least + peak, freed, counts
+        return minimum + peak, freed, counts
 
     seconds = sum(layers.passes())
     cuts = partition(seconds, stages, passed)

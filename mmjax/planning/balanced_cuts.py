@@ -88,7 +88,14 @@ def _balance(
         cuts = partition(forward + backward, stages, cut_bytes)
     else:
         parameters = np.zeros(len(flops))
-        chain = Chain(parameters, forward, backward, cut_bytes, tuple(firsts), config.batch.microbatches)
+        chain = Chain(
+            parameters=parameters,
+            forward=forward,
+            backward=backward,
+            cut_bytes=cut_bytes,
+            towers=tuple(firsts),
+            microbatches=config.batch.microbatches,
+        )
         cuts = fastest_partition(chain, stages)
     return name_cuts(config, name, cuts)
 

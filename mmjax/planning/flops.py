@@ -278,7 +278,7 @@ def _with_pass(flops: Flops, again: Flops) -> Flops:
 
 
 def _plus(flops: Flops, **added: float) -> Flops:
-    return flops._replace(**{name: getattr(flops, name) + more for name, more in added.items()})
+    return flops._replace(**{name: getattr(flops, name) + extra for name, extra in added.items()})
 
 
 def _compiled_layers(config: Tower | Generator) -> Layers:
@@ -431,7 +431,7 @@ def pair_costs(
         # By a hundred steps more, as FLOPs of few positions are rounded.
         position = (seconds(name, 101 * step, 0.0) - none) / (100 * step)
         costs.append((position, (seconds(name, step, many) - none) / many))
-    return Prices(*np.array(costs).T)
+    return Prices._make(np.array(costs).T)
 
 
 def _short_rows(model: ModelConfig) -> dict[str, int]:

@@ -27,8 +27,8 @@ class Rates(NamedTuple):
 
     def seconds(self, flops: float, attention: float, float8: float = 0.0) -> float:
         """Compute the seconds of so many FLOPs, some of which are the attention kernel's or of products in FP8."""
-        others = (flops - attention - float8) / self.flops
-        return others + attention / (self.attention or self.flops) + float8 / (self.float8 or self.flops)
+        rest = (flops - attention - float8) / self.flops
+        return rest + attention / (self.attention or self.flops) + float8 / (self.float8 or self.flops)
 
 
 @dataclass(frozen=True)

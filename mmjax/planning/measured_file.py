@@ -88,7 +88,7 @@ def read_measured(path: Path, cluster: Cluster, config: Config) -> tuple[Cluster
 
 def layers_record(times: Mapping[str, LayerTimes]) -> dict[str, Any]:
     """Return layer times as a file's `layers` state them."""
-    return {tower: {"rows": of.rows, "seconds": of.seconds} for tower, of in times.items()}
+    return {tower: {"rows": measured.rows, "seconds": measured.seconds} for tower, measured in times.items()}
 
 
 def _decode(tree: Any, device: Device) -> tuple[MeasuredRates, dict[str, MeasuredLayers]]:

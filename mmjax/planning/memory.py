@@ -168,10 +168,10 @@ VAE_SCORES = 2 * 4  # bytes of scores and weights of attention, in float32
 def vae_bytes(vae: VaeConfig, size: tuple[int, int], activation: int) -> float:
     """Count the peak bytes of encoding one image of (height, width) latents. activation: bytes of a number."""
     positions = size[0] * size[1]
-    before = (vae.widths[0], *vae.widths)
+    widths_in = (vae.widths[0], *vae.widths)
     # Of a level's first block, which has the channels of the level before: a quarter of the positions further down.
     widest = max(
-        max(before[i], width) * positions * 4 ** (len(vae.widths) - 1 - i) for i, width in enumerate(vae.widths)
+        max(widths_in[i], width) * positions * 4 ** (len(vae.widths) - 1 - i) for i, width in enumerate(vae.widths)
     )
     return widest * (VAE_STREAMS * activation + VAE_NORMED * 4) + vae.attention * VAE_SCORES * positions**2
 
@@ -276,8 +276,8 @@ def token_bytes(model: ModelConfig, name: str, batch: DeviceBatch, activation: i
         generator = model.generators[name]
         c = generator.connector
         numbers = 2 * model.llm.width + (2 + c.gated) * c.mlp_width + generator.condition_width
-        whole = 2 * batch.context * math.prod(batch.shape["llm"]) * model.llm.width if batch.context > 1 else 0
-        return (row_work(model, batch.shape)[name].tokens * numbers + whole) * activation
+        gathered = 2 * batch.context * math.prod(batch.shape["llm"]) * model.llm.width if batch.context > 1 else 0
+        return (row_work(model, batch.shape)[name].tokens * numbers + gathered) * activation
     encoder = model.encoders[name]
     # Numbers per token: itself before and after the exchange, the connector's input, its MLP's hidden values twice, and
     # what a patch merger makes, with a projection three times more.

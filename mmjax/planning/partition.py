@@ -64,8 +64,8 @@ def best_partitions(
     largest = _least_largest(prefix, allowed)
     if not np.isfinite(largest):
         raise ValueError(f"no partition of {layers} layers into {stages} stages fits the stages' memory")
-    found = _fewest_bytes(prefix, cut, allowed, largest * (1 + slack) * (1 + ROUNDING), count)
-    return [tuple(cuts) for cuts in found.tolist()]
+    best = _fewest_bytes(prefix, cut, allowed, largest * (1 + slack) * (1 + ROUNDING), count)
+    return [tuple(cuts) for cuts in best.tolist()]
 
 
 @dataclass(frozen=True)

@@ -349,10 +349,10 @@ def _interleaved(graph: StageGraph, microbatches: int) -> Schedule:
     depth = graph.depths[chain[-1]]
     # Workers take turns in groups of as many microbatches. Where the last group is not full, the turns of those that it
     # lacks are left out, which contradicts no dependency of the others.
-    whole = -(-microbatches // len(workers)) * len(workers)
+    rounded = -(-microbatches // len(workers)) * len(workers)
     orders: list[tuple[Action, ...]] = [()] * (max(graph.workers) + 1)
     for rank, worker in enumerate(workers):
-        order = _interleaved_order(chain, rank, len(workers), chunks, whole, depth)
+        order = _interleaved_order(chain, rank, len(workers), chunks, rounded, depth)
         orders[worker] = tuple(action for action in order if action.microbatch < microbatches)
     # From the LLM outwards, as an encoder must be as far ahead as the stage that consumes it ever is.
     for worker in dict.fromkeys(graph.workers[stage] for stage in reversed(graph.topological)):

@@ -194,7 +194,7 @@ def fold(values: np.ndarray, virtual: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=512)
-def interleaved_in_flight(workers: int, virtual: int, microbatches: int, behind: int) -> np.ndarray:
+def interleaved_in_flight(workers: int, virtual: int, microbatches: int, stages_after: int) -> np.ndarray:
     """Return how many microbatches are in flight in each virtual stage, with so many other stages behind the last."""
     total = microbatches * virtual
     part = np.arange(total) % (workers * virtual) // workers  # of each of a worker's forward passes
@@ -204,7 +204,7 @@ def interleaved_in_flight(workers: int, virtual: int, microbatches: int, behind:
     in_flight = np.zeros((virtual, workers), np.int64)
     for worker in range(workers):
         # The warm-up of Megatron-LM, then passes in turn: before each backward pass most are in flight.
-        warmup = min(total, 2 * (workers - worker - 1) + (virtual - 1) * workers + behind)
+        warmup = min(total, 2 * (workers - worker - 1) + (virtual - 1) * workers + stages_after)
         in_turn = ran[0, warmup + 1 :] - ran[1, : total - warmup]
         in_flight[:, worker] = np.maximum(ran[0, warmup], in_turn.max(0, initial=0))
     return in_flight.ravel()
@@ -221,29 +221,31 @@ def first_padded_rows(problem: Problem, microbatches: int) -> float:
     return float(ranks[padded].min(initial=np.iinfo(np.int64).max))
 
 
-def list_options(problem: Problem, tower: str, microbatches: int, behind: int = 0, rows: int = 1) -> list[TowerOptions]:
+def list_options(
+    problem: Problem, tower: str, microbatches: int, stages_after: int = 0, rows: int = 1
+) -> list[TowerOptions]:
     """List the ways to run a tower that fit, by layout, number of stages and of virtual ones.
 
-    behind: microbatches in flight in the LLM's first stage, behind an encoder. rows: that an encoder has in a
+    stages_after: microbatches in flight in the LLM's first stage, behind an encoder. rows: that an encoder has in a
     microbatch at least, the LLM's ranks. Behind the LLM are the generators, behind which there is nothing.
     """
     if tower == "llm":
-        behind = int(bool(problem.generators))  # each is one stage
+        stages_after = int(bool(problem.generators))  # each is one stage
     elif tower in problem.generators:
-        behind = 0
+        stages_after = 0
     all_options = []
     for costs in problem.towers[tower]:
-        most = min(LLM_STAGES if tower == "llm" else ENCODER_STAGES, len(costs.forward))
-        most = 1 if tower in problem.generators else most
-        most = min(most, problem.cluster.devices // costs.devices)
+        max_stages = min(LLM_STAGES if tower == "llm" else ENCODER_STAGES, len(costs.forward))
+        max_stages = 1 if tower in problem.generators else max_stages
+        max_stages = min(max_stages, problem.cluster.devices // costs.devices)
         beside = costs.layout.context * costs.layout.expert
-        for stages, virtual in product(range(1, most + 1), problem.virtual if tower == "llm" else (1,)):
+        for stages, virtual in product(range(1, max_stages + 1), problem.virtual if tower == "llm" else (1,)):
             if beside * virtual > 1 and stages not in FEW_STAGES:
                 continue
-            whole = microbatches % stages == 0 and stages * virtual <= len(costs.forward)
-            if virtual > 1 and (stages == 1 or beside > 1 or not whole):
+            divides = microbatches % stages == 0 and stages * virtual <= len(costs.forward)
+            if virtual > 1 and (stages == 1 or beside > 1 or not divides):
                 continue
-            options = stage_options(problem, costs, stages, microbatches, behind, rows, virtual)
+            options = stage_options(problem, costs, stages, microbatches, stages_after, rows, virtual)
             if len(options.data):
                 all_options.append(options)
     return all_options
@@ -278,7 +280,7 @@ def stage_work(
     share: of a step's work, for each way to split ranks. shards: of parameters. gather, reduce: as `link_seconds`
     returns them. Returns `[ways, stages]`.
     """
-    return StageWork(*_stage_work(costs.prefix_sums, np.array(costs.launch), ends, share, shards, gather, reduce))
+    return StageWork._make(_stage_work(costs.prefix_sums, np.array(costs.launch), ends, share, shards, gather, reduce))
 
 
 @njit(cache=True)
@@ -312,7 +314,7 @@ def stage_options(
     costs: TowerCosts,
     stages: int,
     microbatches: int,
-    behind: int = 0,
+    stages_after: int = 0,
     rows: int = 1,
     virtual: int = 1,
 ) -> TowerOptions:
@@ -325,9 +327,9 @@ def stage_options(
     most_rows = np.maximum(rows, ranks)
     share = costs.lengths.row_share(microbatches, most_rows) * most_rows / ranks
     if virtual > 1:
-        in_flight = interleaved_in_flight(stages, virtual, microbatches, behind)
+        in_flight = interleaved_in_flight(stages, virtual, microbatches, stages_after)
     else:  # as many microbatches as stages follow, and one
-        in_flight = behind + np.arange(stages, 0, -1)
+        in_flight = stages_after + np.arange(stages, 0, -1)
     first = int(in_flight[0])
     in_flight = np.minimum(microbatches, in_flight)
     data, fsdp, gather, reduce = splits.T
@@ -335,19 +337,19 @@ def stage_options(
     of_layers = np.array(costs.peak), costs.passed, costs.saved[::-1].copy(), costs.again[::-1].copy()
     again, fits = _recompute_what_is_over(work.state, share, ends, in_flight, problem.room, *of_layers, virtual)
     if not fits.all():
-        work = StageWork(*(column[fits] for column in work))
+        work = StageWork._make(column[fits] for column in work)
         again, share, data, fsdp = again[fits], share[fits], data[fits], fsdp[fits]
     forward, backward = work.passes(again)
     tail = work.tail(virtual)
     edge = share * costs.passed / link_bandwidth(problem.cluster)
     stays = _undominated(np.concatenate([forward, backward, tail[:, None]], axis=1), data * fsdp)
-    ways = (column[stays].astype(np.int64) for column in (data, fsdp))
     return TowerOptions(
-        costs,
-        tuple(ends[1:-1].tolist()),
-        virtual,
-        first,
-        *ways,
+        costs=costs,
+        cuts=tuple(ends[1:-1].tolist()),
+        virtual=virtual,
+        in_flight=first,
+        data=data[stays].astype(np.int64),
+        fsdp=fsdp[stays].astype(np.int64),
         share=share[stays],
         edge=edge[stays],
         forward=forward[stays],
@@ -428,16 +430,16 @@ def _undominated(seconds: np.ndarray, ranks: np.ndarray) -> np.ndarray:
     for n in range(len(ranks)):
         if ranks[n] != ranks[first]:
             first = n
-        other = first
-        while stays[n] and other < len(ranks) and ranks[other] == ranks[n]:
-            worse = other != n
+        second = first
+        while stays[n] and second < len(ranks) and ranks[second] == ranks[n]:
+            worse = second != n
             equal = True
             for k in range(seconds.shape[1]):
-                if not worse or seconds[other, k] > seconds[n, k]:
+                if not worse or seconds[second, k] > seconds[n, k]:
                     worse = False
                     break
-                equal = equal and seconds[other, k] == seconds[n, k]
-            if worse and not (equal and other > n):
+                equal = equal and seconds[second, k] == seconds[n, k]
+            if worse and not (equal and second > n):
                 stays[n] = False
-            other += 1
+            second += 1
     return stays

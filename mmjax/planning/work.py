@@ -70,7 +70,8 @@ def layer_sizes(config: Tower) -> LayerSizes:
     if experts := c.experts:
         sparse = experts.per_token * experts.width + experts.shared_width
         mlp += (sparse - mlp) * sum(c.expert_layers) / max(1, c.layers)
-    return LayerSizes(c.width, *attention.tolist(), mlp, c.gated)
+    queries, keys, heads = attention.tolist()
+    return LayerSizes(width=c.width, queries=queries, keys=keys, heads=heads, mlp=mlp, gated=c.gated)
 
 
 def head_width(config: Tower) -> int:

@@ -85,7 +85,7 @@ def draw_timeline(figure: Figure, top: float, heading: str, timeline: Timeline, 
     """
     workers = _stages_of_workers(timeline)
     labels = [", ".join(names[stage] for stage in stages) for stages in workers]
-    left = max(LEFT, *(28 + 1.1 * text_width(label) for label in labels))
+    left_edge = max(LEFT, *(28 + 1.1 * text_width(label) for label in labels))
     right = WIDTH - RIGHT - IDLE_COLUMN - FLIGHT_COLUMN
     write_text(figure, RIGHT, top + 14, heading, weight="bold")
     summary = f"{duration(timeline.makespan)}, bubble {timeline.bubble:.1%}"
@@ -97,10 +97,10 @@ def draw_timeline(figure: Figure, top: float, heading: str, timeline: Timeline, 
         y = top + HEADING + ROW * (row + 0.5) + 4
         idle = 1 - busy[stages].sum() / timeline.makespan
         in_flight = ", ".join(dict.fromkeys(str(timeline.in_flight[stage]) for stage in stages))
-        write_text(figure, left - 8, y, label, ha="right")
+        write_text(figure, left_edge - 8, y, label, ha="right")
         write_text(figure, right + IDLE_COLUMN, y, f"{idle:.0%}", ha="right", color=PALE)
         write_text(figure, WIDTH - RIGHT, y, in_flight, ha="right", color=PALE)
-    axes = add_axes(figure, left, top + HEADING, right - left, ROW * len(workers))
+    axes = add_axes(figure, left_edge, top + HEADING, right - left_edge, ROW * len(workers))
     axes.set(xlim=(0, timeline.makespan), ylim=(len(workers), 0), yticks=[])
     unit, name = (1.0, "s") if timeline.makespan > 1 else (1e3, "ms")
     axes.xaxis.set_major_locator(MaxNLocator(8))
@@ -108,7 +108,7 @@ def draw_timeline(figure: Figure, top: float, heading: str, timeline: Timeline, 
     axes.tick_params(labelsize=8, color="#999999", labelcolor=PALE)
     for side in axes.spines.values():
         side.set_visible(False)
-    _draw_passes(axes, (right - left) / timeline.makespan, timeline, names)
+    _draw_passes(axes, (right - left_edge) / timeline.makespan, timeline, names)
 
 
 def draw_timeline_legend(figure: Figure, top: float, names: Sequence[str]) -> None:
@@ -182,6 +182,6 @@ def _stage_shades(timeline: Timeline, names: Sequence[str]) -> list[dict[str, st
     return shades
 
 
-def _mix(colour: str, other: str, share: float) -> str:
+def _mix(colour: str, background: str, share: float) -> str:
     """Mix a colour with a share of another one."""
-    return to_hex((1 - share) * np.array(to_rgb(colour)) + share * np.array(to_rgb(other)))
+    return to_hex((1 - share) * np.array(to_rgb(colour)) + share * np.array(to_rgb(background)))

@@ -337,11 +337,11 @@ def describe_misplaced(folder: Path, saved: CheckpointMetadata) -> str:
         return ""
     config = json.loads(saved.config)
     name = config.get("run") or f"runs/{config.get('name')}"
-    of = f"the state of run {name} after step {saved.data.step}" if run not in ("", saved.run) else ""
-    of = of or f"this run's state after step {saved.data.step}"
+    subject = f"the state of run {name} after step {saved.data.step}" if run not in ("", saved.run) else ""
+    subject = subject or f"this run's state after step {saved.data.step}"
     return (
-        f"it is {of}, in the place of step {saved.step}; put back what was there, or remove it. To start from another "
-        "run's parameters say init_from=RUN"
+        f"it is {subject}, in the place of step {saved.step}; put back what was there, or remove it. To start from "
+        "another run's parameters say init_from=RUN"
     )
 
 

@@ -178,7 +178,7 @@ class _Shard:
         with np.errstate(over="ignore"):  # infinite values are looked for
             means, log_variances = (np.asarray(part).astype(VALUES) for part in moments)
         # Behind the images of an incomplete batch there are others, which nobody asked for.
-        self._latents |= {key: Moments(*pair) for key, *pair in zip(keys, means, log_variances, strict=False)}
+        self._latents |= {key: Moments._make(pair) for key, *pair in zip(keys, means, log_variances, strict=False)}
 
     def finish(self) -> dict[Key, Moments]:
         """Compute what is waiting; return the latents of all samples that are not bad: with any that are not finite."""

@@ -71,8 +71,8 @@ class CachedProgram:
         cache = jax.config.jax_compilation_cache_dir
         # Several processes compile together, and each would have to find what the others find. Other devices' programs
         # take minutes to compile, beside which tracing is little.
-        alone = jax.process_count() == 1 and self._devices[0].platform == "cpu"
-        if not cache or not alone or self._context is None:
+        single_process = jax.process_count() == 1 and self._devices[0].platform == "cpu"
+        if not cache or not single_process or self._context is None:
             return self._jitted.lower(*args).compile()
         # Of a number there is no type, and of one of NumPy's no sharding.
         described = [(getattr(x, "weak_type", ""), str(getattr(x, "sharding", ""))) for x in jax.tree.leaves(args)]

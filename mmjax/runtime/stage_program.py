@@ -274,7 +274,16 @@ class StageProgram:
         of_images, images = image_loss(operands.errors, batch.items, weights, config)
         worst = worst_samples(jax.lax.stop_gradient(by_token), batch.text)
         loss += expert_loss(experts, config.llm.experts) + of_images
-        return loss, Losses(by_source, weight, *worst, experts, images, {name: x.sum() for name, x in measures.items()})
+        return loss, Losses(
+            loss=by_source,
+            weight=weight,
+            worst_samples=worst[0],
+            worst_losses=worst[1],
+            not_finite=worst[2],
+            experts=experts,
+            images=images,
+            measures={name: x.sum() for name, x in measures.items()},
+        )
 
     def _forward_only(
         self,

@@ -175,10 +175,10 @@ def _carry(
 def _carry_by_runtime(piece: jax.Array | None, struct: jax.ShapeDtypeStruct, source: jax.Device) -> jax.Array | None:
     """Move a piece by `device_put`, which both processes call."""
     shards = [] if piece is None else [piece]
-    whole = jax.make_array_from_single_device_arrays(
+    assembled = jax.make_array_from_single_device_arrays(
         struct.shape, SingleDeviceSharding(source), shards, dtype=struct.dtype
     )
-    arrived = jax.device_put(whole, struct.sharding)
+    arrived = jax.device_put(assembled, struct.sharding)
     return arrived if piece is None else None
 
 

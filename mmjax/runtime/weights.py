@@ -182,7 +182,7 @@ def _load_quantized(
             matrix = np.empty(shape, np.float32)
             _read_into(matrix, folder, part, shape, tuple(slice(0, size) for size in shape))
             matrices.append(jax.device_get(quantize(jnp.asarray(matrix), how)))
-        parts = Quantized(*map(np.stack, zip(*matrices, strict=True)))._asdict()
+        parts = Quantized._make(map(np.stack, zip(*matrices, strict=True)))._asdict()
         return {name: part.reshape(like[name].shape) for name, part in parts.items()}
 
     # Not called on a process that has no shard.
@@ -275,7 +275,7 @@ class Exporter:
         parts = [(*name, part) for name in names if self.is_quantized(name) for part in Quantized._fields]
         stored = self.saved.read([*names, *parts, *adapters])
         for name in {path[:-1] for path in parts}:
-            matrix = Quantized(*(jnp.asarray(stored.pop((*name, part))) for part in Quantized._fields))
+            matrix = Quantized._make(jnp.asarray(stored.pop((*name, part))) for part in Quantized._fields)
             stored[name] = np.asarray(dequantize(matrix, jnp.float32))
         self._loaded = stored
 

@@ -193,10 +193,10 @@ def describe_zero_rates(config: Config) -> list[str]:
     """Describe which of the trained modules have a learning rate of 0, and so stay as they are."""
     peak = hyperparameters(config, config.schedule.warmup)
     rates = {key.removeprefix("learning_rate/"): rate for key, rate in peak.items() if key.startswith("learning_rate/")}
-    still = [name for name, rate in rates.items() if not rate]
-    if len(still) == len(rates):
+    untrained = [name for name, rate in rates.items() if not rate]
+    if len(untrained) == len(rates):
         return ["       NOTHING IS TRAINED: every learning rate is 0; set optimizer.learning_rate"]
-    return [f"       not trained, with a learning rate of 0: {', '.join(still)}"] if still else []
+    return [f"       not trained, with a learning rate of 0: {', '.join(untrained)}"] if untrained else []
 
 
 def _describe_ranks(config: Config, layout: RankLayout) -> list[str]:
@@ -372,10 +372,10 @@ def score_table(scores: dict[str, float], split: str = "test") -> list[str]:
 
 def describe_interruption(run: Path, done: int, saved: int) -> list[str]:
     """Say after how many steps a run was interrupted, what of it is saved, and how to go on."""
-    kept = f"step {saved} is saved" if saved else "nothing is saved yet"
+    so_far = f"step {saved} is saved" if saved else "nothing is saved yet"
     again = "" if saved else " from the beginning"
     return [
-        f"interrupted after step {done}; {kept}; go on{again} with python -m mmjax.train --resume {path_words(run)}"
+        f"interrupted after step {done}; {so_far}; go on{again} with python -m mmjax.train --resume {path_words(run)}"
     ]
 
 

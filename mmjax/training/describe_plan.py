@@ -50,7 +50,7 @@ def describe_plan(
     counts = parameters(config.model)
     total, active = sum(counts.values()), active_parameters(config.model)
     of_token = f" ({count(active)} of them for a token)" if active < total else ""
-    several = len(plan.stages) > 1
+    is_pipeline = len(plan.stages) > 1
     lines = [
         f"plan   {config.name}: {count(total)} parameters{of_token}, {config.training.precision}, on "
         f"{_describe_devices(chosen)}",
@@ -60,7 +60,7 @@ def describe_plan(
     if not plan.fits:
         reasons = (describe_shortage(plan), forecast.longest, forecast.remedy)
         lines.append(f"DOES NOT FIT: {'; '.join(filter(None, reasons))}")
-    if several:
+    if is_pipeline:
         measured = bool(chosen.speed.measured)
         schedule = schedule_name(config)
         lines += describe_stages(config, plan.stages, schedule, chosen.run_time.bubble, measured)

@@ -129,8 +129,8 @@ def _read_times(folder: Path) -> dict[int, dict[Action, tuple[float, float]]]:
                 record = verify_checksum(line)
                 times = steps[record["step"]]
                 for *action, start, end in record["passes"]:
-                    others = times.get(Action(*action), (start, end))
-                    times[Action(*action)] = (max(others[0], start), max(others[1], end))
+                    timed = times.get(Action._make(action), (start, end))
+                    times[Action._make(action)] = (max(timed[0], start), max(timed[1], end))
     return steps
 
 

@@ -124,7 +124,7 @@ def fit_rates(rows: float, items: float, pair: float, one: ProbedRow, many: Prob
 
 def total_of(flops: Mapping[str, Flops]) -> Flops:
     """Add up the FLOPs of all modules, at the rate of products in the computation's precision."""
-    return Flops(*map(sum, zip(*(f.at_one_rate for f in flops.values()), strict=True)))
+    return Flops._make(map(sum, zip(*(f.at_one_rate for f in flops.values()), strict=True)))
 
 
 def reached_shares(rows: Flops, attending: Flops, seconds: float, attention: float, peak: float) -> Shares:

@@ -178,8 +178,8 @@ def _cut_units(config: Config, layout: RankLayout, mesh: Mesh, resumed: Mapping[
 
     def cut() -> list[Any]:
         device = mesh.devices.flat[0]
-        made = cut_units(config, layout, device_description(device), memory_limit(config.mesh, device), resumed)
-        return [{name: unit.cuts for name, unit in made.units.items()}, made.pipeline.stage_times]
+        cut = cut_units(config, layout, device_description(device), memory_limit(config.mesh, device), resumed)
+        return [{name: unit.cuts for name, unit in cut.units.items()}, cut.pipeline.stage_times]
 
     cuts, stage_times = coordination.run_on_leader(cut)
     units = {name: replace(unit, cuts=tuple(cuts[name])) for name, unit in config.units.items()}
@@ -326,9 +326,9 @@ def _list_oversize(index: LengthIndex, oversize: np.ndarray, data: DataConfig, f
         fatal += [] if capped else [f"{name}: {reason}"]
     folder.oversize.write_text(json_lines(entries))
     if fatal and data.on_oversize == "raise":
-        more = f" and {len(fatal) - MAX_NAMED} more" if len(fatal) > MAX_NAMED else ""
+        unnamed = f" and {len(fatal) - MAX_NAMED} more" if len(fatal) > MAX_NAMED else ""
         raise UserError(
-            f"{len(fatal)} samples fit no budget (data.on_oversize=raise): {'; '.join(fatal[:MAX_NAMED])}{more}. "
+            f"{len(fatal)} samples fit no budget (data.on_oversize=raise): {'; '.join(fatal[:MAX_NAMED])}{unnamed}. "
             "Raise batch.size, lower batch.rows, or skip them with data.on_oversize=skip"
         )
 

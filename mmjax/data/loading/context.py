@@ -64,7 +64,7 @@ def spread_over_context(batch: Microbatch, plan: MicrobatchPlan, arrays: Arrays,
 
 def _balanced_order(text: TextBatch, row: int, context: int) -> np.ndarray:
     """Order a row's tokens by device, which all attend as many keys, cutting few samples: int32 `[T]`."""
-    mask = Mask(*(getattr(text, field)[row] for field in Mask._fields))
+    mask = Mask._make(getattr(text, field)[row] for field in Mask._fields)
     length = len(mask.sample)
     block = context_block(length, context)
     rank = distribute_samples(block_work(mask, block), block_samples(mask, block), context)
@@ -76,7 +76,7 @@ def _reorder(text: TextBatch, order: np.ndarray) -> TextBatch:
     rows = np.arange(len(order))[:, None]
     taken = {f: getattr(text, f)[rows, order] for f in TOKEN_FIELDS}
     slots = {
-        name: WeightedSlots(*(x[rows, order] for x in old)) if isinstance(old, WeightedSlots) else old[rows, order]
+        name: WeightedSlots._make(x[rows, order] for x in old) if isinstance(old, WeightedSlots) else old[rows, order]
         for name, old in text.slots.items()
     }
     inputs = {name: values[rows, order] for name, values in text.loss_inputs.items()}

@@ -215,7 +215,7 @@ class StepLoader:
             make_step_planner(self.planner.grouper, self.config, self.layout)
             model, reference = self.config.model, self.config.loss.repeats_forward
             for amount in (0, 1):  # with no items at all, and with some of every kind
-                work = dict.fromkeys(("llm", *model.item_modules), Work(*[amount] * len(Work._fields)))
+                work = dict.fromkeys(("llm", *model.item_modules), Work._make([amount] * len(Work._fields)))
                 model_flops(model, work, frozen_modules(model), reference)
 
         return zlib.compress(pickle.dumps(table.recorded(count)))

@@ -118,7 +118,7 @@ def _clip_kind(reader: FileReader) -> str:
 
 def _clip_facts(reader: FileReader, kind: str) -> ClipHeader:
     if kind == "MP3":
-        return ClipHeader(*read_mp3_header(reader))
+        return ClipHeader._make(read_mp3_header(reader))
     if kind == "WAV":
         _check_wav_chunks(reader)
     reader.seek(0)

@@ -73,8 +73,8 @@ def _header(segment: Children) -> VideoHeader | None:
         (duration,) = struct.unpack(">d" if len(info[DURATION][0]) == 8 else ">f", info[DURATION][0])
         seconds = Fraction(duration) * scale / NANOSECONDS
     rate = 1 / Fraction(_integer(videos[0][DEFAULT_DURATION][0]), NANOSECONDS).limit_denominator(MAX_RATE_TERM)
-    sides = (_integer(picture[HEIGHT][0]), _integer(picture[WIDTH][0]))
-    return VideoHeader(max(1, round(seconds * rate)), *sides, rate)
+    height, width = (_integer(picture[side][0]) for side in (HEIGHT, WIDTH))
+    return VideoHeader(frames=max(1, round(seconds * rate)), height=height, width=width, rate=rate)
 
 
 def _tagged_seconds(segment: Children, track: bytes) -> Fraction | None:

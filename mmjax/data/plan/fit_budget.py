@@ -255,8 +255,8 @@ def fit_short_epochs(grouper: StepGrouper, parts: Parts, alignment: int, names: 
     modules.
     """
     budget = grouper.budget
-    wanted = [steps_for(grouper.samples_in(chunk), grouper.requested) for chunk in range(_TRIAL_CHUNKS)]
-    if max(wanted) >= SHORT_CHUNK or grouper.samples_in(0) >= SOON_GROUPED:
+    requested_steps = [steps_for(grouper.samples_in(chunk), grouper.requested) for chunk in range(_TRIAL_CHUNKS)]
+    if max(requested_steps) >= SHORT_CHUNK or grouper.samples_in(0) >= SOON_GROUPED:
         return budget
     steps = list(map(grouper.steps_in, range(_TRIAL_CHUNKS)))
     unit = units(parts, len(names))
@@ -265,7 +265,9 @@ def fit_short_epochs(grouper: StepGrouper, parts: Parts, alignment: int, names: 
     requested = np.array([grouper.batch.rows[name] for name in names])
     room = np.array(budget.rows) * budget.lengths
     numbers = np.unique(np.linspace(1, requested.max(), _TRIALS).astype(np.int64))[::-1]
-    for larger in np.linspace(1, sum(steps) / sum(wanted), _TRIALS, endpoint=False) if steps > wanted else ():
+    for larger in (
+        np.linspace(1, sum(steps) / sum(requested_steps), _TRIALS, endpoint=False) if steps > requested_steps else ()
+    ):
         for number in numbers:
             rows = np.minimum(requested, number)
             lengths = align(np.ceil(room * larger / rows).astype(np.int64), unit, alignment)
@@ -273,18 +275,18 @@ def fit_short_epochs(grouper: StepGrouper, parts: Parts, alignment: int, names: 
                 continue
             fitted = replace(budget, rows=tuple(rows.tolist()), lengths=tuple(lengths.tolist()))
             trial = replace(grouper, budget=fitted, first_steps=[0])
-            if all(trial.steps_in(chunk) <= limit for chunk, limit in enumerate(wanted)):
+            if all(trial.steps_in(chunk) <= limit for chunk, limit in enumerate(requested_steps)):
                 return replace(fitted, notes=_row_notes(budget, fitted, requested, names))
     return budget
 
 
-def _row_notes(before: Budget, after: Budget, requested: np.ndarray, names: Sequence[str]) -> tuple[str, ...]:
+def _row_notes(previous: Budget, adjusted: Budget, requested: np.ndarray, names: Sequence[str]) -> tuple[str, ...]:
     """Return the notes of a budget with those of the modules whose number of rows has changed since."""
     changed = {
         name: f"{name}: {new} rows instead of {wish}, so that an epoch has as many steps as batch.size says"
-        for name, old, new, wish in zip(names, before.rows, after.rows, requested.tolist(), strict=True)
+        for name, old, new, wish in zip(names, previous.rows, adjusted.rows, requested.tolist(), strict=True)
         if new not in (old, wish)
     }
-    same = {name for name, old, new in zip(names, before.rows, after.rows, strict=True) if old == new}
-    kept = (note for note in before.notes if " rows instead of " not in note or note.partition(":")[0] in same)
-    return *kept, *changed.values()
+    same = {name for name, old, new in zip(names, previous.rows, adjusted.rows, strict=True) if old == new}
+    unchanged = (note for note in previous.notes if " rows instead of " not in note or note.partition(":")[0] in same)
+    return *unchanged, *changed.values()

@@ -106,9 +106,9 @@ def parse_judged(record: Mapping[str, Any]) -> Record:
     judged = replace(parsed.conversation, label=label, reference=reference)
     _check_prompt_weights(judged.messages[:-1])
     if record.get("kl_completion") is not None:
-        other = _answered(prompt, record, "kl_completion", media).conversation
-        judged = replace(judged, rejected=other.messages[-1])
-        unread += other.unread
+        mismatched = _answered(prompt, record, "kl_completion", media).conversation
+        judged = replace(judged, rejected=mismatched.messages[-1])
+        unread += mismatched.unread
     return with_unread(replace(parsed, conversation=judged), unread)
 
 
@@ -270,13 +270,13 @@ class JudgedBranches(Branching):
         # As in TRL, the answer of the record before it. Always the same one, so that runs resume.
         for back in range(1, min(len(records), 1 + _OTHERS)):
             try:
-                other = records.conversation((index - back) % len(records))
+                neighbour = records.conversation((index - back) % len(records))
             except Unreadable:
                 raise
             except BadSample:
                 continue
-            if other.label is not None:
-                return replace(conversation, rejected=replace(other.messages[-1], weight=1.0))
+            if neighbour.label is not None:
+                return replace(conversation, rejected=replace(neighbour.messages[-1], weight=1.0))
         raise BadSample(f"has no other record before it whose answer loss={self.loss.kind} could compare its own with")
 
     def answered(self, conversation: Conversation) -> Sequence[Conversation]:
@@ -289,8 +289,8 @@ class JudgedBranches(Branching):
                 "has no kl_completion, whose ref_KL_logps loss.reference=stored reads; write both with "
                 "mmjax.evaluate --log-probs"
             )
-        other = replace(conversation, messages=(*conversation.messages[:-1], conversation.rejected))
-        return [conversation, other]
+        mismatched = replace(conversation, messages=(*conversation.messages[:-1], conversation.rejected))
+        return [conversation, mismatched]
 
     def texts(
         self, conversation: Conversation, answers: Sequence[tuple[np.ndarray, np.ndarray]], vocab: int

@@ -74,8 +74,8 @@ def from_header(header: Mapping[str, Any]) -> Conversation:
         if odd := [medium.kind for medium in media if medium.kind not in get_args(Medium)]:
             raise ValueError(f"a medium of the kind {odd[0]!r}")
         messages = []
-        for role, parts, *more in header["messages"]:
-            weight, fields = (*more, *(1.0, {})[len(more) :])
+        for role, parts, *options in header["messages"]:
+            weight, fields = (*options, *(1.0, {})[len(options) :])
             if not isinstance(role, str):
                 raise ValueError(f"a message of the role {role!r}")
             if type(weight) not in (int, float) or not 0 <= weight < math.inf:

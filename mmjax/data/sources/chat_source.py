@@ -86,11 +86,11 @@ class Quarantine:
             self._write(new.values())
         if not new:
             return []
-        first, *others = self._met.values()
+        first, *later = self._met.values()
         message = f"{len(self):,} of {self.total:,} samples cannot be used; the first, {first.sample}: {first.reason}"
-        if others:
-            more = f" and {len(others) - NAMED:,} more" if len(others) > NAMED else ""
-            message += f"; the others: {', '.join(entry.sample for entry in others[:NAMED])}{more}"
+        if later:
+            unnamed = f" and {len(later) - NAMED:,} more" if len(later) > NAMED else ""
+            message += f"; the others: {', '.join(entry.sample for entry in later[:NAMED])}{unnamed}"
         listed = "python -m mmjax.index lists all of them" if starting else f"all are in {self.path}"
         if self.data.on_bad_sample == "raise":
             raise UserError(f"{message}. Mend them, or skip them with data.on_bad_sample=skip; {listed}")

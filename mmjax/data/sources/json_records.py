@@ -77,8 +77,8 @@ class JsonRecords:
             if isinstance(error, OSError):
                 raise Unreadable(f"cannot be read: {error}") from None
             # The decoder's own text counts lines from the record's first.
-            at = f"{error.msg} (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else error
-            raise BadSample(f"is not JSON: {at}") from None
+            position = f"{error.msg} (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else error
+            raise BadSample(f"is not JSON: {position}") from None
         if not isinstance(record, dict):
             raise BadSample(f"is a JSON {type(record).__name__}, not an object")
         return record

@@ -165,9 +165,9 @@ def _open_conversations(
     if isinstance(source, DatasetInfoSource):
         info = DatasetInfo.read(source.path, source.entry if split == "train" else path, key, source.outside)
         folders = dict.fromkeys(FOLDERS, MediaFolder(info.folder, source.outside, cache, f"{key}.outside"))
-        return ChatFiles(info.files, cache, folders, info.record, info.reading, info.samples)
+        return ChatFiles(info.files, cache, folders, read=info.record, reading=info.reading, samples=info.samples)
     if isinstance(source, WebDatasetSource):
-        return WebDatasetRecords(path, source, split, cache, where, spool)
+        return WebDatasetRecords(path, source, split, cache=cache, where=where, spool=spool)
     if is_dataset(path):
         parquet = isinstance(source, ParquetSource)
         streamed = parquet and source.window > 0
@@ -253,10 +253,10 @@ def contents_of(sources: Mapping[str, Source]) -> dict[str, str]:
 
 def check_records(sources: Mapping[str, Source], expected: Mapping[str, str]) -> None:
     """Raise UserError where sources have other records than those expected, by `records_of`; watch their media."""
-    for name, found in records_of(sources).items():
+    for name, digest in records_of(sources).items():
         if isinstance(sources[name], ChatSource):
             sources[name].watched = True
-        if found != expected[name]:
+        if digest != expected[name]:
             raise UserError(
                 f"data.sources.{name}: its files have changed since the run opened them, or processes see other ones; "
                 "restore them and go on with --resume, or train on what they have now with --resume --new-data"

@@ -108,7 +108,7 @@ class ParquetRecords:
         unread = {
             what: [c for c in COLUMNS[what] if c in self._files[0].columns] for what in ("images", "audio", "videos")
         }
-        self.unread = {what: found[0] for what, found in unread.items() if found and not columns[what]}
+        self.unread = {what: candidates[0] for what, candidates in unread.items() if candidates and not columns[what]}
         media: dict[Medium, str] = {"image": source.images, "audio": source.audio, "video": source.videos}
         self._media = {medium: column for medium, column in media.items() if column}
         # Columns that the source does not name: those that may be orders are read with the texts, others are reported.

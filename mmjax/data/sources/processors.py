@@ -174,7 +174,7 @@ class MediaProcessors:
                 return MediaItems(name, sizes, shrunk_frames(how.shrink, encoder.connector.newline, grids))
             text_after = how.text_after if isinstance(how, Qwen2Video) else "space"
             frames = MediaItems(name, sizes, times=video.times, text_after=text_after, texts=video.texts)
-            sound = ClipHeader(*facts[2:]) if self.sound and facts[2:] else SILENT
+            sound = ClipHeader._make(facts[2:]) if self.sound and facts[2:] else SILENT
             return frames if sound == SILENT else frames._replace(sound=self._sound(how, sound, video.times))
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
         return MediaItems(name, tuple((stop - start,) for start, stop in split_clip(encoder, samples)))

@@ -286,8 +286,8 @@ def unread_keys(values: Mapping[str, Any], level: Level, read: Set[str], where: 
                     f"{where}has {name}, which is not read here ({refusal.obeyed} obey it); {refusal.remedy}"
                 )
         if meant := _meant(name, frozenset(read)):
-            several = name[-1:].isdigit() and meant in MEDIA
-            remedy = f"list all files under {meant.rstrip('s')}s" if several else f"did you mean {meant}?"
+            numbered = name[-1:].isdigit() and meant in MEDIA
+            remedy = f"list all files under {meant.rstrip('s')}s" if numbered else f"did you mean {meant}?"
             raise BadSample(f"{where}has {name}, which is not read; {remedy}")
         unread.append(name if level in ("record", "manifest") else f"{level}.{name}")
     return unread

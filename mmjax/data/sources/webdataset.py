@@ -227,6 +227,6 @@ def _in_order(record: Mapping[str, Any], medium: Medium, files: Sequence[Member]
     if not any(name in by_name for name in names):
         return files
     if sorted(names) != sorted(by_name):
-        other = next((name for name in names if name not in by_name), names[0])
-        raise BadSample(f"names the {medium} file {other!r}; its members are {', '.join(by_name)}")
+        member = next((name for name in names if name not in by_name), names[0])
+        raise BadSample(f"names the {medium} file {member!r}; its members are {', '.join(by_name)}")
     return [by_name[name] for name in names]

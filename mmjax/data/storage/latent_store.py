@@ -213,7 +213,7 @@ class StoredLatents:
             size = math.prod(item["shape"].tolist())
             values = np.asarray(arrays["values"][item["start"] : item["start"] + 2 * size])
             if checksum(item, values) == item["checksum"]:
-                return Moments(*values.reshape(2, *item["shape"]))
+                return Moments._make(values.reshape(2, *item["shape"]))
         except (OverflowError, ValueError):  # where its place is damaged
             pass
         raise BadMedia(

@@ -198,8 +198,8 @@ class Template:
         """
         weights = [1.0] * len(messages) if weights is None else weights
         text, marks = self.render(messages, False)
-        thought = str(messages[-1].get(REASONING, "")).strip()
-        if thought not in text:
+        reasoning = str(messages[-1].get(REASONING, "")).strip()
+        if reasoning not in text:
             raise BadSample(
                 f"the chat template {self.where} leaves the {REASONING} of its last answer out; make it write that by "
                 "its variables (data.chat.variables), or leave the key out"
@@ -241,10 +241,10 @@ class Template:
         for name in sorted(meta.find_undeclared_variables(_environment().parse(self.source))):
             for value in (True, False) if _ABOUT_THINKING.search(name) else ():
                 try:
-                    other = replace(self, variables={**self.variables, name: value})
-                    text = other.render(messages, False)[0]
-                    until = other.render(messages[: k + 1], False)[0]
-                    prompt = other.render(messages[:k], True)[0]
+                    variant = replace(self, variables={**self.variables, name: value})
+                    text = variant.render(messages, False)[0]
+                    until = variant.render(messages[: k + 1], False)[0]
+                    prompt = variant.render(messages[:k], True)[0]
                 except BadSample:
                     continue
                 if text.startswith(until) and until.startswith(prompt):

@@ -74,10 +74,10 @@ def _token_of(tokenizer: Tokenizer, kind: str, place: Placeholder) -> int:
     token = place.token or place.written
     token_id = tokenizer.id(token)
     try:
-        whole = token_id is not None and tokenizer.encode(token).ids.tolist() == [token_id]
+        is_one_token = token_id is not None and tokenizer.encode(token).ids.tolist() == [token_id]
     except BadSample:
-        whole = False
-    if token_id is None or not whole:
+        is_one_token = False
+    if token_id is None or not is_one_token:
         raise UserError(
             f"{Path(tokenizer.folder) / 'tokenizer.json'} has no special token {token!r}, which is to stand for media "
             f"of the kind {kind}; add it with transformers, or name another one as chat.placeholders.{kind}.token"

@@ -165,22 +165,22 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def check_arguments(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise _TooMuch where a function or filter of this name would make something huge of its arguments."""
-        given = [*args, *kwargs.values()]
-        if any(isinstance(value, int) and abs(value) > MAX_WIDTH for value in given):
+        arguments = [*args, *kwargs.values()]
+        if any(isinstance(value, int) and abs(value) > MAX_WIDTH for value in arguments):
             raise _TooMuch(f"it calls {name} with a number beyond {MAX_WIDTH:,}")
-        texts = [value for value in given if isinstance(value, str)]
+        texts = [value for value in arguments if isinstance(value, str)]
         self.count(sum(map(len, texts)) // (COPIED if name in TEXT_FUNCTIONS else 1))
-        widths = [value for value in given if isinstance(value, int)]
+        widths = [value for value in arguments if isinstance(value, int)]
         length = sum(map(len, texts))
         if name == "replace" and len(texts) > 2:
             length += texts[0].count(texts[1]) * len(texts[2])
         elif name == "join":
-            joined = next((value for value in given if isinstance(value, list | tuple)), ())
+            joined = next((value for value in arguments if isinstance(value, list | tuple)), ())
             length += sum(length + len(value) for value in joined if isinstance(value, str))
         elif name in ("format", "format_map"):
-            length = self._formatted_length(texts[0], given) if texts else 0
+            length = self._formatted_length(texts[0], arguments) if texts else 0
         elif name == "translate":
-            tables = [value for value in given if isinstance(value, dict)]
+            tables = [value for value in arguments if isinstance(value, dict)]
             length *= max((len(v) for table in tables for v in table.values() if isinstance(v, str)), default=1)
         elif name == "expandtabs":
             length += sum(text.count("\t") for text in texts) * max(widths, default=8)

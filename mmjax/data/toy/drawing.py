@@ -89,7 +89,14 @@ def drawings(
     held_out: int = HELD_OUT,
 ) -> DrawnDigits:
     """Open the source, as a `FunctionSource` names it."""
-    return DrawnDigits(split, samples, max_digits, generator, seed, held_out)
+    return DrawnDigits(
+        split=split,
+        samples=samples,
+        max_digits=max_digits,
+        generator=generator,
+        seed=seed,
+        held_out=held_out,
+    )
 
 
 def name_digits(picture: np.ndarray) -> str:
