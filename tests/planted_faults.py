@@ -483,7 +483,7 @@ FAULTS = (
     Fault(
         "workers that read other files than the run began with",
         "data/sources/opening.py",
-        "if found != expected[name]:",
+        "if digest != expected[name]:",
         "if not expected[name]:",
         ("data/sources/test_chat_source.py::test_a_worker_that_starts_when_the_files_have_changed_says_so",),
     ),

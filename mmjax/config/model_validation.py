@@ -33,7 +33,6 @@ from mmjax.config import (
     SplitTiles,
     StoredTable,
     StretchedGrid,
-    UnetConfig,
     UniformVideo,
     VideoPreparation,
     VisionConfig,
@@ -50,6 +49,7 @@ from mmjax.config.checks import (
     ordered,
 )
 from mmjax.config.codec import did_you_mean
+from mmjax.config.compatibility import Features, check_conflicts
 from mmjax.config.generator_validation import check_generators
 from mmjax.config.model import NF4_BLOCK, frozen_by_adapters, linear_layers, matching_layers, quantized_layers
 
@@ -168,6 +168,7 @@ def check_model(model: ModelConfig) -> None:
         else:
             _check_audio(where, encoder)
     check_generators(model)
+    check_conflicts(Features(model))
     modules = model.item_modules.values()
     parts = [model.llm, *modules, *(module.connector for module in modules)]
     check(
@@ -208,11 +209,6 @@ def _check_lora(model: ModelConfig) -> None:
         example = next(iter(names))
         check(bool(lora.layers), f"{where}.layers is empty; give patterns of linear layers, such as {example}")
         for pattern in lora.layers:
-            module = pattern.split(".")[0]
-            check(
-                not isinstance(model.generators.get(module), UnetConfig),
-                f"{where}.layers: {pattern!r}: model.generators.{module} is a UNet, whose blocks take no adapters",
-            )
             check(
                 bool(matching_layers(replace(lora, layers=(pattern,)), names)),
                 f"{where}.layers: {pattern!r} matches no linear layer (all layers of a tower have the same adapters: "
@@ -238,11 +234,6 @@ def _check_quantized(model: ModelConfig) -> None:
             f"{where}.quantize={tower.quantize}: quantised weights are not trained; set {where}.frozen=true, or give "
             "it adapters whose base is frozen (model.lora)",
         )
-    check(
-        model.llm.quantize == "none" or model.llm.experts is None,
-        f"model.llm.quantize={model.llm.quantize}: the matrices of experts (model.llm.experts) are not quantised; use "
-        "quantize=none",
-    )
     sizes = linear_layers(model)
     for layer, how in quantized_layers(model).items():
         check(
@@ -290,10 +281,6 @@ def _check_delta_net(llm: DecoderConfig) -> None:
     )
     at_least(1, where, delta_net, ("key_heads", "value_heads", "key_width", "value_width", "taps"))
     divides(where, delta_net.value_heads, "value_heads", delta_net.key_heads, "key_heads")
-    check(
-        llm.items == "causal",
-        f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use model.llm.items=causal",
-    )
 
 
 def _check_experts(llm: DecoderConfig) -> None:

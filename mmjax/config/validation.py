@@ -35,6 +35,7 @@ from mmjax.config.checks import (
     modules_of_model,
 )
 from mmjax.config.codec import did_you_mean
+from mmjax.config.compatibility import Features, check_conflicts
 from mmjax.config.losses import loss_of_source, takes_answers
 from mmjax.config.model import adapted_modules, frozen_modules, layers_of, module_names, rated_modules
 from mmjax.config.model_validation import check_limits, check_model
@@ -157,16 +158,7 @@ def check_loss(config: Config) -> None:
         return
     at_least(0, "loss", loss, ("beta",))
     above_zero("loss", loss, loss.above_zero)
-    towers = {"model.llm": model.llm, **{f"model.encoders.{name}": e for name, e in model.encoders.items()}}
-    dropping = next((name for name, tower in towers.items() if tower.dropout), "")
-    unsupported = {
-        "model.generators": bool(model.generators),
-        f"{dropping}.dropout": bool(dropping),
-        "model.llm.delta_net": model.llm.delta_net is not None,
-        "model.llm.items=prefix": model.llm.items == "prefix",
-    }
-    for setting, in_config in unsupported.items():
-        check(not in_config, f"loss={loss.kind} does not work with {setting}; leave it out, or use loss=cross_entropy")
+    check_conflicts(Features(model, loss))
     if loss.repeats_forward:
         trained = [module for module in module_names(model) if module not in frozen_modules(model)]
         check(
@@ -191,6 +183,7 @@ def check_layout(
     """
     expert, context, tensor = (max(1, getattr(layout, axis)) for axis in ("expert", "context", "tensor"))
     towers = ("llm", *model.item_modules) if towers is None else towers
+    check_conflicts(Features(model, layouts={where: (layout, towers)}))
     if "llm" in towers:
         _check_llm_layout(where, layout.context_attention, model, expert, context, tensor)
     if layout.encoders == "tensor":
@@ -223,11 +216,6 @@ def _check_llm_layout(
             keys % tensor == 0,
             f"{where}.tensor={tensor} does not divide model.llm.delta_net.key_heads={keys}; use a divisor of it",
         )
-        check(
-            context == 1,
-            f"{where}.context={context}: a gated delta net (model.llm.delta_net) reads the tokens of a row in order, "
-            f"and context parallelism deals them to devices; use {where}.context=1",
-        )
     if expert > 1:
         check(
             llm.experts is not None,
@@ -249,12 +237,6 @@ def _check_item_layout(where: str, model: ModelConfig, towers: Collection[str], 
                 f"{where}.tensor={tensor} does not divide model.{kind}.{name}.heads={tower.heads}; use a divisor of "
                 f"it, or {where}.encoders=data, which cuts no encoder",
             )
-    unets = [name for name in towers if isinstance(model.item_modules.get(name), UnetConfig)]
-    check(
-        tensor == 1 or len(unets) < len(towers),
-        f"{where}.tensor={tensor}: the blocks of a UNet, model.generators.{(unets or [''])[0]}, are not cut; use "
-        f"{where}.tensor=1 and a larger fsdp",
-    )
 
 
 def _check_without_llm(where: str, unit: Unit) -> None:
@@ -269,7 +251,7 @@ def _check_without_llm(where: str, unit: Unit) -> None:
 
 
 def _check_float8(config: Config) -> None:
-    """Check that no product in FP8 is cut along its channels, and that there is a layer that has some."""
+    """Check that there is a layer that has products in FP8."""
     llm = config.model.llm
     if llm.fp8 == "off":
         return
@@ -278,13 +260,6 @@ def _check_float8(config: Config) -> None:
         f"model.llm.fp8={llm.fp8}: the first and the last layer have no products in FP8, and model.llm.layers="
         f"{llm.layers} leaves none; use model.llm.fp8=off",
     )
-    units = {f"units.{name}": unit for name, unit in config.units.items() if "llm" in unit_modules(name, unit)}
-    for where, devices in ({"mesh": config.mesh} | units).items():
-        check(
-            devices.tensor == 1,
-            f"model.llm.fp8={llm.fp8}: {where}.tensor={devices.tensor} would cut its products; use {where}.tensor=1 "
-            "and a larger fsdp",
-        )
 
 
 def _check_units(config: Config) -> None:

@@ -1,0 +1,154 @@
+"""Features that do not work together: the table that configs are checked by, and that docs/unsupported.md shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from mmjax.config.checks import check
+from mmjax.config.generators import UnetConfig
+from mmjax.config.losses import CrossEntropy, LossConfig
+from mmjax.config.model import ModelConfig
+from mmjax.config.training import Layout
+
+
+class Features(NamedTuple):
+    """The parts of a config in which conflicts are looked for."""
+
+    model: ModelConfig
+    loss: LossConfig = CrossEntropy()
+    layouts: Mapping[str, tuple[Layout, Collection[str]]] = {}  # by key of a mesh or unit: it, and the towers on it
+
+
+class Conflict(NamedTuple):
+    """Two features of which a config may have one."""
+
+    feature: str
+    other: str
+    remedy: str
+    find: Callable[[Features], str]  # the error of a config that has both, naming key and remedy; "" where it has not
+
+
+def check_conflicts(features: Features) -> None:
+    """Raise UserError for the first conflict, naming key and remedy."""
+    for conflict in CONFLICTS:
+        message = conflict.find(features)
+        check(not message, message)
+
+
+def _of_answers(setting: Callable[[ModelConfig], str]) -> Callable[[Features], str]:
+    """Find a setting of the model beside a loss of several answers."""
+
+    def find(features: Features) -> str:
+        found = setting(features.model)
+        if isinstance(features.loss, CrossEntropy) or not found:
+            return ""
+        return f"loss={features.loss.kind} does not work with {found}; leave it out, or use loss=cross_entropy"
+
+    return find
+
+
+def _dropout(model: ModelConfig) -> str:
+    towers = {"model.llm": model.llm, **{f"model.encoders.{name}": e for name, e in model.encoders.items()}}
+    return next((f"{name}.dropout" for name, tower in towers.items() if tower.dropout), "")
+
+
+def _llm_layouts(features: Features) -> Iterator[tuple[str, Layout]]:
+    return ((where, layout) for where, (layout, towers) in features.layouts.items() if "llm" in towers)
+
+
+def _delta_net_beside_spans(features: Features) -> str:
+    llm = features.model.llm
+    if llm.delta_net is None or llm.items == "causal":
+        return ""
+    return (
+        f"model.llm.items={llm.items}: a gated delta net reads a sample's tokens in order; use model.llm.items=causal"
+    )
+
+
+def _delta_net_over_context(features: Features) -> str:
+    if features.model.llm.delta_net is None:
+        return ""
+    messages = (
+        f"{where}.context={layout.context}: a gated delta net (model.llm.delta_net) reads the tokens of a row in "
+        f"order, and context parallelism deals them to devices; use {where}.context=1"
+        for where, layout in _llm_layouts(features)
+        if layout.context > 1
+    )
+    return next(messages, "")
+
+
+def _float8_over_tensor(features: Features) -> str:
+    fp8 = features.model.llm.fp8
+    messages = (
+        f"model.llm.fp8={fp8}: {where}.tensor={layout.tensor} would cut its products; use {where}.tensor=1 and a "
+        "larger fsdp"
+        for where, layout in _llm_layouts(features)
+        if fp8 != "off" and layout.tensor > 1
+    )
+    return next(messages, "")
+
+
+def _unet_over_tensor(features: Features) -> str:
+    for where, (layout, towers) in features.layouts.items():
+        unets = [name for name in towers if isinstance(features.model.generators.get(name), UnetConfig)]
+        if layout.encoders == "tensor" and layout.tensor > 1 and unets and len(unets) == len(towers):
+            return (
+                f"{where}.tensor={layout.tensor}: the blocks of a UNet, model.generators.{unets[0]}, are not cut; use "
+                f"{where}.tensor=1 and a larger fsdp"
+            )
+    return ""
+
+
+def _adapters_of_unet(features: Features) -> str:
+    for name, lora in features.model.lora.items():
+        for pattern in lora.layers:
+            module = pattern.split(".")[0]
+            if isinstance(features.model.generators.get(module), UnetConfig):
+                return (
+                    f"model.lora.{name}.layers: {pattern!r}: model.generators.{module} is a UNet, whose blocks take no "
+                    "adapters"
+                )
+    return ""
+
+
+def _quantized_experts(features: Features) -> str:
+    llm = features.model.llm
+    if llm.quantize == "none" or llm.experts is None:
+        return ""
+    return (
+        f"model.llm.quantize={llm.quantize}: the matrices of experts (model.llm.experts) are not quantised; use "
+        "quantize=none"
+    )
+
+
+_ANSWERS = "losses of several answers (`loss=dpo`, `orpo`, `kto`, `grpo`)"
+_CROSS_ENTROPY = "`loss=cross_entropy`"
+_DELTA_NET = "a gated delta net (`model.llm.delta_net`)"
+CONFLICTS = (
+    Conflict(
+        _ANSWERS,
+        "generators",
+        _CROSS_ENTROPY,
+        _of_answers(lambda model: "model.generators" if model.generators else ""),
+    ),
+    Conflict(_ANSWERS, "dropout in the LLM or an encoder", "no dropout", _of_answers(_dropout)),
+    Conflict(
+        _ANSWERS,
+        _DELTA_NET,
+        _CROSS_ENTROPY,
+        _of_answers(lambda model: "model.llm.delta_net" if model.llm.delta_net else ""),
+    ),
+    Conflict(
+        _ANSWERS,
+        "prompts that attend both ways (`model.llm.items=prefix`)",
+        _CROSS_ENTROPY,
+        _of_answers(lambda model: "model.llm.items=prefix" if model.llm.items == "prefix" else ""),
+    ),
+    Conflict(_DELTA_NET, "items that attend both ways (`model.llm.items`)", "`items=causal`", _delta_net_beside_spans),
+    Conflict(_DELTA_NET, "`context` above 1", "`fsdp`, `tensor`", _delta_net_over_context),
+    Conflict("products in FP8 (`model.llm.fp8`)", "`tensor` above 1", "a larger `fsdp`", _float8_over_tensor),
+    Conflict("quantised frozen weights of the LLM", "experts", "`quantize=none`", _quantized_experts),
+    Conflict("a UNet, alone on its devices", "`tensor` above 1", "a larger `fsdp`", _unet_over_tensor),
+    Conflict("a UNet", "adapters (`model.lora`)", "training its weights", _adapters_of_unet),
+)
