@@ -58,6 +58,20 @@ class VideoHeader(NamedTuple):
         )
 
 
+class SampledVideo(NamedTuple):
+    """The frames that are taken of a video; each `VisionConfig.frames` of them are a temporal patch, and an item."""
+
+    indices: np.ndarray  # int64 [n]: frames of the video, ascending; a multiple of a temporal patch
+    size: tuple[int, int]  # height and width of a frame, resized
+    times: tuple[int, ...] = ()  # rotary positions of the temporal patches along t
+    texts: tuple[str, ...] = ()  # that is written before the first temporal patch, between two, and behind the last
+
+
+def filled(indices: np.ndarray, unit: int) -> np.ndarray:
+    """Repeat the last frame until the last temporal patch, of `unit` frames, is whole."""
+    return np.pad(indices, (0, -len(indices) % unit), mode="edge")
+
+
 # ----------------------------------------------------------------------------------------------------------- limits
 
 
