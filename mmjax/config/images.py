@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from mmjax.config.checks import above_zero, at_least, check, check_color, check_size, is_size, listed, ordered
+from mmjax.config.checks import above_zero, at_least, check, check_color, check_size, listed, ordered
 from mmjax.config.processor_fields import Filter, ProcessorFields, is_count
 from mmjax.errors import UserError
 
@@ -21,9 +21,9 @@ class ImageKind:
     is unknown.
     """
 
-    hf_processors: tuple[str, ...] = ()  # image processors of transformers that are read as this kind
+    hf_processors = ()  # image processors of transformers that are read as this kind
     hf_note = ""  # what to tell a user whose processor is read as this kind
-    picture_size: tuple[int, ...] = ()  # height and width of every image that is one item of one size; (): of any
+    picture_size = ()  # height and width of every image that is one item of one size; (): of any
     writes_texts = False  # text is written between an image's tokens
     arranges_tokens = False  # an image's tokens do not follow each other item by item
     interpolates = False  # a position of the LLM may be made of several tokens
@@ -167,9 +167,8 @@ class PixtralResize(ImageKind):
             raise fields.refused("do_resize", "images that are not whole tokens cannot be patched; set it to true")
         if fields.flag("do_center_crop"):
             raise fields.refused("do_center_crop", "images are not cropped; set it to false")
-        size = fields.value("size")
-        if isinstance(size, dict) and size.get("longest_edge"):
-            fields = replace(fields, values={**fields.values, "size": size["longest_edge"]})
+        if edge := fields.longest_edge("size"):
+            fields = replace(fields, values={**fields.values, "size": edge})
         sides = fields.value("patch_size")
         sides = set(sides.values()) if isinstance(sides, dict) else {sides}
         if len(sides) != 1 or not is_count(unit := sides.pop()):
@@ -294,8 +293,8 @@ class AnyRes(ImageKind):
         check_color(f"{where}.background", self.background)
         check(bool(self.pinpoints), f"{where}.pinpoints is empty; name some, such as {2 * self.tile}x{self.tile}")
         for pinpoint in self.pinpoints:
-            sides = [int(side) for side in pinpoint.split("x") if re.fullmatch("[0-9]+", side)]
-            fits = is_size(sides) and not any(side % self.tile for side in sides) and pinpoint.count("x") == 1
+            sides = map(int, pinpoint.split("x") if re.fullmatch("[0-9]+x[0-9]+", pinpoint) else ("0",))
+            fits = all(side > 0 and side % self.tile == 0 for side in sides)
             check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={self.tile}")
 
     @classmethod
@@ -352,15 +351,14 @@ class SplitTiles(ImageKind):
 
     @classmethod
     def from_hf(cls, fields: ProcessorFields) -> SplitTiles:
-        sizes = {name: fields.value(name) for name in ("size", "max_image_size")}
-        edges = {name: size.get("longest_edge") if isinstance(size, dict) else None for name, size in sizes.items()}
-        if not is_count(edges["max_image_size"]):
+        tile, edge = (fields.longest_edge(name) for name in ("max_image_size", "size"))
+        if not is_count(tile):
             raise fields.refused("max_image_size", "give longest_edge, in pixels of a tile")
-        resize = fields.height_and_width("size") if edges["size"] is None else (edges["size"],)
+        resize = fields.height_and_width("size") if edge is None else (edge,)
         if not all(map(is_count, resize)):
             raise fields.refused("size", "give longest_edge, or height and width")
         return cls(
-            tile=edges["max_image_size"],
+            tile=tile,
             resize=resize if fields.flag("do_resize") else (),
             split=fields.flag("do_image_splitting"),
             filter=fields.filter(),

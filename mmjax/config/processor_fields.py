@@ -94,6 +94,11 @@ class ProcessorFields:
             raise self.refused(name, "give height and width")
         return sides[0], sides[1]
 
+    def longest_edge(self, name: str) -> Any:
+        """Return the longest edge that a size gives; None where it gives none."""
+        size = self.value(name)
+        return size.get("longest_edge") if isinstance(size, dict) else None
+
     def background(self) -> tuple[int, ...]:
         """Return the mean colour of the images that the tower was trained on, 0 to 255."""
         return tuple(int(mean * 255) for mean in self.channels("image_mean"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import ConnectorConfig, FractionalGrid, ModelConfig, SplitTiles
+from mmjax.config import AsIs, ConnectorConfig, FractionalGrid, ModelConfig, SplitTiles
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linear
 from mmjax.hf.llava import text_of, whole_layout
@@ -19,11 +19,11 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     """The model that a config of one of `FAMILIES` says. Raises UserError for what is missing or not supported."""
     llm = text_of(fields)
     connector = ConnectorConfig(merge=fields.size("scale_factor"), mlp_width=0, norm="none", biases=())
-    vision = vision_of(fields.inner("vision_config"), -1, True, connector)
-    assert isinstance(vision.positions, FractionalGrid)
-    tile = vision.positions.side * vision.patch
-    # Where there is no processor: its defaults, for the tower's tiles.
-    vision = with_images(folder, replace(vision, images=SplitTiles(tile=tile, resize=(4 * tile,))))
+    vision = with_images(folder, vision_of(fields.inner("vision_config"), -1, True, connector))
+    if isinstance(vision.images, AsIs):  # there is no processor: its defaults, for the tower's tiles
+        assert isinstance(vision.positions, FractionalGrid)
+        tile = vision.positions.side * vision.patch
+        vision = replace(vision, images=SplitTiles(tile=tile, resize=(4 * tile,)))
     if isinstance(vision.images, SplitTiles):
         # As the families' processors write them, by these very names.
         label = "<row_{row}_col_{column}>"

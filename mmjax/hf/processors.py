@@ -26,7 +26,6 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 RENAMED = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor"}  # as the first Qwen2.5-VL checkpoints call it
-CALLERS = {"internvl": "InternVLProcessor"}  # of models whose processor is that one whatever files say
 IMAGE_KINDS = {name: kind for kind in get_args(ImagePreparation) for name in kind.hf_processors}
 
 
@@ -40,6 +39,11 @@ class ImageProcessing(NamedTuple):
     file: Path  # that says so
 
 
+def has_processor(folder: Path) -> bool:
+    """Return whether a checkpoint's folder says how its images or clips are prepared."""
+    return any((folder / name).exists() for name in ("preprocessor_config.json", "processor_config.json"))
+
+
 def read_image_processing(folder: Path) -> ImageProcessing:
     """Read how a checkpoint's images are prepared. Raises UserError, naming file and field, for what is unknown."""
     config = read_json(folder / "config.json", {})
@@ -50,7 +54,8 @@ def read_image_processing(folder: Path) -> ImageProcessing:
         how = DynamicTiles.from_internvl_chat(ProcessorFields(config, where), side)
         return ImageProcessing(how, IMAGENET_MEAN, IMAGENET_STD, 1 / 255, folder / "config.json")
     file, fields = _fields(folder, "image_processor")
-    fields = _with_class(fields, CALLERS.get(str(config.get("model_type"))))
+    # A model whose processor is that one whatever files say.
+    fields = _with_class(fields, "InternVLProcessor" if config.get("model_type") == "internvl" else None)
     how = IMAGE_KINDS[fields.name].from_hf(fields)
     if how.hf_note:
         note(f"{fields.where}: {how.hf_note}")

@@ -22,7 +22,7 @@ from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames
 from mmjax.hf.names import ACTIVATIONS, QKV
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_image_processing
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, has_processor, read_image_processing
 from mmjax.hf.vision_tensors import (
     MASK_TOKEN,
     POOLING_HEAD,
@@ -35,7 +35,6 @@ from mmjax.hf.vision_tensors import (
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
 TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_model.", "")
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,7 @@ def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
 
     Raises UserError where the processor's images are not those that the tower has positions and patches for.
     """
-    if not any((folder.path / name).exists() for name in PROCESSORS) and folder.config["model_type"] != "internvl_chat":
+    if not has_processor(folder.path) and folder.config["model_type"] != "internvl_chat":
         return vision
     how, mean, std, rescale, file = read_image_processing(folder.path)
     # Here pixels are divided by 255, there multiplied by `rescale`.

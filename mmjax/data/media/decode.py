@@ -42,6 +42,11 @@ class VideoHeader(NamedTuple):
     width: int
     rate: Fraction  # frames per second, in the mean; 0 where it is not known: a list of images
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return height and width of a frame."""
+        return self.height, self.width
+
     def packed(self) -> tuple[int, int]:
         """Pack into two int64, as other media have two sizes: frames, height and width; and the rate."""
         sides = self.height << 16 | self.width

@@ -71,15 +71,7 @@ class LazyImage:
         return self._replaced(size, np.pad(inner, (*padding, (0, 0))))
 
     def cut(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
-        """Cut into the tiles of a grid, row by row."""
-        tile = self.size[0] // rows, self.size[1] // columns
-        if self.pixels is None:
-            return (self._replaced(tile, None),) * (rows * columns)
-        parts = [part for row in np.split(self.pixels, rows) for part in np.split(row, columns, axis=1)]
-        return tuple(self._replaced(tile, part) for part in parts)
-
-    def slices(self, rows: int, columns: int) -> tuple[LazyImage, ...]:
-        """Cut into a grid of parts, row by row, whose last ones are smaller where the sides do not divide."""
+        """Cut into the tiles of a grid, row by row, whose last ones are smaller where the sides do not divide."""
         height, width = (-(-side // count) for side, count in zip(self.size, (rows, columns), strict=True))
         parts = []
         for y, x in product(range(0, self.size[0], height), range(0, self.size[1], width)):
@@ -119,11 +111,8 @@ def prepared_sizes(
 
     Raises BadMedia for a size that cannot be prepared so, or that would need more than `limits.pixels` on the way.
     """
-    if min(size) < 1:
-        raise BadMedia(f"an image of {size[0]} x {size[1]} pixels is empty")
     # Without pixels: the preparation computes sizes alone.
-    picture = LazyImage(size, None, limits.pixels)
-    return tuple(item.size for item in prepare(picture, images))
+    return tuple(item.size for item in _items(prepare, size, None, images, limits))
 
 
 def encode_image(pixels: np.ndarray, lossless: bool) -> bytes:
@@ -145,10 +134,15 @@ def prepare_image(
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(f"an image must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}")
-    if not image.size:
-        raise BadMedia(f"an image of {image.shape[0]} x {image.shape[1]} pixels is empty")
-    picture = LazyImage(image.shape[:2], image, limits.pixels)
-    return tuple(item.pixels for item in prepare(picture, images))
+    return tuple(item.pixels for item in _items(prepare, image.shape[:2], image, images, limits))
+
+
+def _items(
+    prepare: BeforeEncoder, size: Size, pixels: np.ndarray | None, images: int, limits: MediaLimits
+) -> Sequence[LazyImage]:
+    if min(size) < 1:
+        raise BadMedia(f"an image of {size[0]} x {size[1]} pixels is empty")
+    return prepare(LazyImage(size, pixels, limits.pixels), images)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ def decode_video(file: BinaryIO, encoder: VisionConfig, limits: MediaLimits = Me
         decoded = _image_frames(file, sampled.indices, limits)
     frames = []
     for frame in decoded:
-        if frame.shape[:2] != (header.height, header.width):
+        if frame.shape[:2] != header.size:
             raise BadMedia(
                 f"a frame of {frame.shape[0]} x {frame.shape[1]} pixels in a video of {header.height} x {header.width}"
             )

@@ -31,23 +31,25 @@ from mmjax.data.media.preparations import (
     whisper_mel,
 )
 
-MODULES = (
-    any_res,
-    as_is,
-    dynamic_tiles,
-    fixed_size,
-    glm4_video,
-    log_mel,
-    pan_and_scan,
-    pixtral_resize,
-    qwen2_video,
-    qwen3_video,
-    smart_resize,
-    split_tiles,
-    uniform_video,
-    whisper_mel,
-)
-KINDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
+KINDS = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        any_res,
+        as_is,
+        dynamic_tiles,
+        fixed_size,
+        glm4_video,
+        log_mel,
+        pan_and_scan,
+        pixtral_resize,
+        qwen2_video,
+        qwen3_video,
+        smart_resize,
+        split_tiles,
+        uniform_video,
+        whisper_mel,
+    )
+}
 
 
 def preparation(config: ImagePreparation | VideoPreparation | AudioPreparation) -> ModuleType:

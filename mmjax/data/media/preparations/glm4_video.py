@@ -21,7 +21,7 @@ def sample(how: Glm4Video, header: VideoHeader, unit: int, token_side: int) -> S
         times = np.arange(header.frames)
     indices = filled(np.unique(np.minimum(np.ceil(times).astype(np.int64), header.frames - 1)), 2)
     bounds = how.min_pixels, how.max_pixels
-    size = smart_size_of_frames((header.height, header.width), token_side, bounds, len(indices), unit)
+    size = smart_size_of_frames(header.size, token_side, bounds, len(indices), unit)
     # Those of every other frame taken, however many frames a temporal patch has.
     seconds = (indices[::2] / rate).astype(int).tolist()
     indices = filled(indices, unit)

@@ -13,7 +13,7 @@ def items(how: PanAndScan, image: LazyImage, images: int) -> tuple[LazyImage, ..
     """Prepare the whole image, then its crops along the longer side."""
     crops = crop_count(how, image.size)
     landscape = image.size[1] >= image.size[0]
-    parts = image.slices(1 if landscape else crops, crops if landscape else 1) if crops else ()
+    parts = image.cut(1 if landscape else crops, crops if landscape else 1) if crops else ()
     return tuple(part.resized(how.resize, how.filter) for part in (image, *parts))
 
 

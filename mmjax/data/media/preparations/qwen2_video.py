@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmjax.config import Qwen2Video, SmartResize
+from mmjax.config import Qwen2Video
 from mmjax.data.media.decode import SampledVideo, VideoHeader, filled
 from mmjax.data.media.preparations.smart_resize import smart_size
 
@@ -15,7 +15,7 @@ def sample(how: Qwen2Video, header: VideoHeader, unit: int, token_side: int) -> 
     max_pixels = how.max_pixels
     if how.total_pixels:
         max_pixels = max(min(max_pixels, how.total_pixels * unit // len(indices)), int(how.min_pixels * 1.05))
-    size = smart_size(SmartResize(token_side, 1, how.min_pixels, max_pixels), (header.height, header.width))
+    size = smart_size(header.size, token_side, (how.min_pixels, max_pixels))
     seconds_per_frame = header.frames / float(header.rate or how.fps) / len(indices)
     indices = filled(indices, unit)
     times = _rotary_times(how, len(indices) // unit, unit * seconds_per_frame, unit)

@@ -13,18 +13,20 @@ MAX_ASPECT = 200  # longer side / shorter side, in Qwen-VL's resizing
 
 def items(how: SmartResize, image: LazyImage, images: int) -> tuple[LazyImage, ...]:
     """Resize an image to about its own size."""
-    return (image.resized(smart_size(how, image.size), how.filter),)
+    unit = how.patch * how.merge
+    bounds = how.min_pixels, how.max_pixels
+    if how.frames:
+        size = smart_size_of_frames(image.size, unit, bounds, how.frames, how.frames)
+    else:
+        size = smart_size(image.size, unit, bounds)
+    return (image.resized(size, how.filter),)
 
 
-def smart_size(config: SmartResize, size: Size) -> Size:
+def smart_size(size: Size, unit: int, bounds: tuple[int, int]) -> Size:
     """Compute Qwen-VL's size of an image: whole merge windows, about its own shape, within the bounds on pixels.
 
     Raises BadMedia where one side is more than 200 times the other.
     """
-    unit = config.patch * config.merge
-    bounds = config.min_pixels, config.max_pixels
-    if config.frames:
-        return smart_size_of_frames(size, unit, bounds, config.frames, config.frames)
     if max(size) / min(size) > MAX_ASPECT:
         raise BadMedia(f"an image of {size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other")
     return _whole_units(size, unit, bounds, frames=1, group=1)

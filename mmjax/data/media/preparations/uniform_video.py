@@ -25,7 +25,7 @@ def sample(how: UniformVideo, header: VideoHeader, unit: int, token_side: int) -
     indices = filled(indices, unit)
     labels = [how.label.replace("{}", str(k + 1)) for k in range(len(indices) // unit)] if how.label else []
     texts = (*(label.lstrip("\n") for label in labels[:1]), *labels[1:], "") if labels else ()
-    return SampledVideo(indices, how.size or (header.height, header.width), texts=texts)
+    return SampledVideo(indices, how.size or header.size, texts=texts)
 
 
 def layout(how: UniformVideo, newline: bool, grids: Sequence[Size]) -> TokenLayout:
