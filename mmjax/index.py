@@ -22,14 +22,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmjax.config import Config, ConversationFiles, FileSource, VisionConfig
+from mmjax.config import AsIs, Config, ConversationFiles, FileSource, VisionConfig
 from mmjax.config.loading import default_config, find_config, load, resolve_callbacks
-from mmjax.config.media import AsIs
 from mmjax.config.other_names import parse_words
 from mmjax.console import ProgressLine, count, print_lines, size, table
 from mmjax.data.media.decode import VideoHeader
 from mmjax.data.media.patches import item_size
-from mmjax.data.media.video_sampling import sample_video
+from mmjax.data.media.preparations import sample_video
 from mmjax.data.plan.length_index import LengthIndex, build_index
 from mmjax.data.sample import Split
 from mmjax.data.sources.array_record_writing import UNREADABLE_FILE, write_array_records

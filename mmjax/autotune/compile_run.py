@@ -19,7 +19,6 @@ from mmjax.config import Callbacks, Config, Generator
 from mmjax.config.towers import Encoder
 from mmjax.cost.trace import tower_batch
 from mmjax.data.loading.context import tokens_on_device
-from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.plan.placement import Shape
 from mmjax.data.plan.step_plan import RankLayout
 from mmjax.data.sample import CORNERS
@@ -377,7 +376,7 @@ def table_structs(
 
 def slot_structs(module: Encoder | Generator, token: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | WeightedSlots:
     """Return the shapes of the table that places a module's tokens among those of the text."""
-    if isinstance(module, Generator) or not interpolates_tokens(module):
+    if isinstance(module, Generator) or not module.interpolates_tokens:
         return token
     corners = jax.ShapeDtypeStruct((*token.shape, CORNERS), np.int32, sharding=token.sharding)
     return WeightedSlots(corners, corners.update(dtype=np.float32))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mmjax.config.clips import AudioPreparation, LogMel, WhisperMel
 from mmjax.config.data import (
     ArrayRecordSource,
     BatchConfig,
@@ -52,29 +53,20 @@ from mmjax.config.generators import (
     VaeConfig,
     VaeLatents,
 )
-from mmjax.config.losses import CrossEntropy, LossConfig
-from mmjax.config.media import (
+from mmjax.config.images import (
     AnyRes,
     AsIs,
-    AudioPreparation,
     DynamicTiles,
-    Filter,
     FixedSize,
-    Glm4Video,
     ImagePreparation,
-    LogMel,
-    NoVideo,
     PanAndScan,
     PixtralResize,
-    Qwen2Video,
-    Qwen3Video,
     SmartResize,
     SplitTiles,
-    UniformVideo,
-    VideoPreparation,
-    WhisperMel,
 )
+from mmjax.config.losses import CrossEntropy, LossConfig
 from mmjax.config.model import LoraConfig, ModelConfig
+from mmjax.config.processor_fields import Filter
 from mmjax.config.towers import (
     Activation,
     AlternatingGrid,
@@ -121,6 +113,7 @@ from mmjax.config.training import (
     WatchConfig,
     context_form,
 )
+from mmjax.config.videos import Glm4Video, NoVideo, Qwen2Video, Qwen3Video, UniformVideo, VideoPreparation
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,19 @@ def is_size(sides: Sequence[int]) -> bool:
     return len(sides) == 2 and min(sides) > 0
 
 
+def check_color(where: str, color: Sequence[int]) -> None:
+    """Check that the values are a colour, or none."""
+    valid = len(color) in (0, 3) and all(0 <= part <= 255 for part in color)
+    check(valid, f"{where}={listed(color)}: give red, green and blue, each 0 to 255")
+
+
+def check_size(where: str, section: Any, name: str, optional: bool = False) -> None:
+    """Check that the value of a section is a height and a width, or nothing where that is allowed."""
+    value = getattr(section, name)
+    wanted = "height and width, or nothing" if optional else "height and width"
+    check(is_size(value) or (optional and not value), f"{where}.{name}={listed(value)}: give {wanted}")
+
+
 def listed(values: Sequence[int]) -> str:
     """Format values as in an override."""
     return ",".join(map(str, values)) or "()"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mmjax.config.media import AsIs, FixedSize, ImagePreparation
+from mmjax.config.images import AsIs, ImagePreparation
 from mmjax.config.towers import (
     Activation,
     Attention,
@@ -223,9 +223,7 @@ def image_size(generator: Generator) -> tuple[int, int] | None:
     """Return the latents of each side of a generator's images where all have one size, else None."""
     if isinstance(generator, UnetConfig):
         return generator.size
-    images = generator.images
-    pixels = (images.crop or images.resize) if isinstance(images, FixedSize) else ()
-    return tuple(side // generator.latents.factor for side in pixels) if len(pixels) == 2 else None
+    return tuple(side // generator.latents.factor for side in generator.images.picture_size) or None
 
 
 Tower = DecoderConfig | Encoder | DiffusionTransformerConfig  # what has a stack of layers

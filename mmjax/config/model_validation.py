@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mmjax.config import (
     AlternatingGrid,
-    AnyRes,
     AsIs,
     AudioConfig,
-    AudioPreparation,
     DecoderConfig,
-    DynamicTiles,
-    FixedSize,
     FractionalGrid,
-    Glm4Video,
-    ImagePreparation,
     LearnedGrid,
     Llama3Rope,
-    LogMel,
     LongRope,
     MediaLimits,
     ModelConfig,
-    NoVideo,
-    PanAndScan,
-    PixtralResize,
-    Qwen2Video,
     Sinusoids,
-    SmartResize,
-    SplitTiles,
     StoredTable,
     StretchedGrid,
-    UniformVideo,
-    VideoPreparation,
     VisionConfig,
-    WhisperMel,
 )
 from mmjax.config.checks import (
     above_zero,
@@ -44,7 +26,6 @@ from mmjax.config.checks import (
     at_most,
     check,
     divides,
-    is_size,
     listed,
     ordered,
 )
@@ -54,95 +35,11 @@ from mmjax.config.generator_validation import check_generators
 from mmjax.config.model import NF4_BLOCK, frozen_by_adapters, linear_layers, matching_layers, quantized_layers
 
 
-def check_images(where: str, how: ImagePreparation) -> None:
-    """Raises UserError, naming the key under `where`, for settings that no image can be preprocessed with."""
-    if isinstance(how, FixedSize):
-        _check_color(f"{where}.square", how.square)
-        setting = f"{where}.resize={listed(how.resize)}"
-        check(len(how.resize) <= 2, f"{setting}: give the shortest edge, or height and width, or nothing")
-        check(min(how.resize, default=1) > 0, f"{setting}: must be more than 0")
-        check(not how.crop or is_size(how.crop), f"{where}.crop={listed(how.crop)}: give height and width, or nothing")
-    elif isinstance(how, SmartResize):
-        at_least(1, where, how, ("patch", "merge", "min_pixels"))
-        at_least(0, where, how, ("frames",))
-        ordered(where, how, "min_pixels", "max_pixels")
-    elif isinstance(how, PixtralResize):
-        at_least(1, where, how, ("unit",))
-        check(is_size(how.box), f"{where}.box={listed(how.box)}: give height and width")
-    elif isinstance(how, SplitTiles):
-        at_least(1, where, how, ("tile",))
-        fits = len(how.resize) <= 2 and min(how.resize, default=1) > 0
-        check(fits, f"{where}.resize={listed(how.resize)}: give the longest edge, or height and width, or nothing")
-    elif isinstance(how, DynamicTiles):
-        check(is_size(how.tile), f"{where}.tile={listed(how.tile)}: give height and width")
-        at_least(1, where, how, ("min_tiles",))
-        ordered(where, how, "min_tiles", "max_tiles")
-    elif isinstance(how, PanAndScan):
-        check(is_size(how.resize), f"{where}.resize={listed(how.resize)}: give height and width")
-        at_least(1, where, how, ("min_crop", "max_crops"))
-        above_zero(where, how, ("min_ratio",))
-    elif isinstance(how, AnyRes):
-        at_least(1, where, how, ("tile",))
-        at_least(0, where, how, ("most_tiles",))
-        by_rows = how.order == "rows" or not how.most_tiles
-        check(by_rows, f"{where}.most_tiles={how.most_tiles}: it is rows that are interpolated; choose order=rows")
-        _check_color(f"{where}.background", how.background)
-        check(bool(how.pinpoints), f"{where}.pinpoints is empty; name some, such as {2 * how.tile}x{how.tile}")
-        for pinpoint in how.pinpoints:
-            sides = [int(side) for side in pinpoint.split("x") if re.fullmatch("[0-9]+", side)]
-            fits = is_size(sides) and not any(side % how.tile for side in sides) and pinpoint.count("x") == 1
-            check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={how.tile}")
-
-
-def check_videos(where: str, how: VideoPreparation) -> None:
-    """Raises UserError, naming the key under `where`, for settings that no video can be sampled or resized with."""
-    if isinstance(how, NoVideo):
-        return
-    if isinstance(how, UniformVideo):
-        at_least(1, where, how, ("frames", "shrink"))
-        check(not how.size or is_size(how.size), f"{where}.size={listed(how.size)}: give height and width, or nothing")
-        return
-    above_zero(where, how, ("fps",))
-    at_least(1, where, how, ("min_pixels",))
-    ordered(where, how, "min_pixels", "max_pixels")
-    if isinstance(how, Glm4Video):
-        at_least(1, where, how, ("seconds",))
-        return
-    at_least(1, where, how, ("min_frames",))
-    ordered(where, how, "min_frames", "max_frames")
-    counts = ("total_pixels", "tokens_per_second") if isinstance(how, Qwen2Video) else ("frame_pixels",)
-    at_least(0, where, how, counts)
-
-
-def check_audio(where: str, how: AudioPreparation) -> None:
-    """Raises UserError, naming the key under `where`, for settings that no clip can be preprocessed with."""
-    at_least(1, where, how, ("mels", "sample_rate", "hop"))
-    if not isinstance(how, LogMel):
-        at_least(1, where, how, ("seconds",))
-        check(how.window >= 2 and how.window % 2 == 0, f"{where}.window={how.window}: must be even, and at least 2")
-        return
-    at_least(2, where, how, ("window",))
-    check(
-        how.hop <= how.window,
-        f"{where}.hop={how.hop} is longer than window={how.window}: samples would be skipped; make hop smaller",
-    )
-    bins = how.window // 2 + 1  # of a real FFT
-    check(
-        how.mels <= bins,
-        f"{where}.mels={how.mels}: window={how.window} has only {bins} frequencies; make mels at most that",
-    )
-
-
 def check_limits(where: str, limits: MediaLimits) -> None:
     """Raises UserError, naming the key under `where`, for limits that no image or clip can be within."""
     at_least(1, where, limits, ("pixels", "min_side", "aspect"))
     above_zero(where, limits, ("seconds",))
     ordered(where, limits, "min_side", "max_side")
-
-
-def _check_color(where: str, color: Sequence[int]) -> None:
-    valid = len(color) in (0, 3) and all(0 <= part <= 255 for part in color)
-    check(valid, f"{where}={listed(color)}: give red, green and blue, each 0 to 255")
 
 
 MAX_LAYERS = 10_000  # the remat policy of each layer is planned by itself
@@ -164,7 +61,8 @@ def check_model(model: ModelConfig) -> None:
         _check_callbacks(where, encoder)
         if isinstance(encoder, VisionConfig):
             _check_vision(where, encoder)
-            _check_sound(where, encoder, model)
+            clips = [name for name, e in model.encoders.items() if isinstance(e, AudioConfig)]
+            encoder.videos.check_sound(f"{where}.videos", encoder.frames, clips, bool(model.llm.rope_sections))
         else:
             _check_audio(where, encoder)
     check_generators(model)
@@ -194,7 +92,7 @@ def _check_callbacks(where: str, encoder: VisionConfig | AudioConfig) -> None:
         f"{where_calls}.before_encoder prepares images, and so does {images}; leave one of them out",
     )
     check(
-        not callbacks.before_llm or not isinstance(encoder.images, AnyRes) or encoder.images.order == "tiles",
+        not callbacks.before_llm or not encoder.images.arranges_tokens,
         f"{where_calls}.before_llm says in what order tokens stand, and so does {images}; choose order=tiles",
     )
 
@@ -348,8 +246,8 @@ def _check_layers(where: str, name: str, section: DecoderConfig | VisionConfig) 
 
 def _check_vision(where: str, encoder: VisionConfig) -> None:
     at_least(1, where, encoder, ("patch", "channels", "frames"))
-    check_images(f"{where}.images", encoder.images)
-    check_videos(f"{where}.videos", encoder.videos)
+    encoder.images.check(f"{where}.images")
+    encoder.videos.check(f"{where}.videos")
     at_least(0, where, encoder, ("window", "registers"))
     check(
         encoder.class_token or not encoder.registers,
@@ -397,37 +295,6 @@ def _check_vision(where: str, encoder: VisionConfig) -> None:
     )
 
 
-def _check_sound(where: str, encoder: VisionConfig, model: ModelConfig) -> None:
-    """Check that frames and sound of videos, where both are read, are interleaved by positions in time."""
-    how = encoder.videos
-    if not isinstance(how, Qwen2Video):
-        return
-    where = f"{where}.videos"
-    step = encoder.frames / how.fps * how.tokens_per_second
-    if how.turns == "patches":
-        check(how.seconds == "nominal", f"{where}.seconds={how.seconds}: with turns=patches they are nominal")
-        check(
-            step > 0 and step.is_integer(),
-            f"{where}.fps={how.fps:g}: a temporal patch takes {step:g} positions along t; take frames at a rate at "
-            "which it takes whole ones",
-        )
-    if not how.sound:
-        return
-    clips = [name for name, e in model.encoders.items() if isinstance(e, AudioConfig)]
-    known = f"name an audio encoder ({', '.join(clips) or 'there is none'}), or leave it out"
-    check(how.sound in clips, f"{where}.sound={how.sound}: {known}")
-    check(bool(model.llm.rope_sections), f"{where}.sound: model.llm.rope_sections is empty; positions have no time")
-    check(how.seconds == "nominal", f"{where}.seconds={how.seconds}: sound takes turns with frames; use nominal")
-    if how.turns == "patches":
-        return
-    at_least(1, where, how, ("sound_chunk",))
-    check(
-        0 < step <= how.sound_chunk,
-        f"{where}.fps={how.fps:g}: a temporal patch takes {step:g} positions along t, more than sound_chunk="
-        f"{how.sound_chunk}, or none; take more frames per second",
-    )
-
-
 def _check_audio(where: str, encoder: AudioConfig) -> None:
     how = encoder.clips
     positions = encoder.positions
@@ -441,20 +308,17 @@ def _check_audio(where: str, encoder: AudioConfig) -> None:
         check(
             not encoder.stem_width, f"{where}.stem_width={encoder.stem_width}: positions are those of chunks; set chunk"
         )
-        mirrored = isinstance(how, WhisperMel) and how.end == "mirror"
-        check(not mirrored, f"{where}.clips.end=mirror: convolutions over whole clips read silence; set chunk")
+        check(not how.mirrored, f"{where}.clips.end=mirror: convolutions over whole clips read silence; set chunk")
     if encoder.stem_width:
         check(isinstance(positions, Sinusoids), f"{where}.positions: with stem_width they are sinusoids")
-    check_audio(f"{where}.clips", how)
+    how.check(f"{where}.clips")
+    check(encoder.width % 2 == 0, f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even")
     if isinstance(positions, StoredTable):
         at_least(1, f"{where}.positions", positions, ("positions",))
-    check(encoder.width % 2 == 0, f"{where}.width={encoder.width}: sinusoidal positions come in pairs; make it even")
-    if isinstance(how, WhisperMel) and how.attended == "window" and isinstance(positions, StoredTable):
-        frames = how.seconds * how.sample_rate // how.hop
         longest = encoder.stride * positions.positions
         check(
-            frames <= longest,
-            f"{where}.clips: a window of {frames} frames is longer than the {longest} of which "
+            how.fixed_frames <= longest,
+            f"{where}.clips: a window of {how.fixed_frames} frames is longer than the {longest} of which "
             f"positions.positions={positions.positions} has any; make seconds smaller",
         )
 

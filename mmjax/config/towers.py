@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from mmjax.config.media import AsIs, AudioPreparation, ImagePreparation, LogMel, NoVideo, VideoPreparation
+from mmjax.config.clips import AudioPreparation, LogMel
+from mmjax.config.images import AsIs, ImagePreparation
+from mmjax.config.videos import NoVideo, VideoPreparation
 
 Attention = Literal["dense", "blockwise", "flash", "auto"]
 # Activations that a layer saves for its backward pass; the rest is recomputed (`models.layer_stacks`).
@@ -358,7 +360,17 @@ class VisionConfig:
     @property
     def patch_values(self) -> int:
         """Return how many pixel values a patch has in a batch: of one frame, or of all where videos are taken."""
-        return self.patch**2 * self.channels * (1 if isinstance(self.videos, NoVideo) else self.frames)
+        return self.patch**2 * self.channels * (self.frames if self.takes_videos else 1)
+
+    @property
+    def takes_videos(self) -> bool:
+        """Return whether the encoder takes videos beside images."""
+        return not isinstance(self.videos, NoVideo)
+
+    @property
+    def interpolates_tokens(self) -> bool:
+        """Return whether a position of the LLM may be made of several tokens of the encoder."""
+        return bool(self.callbacks.before_llm) or self.images.interpolates or self.videos.interpolates
 
     @property
     def head_norm_kind(self) -> Literal["layer", "rms"]:
@@ -412,6 +424,8 @@ class AudioConfig:
     attended_chunks: int = 1  # consecutive chunks of a clip that the layers attend
     key_bias: bool = False  # keys have a bias, as all other matrices of a layer
     quantize: Quantization = "none"  # of the linear layers' frozen weights
+
+    interpolates_tokens = False  # each position of the LLM is one token
 
     @property
     def mels(self) -> int:

@@ -12,11 +12,10 @@ from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, LeafTensors, TensorNames, convolution, linear, norm, table
 from mmjax.hf.llava import PROJECTORS, text_of
 from mmjax.hf.names import ACTIVATIONS
-from mmjax.hf.processors import read_audio_processing
+from mmjax.hf.processors import has_processor, read_audio_processing
 
 TOWERS = ("model.audio_tower.", "audio_tower.", "model.encoder.", "encoder.", "")
 POSITIONS_PER_SECOND = 50  # a hop of 10 ms, and a convolution of stride 2
-EXTRACTORS = ("processor_config.json", "preprocessor_config.json")
 # By the family of their thinkers; positions are of chunks.
 OMNI = {"qwen2_5_omni": "qwen2_5_omni_audio_encoder", "qwen3_omni_moe": "qwen3_omni_moe_audio_encoder"}
 ENCODERS = ("whisper", "qwen2_audio_encoder", *OMNI.values())
@@ -59,7 +58,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> AudioConfig:
 
 def _clips(folder: HfFolder, mels: int, positions: int) -> WhisperMel:
     """Read how clips are prepared; without a feature extractor, they are as long as the encoder has positions."""
-    if not any((folder.path / name).exists() for name in EXTRACTORS):
+    if not has_processor(folder.path):
         return WhisperMel(mels=mels, seconds=max(1, -(-positions // POSITIONS_PER_SECOND)))
     how = read_audio_processing(folder.path)
     if how.mels != mels:

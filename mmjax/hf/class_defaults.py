@@ -38,8 +38,8 @@ def processor_names(suffix: str) -> list[str]:
 
 
 def processor_defaults(name: str) -> Values:
-    """Return the attributes of the class of an image, video or audio processor."""
-    return _table()["processors"][name]
+    """Return the attributes of the class of a processor; of one that is not known, none."""
+    return _table()["processors"].get(name, {})
 
 
 def generator_config(config: Values, name: str) -> Values:

@@ -64,11 +64,6 @@ class Fields:
             raise UserError(f"{self.where}: {name}={value} must be at least 1")
         return value
 
-    def over(self, defaults: Mapping[str, Any]) -> Fields:
-        """Fill in what is missing, or null, from the defaults of a class of transformers."""
-        present = {name: value for name, value in self.values.items() if value is not None}
-        return replace(self, values={**defaults, **present})
-
     def inner(self, name: str) -> Fields:
         """A field that is an object. Raises UserError where it is none."""
         return Fields(self.get(name, dict), f"{self.where}: {name}")

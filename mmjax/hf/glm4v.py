@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import ConnectorConfig, DecoderConfig, ModelConfig, StretchedGrid, VisionConfig
+from mmjax.config import ConnectorConfig, DecoderConfig, Glm4Video, ModelConfig, StretchedGrid, VisionConfig
 from mmjax.errors import UserError
 from mmjax.hf.decoder_tensors import decoder_parts, find_decoder, unused_in_decoder
 from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
 from mmjax.hf.names import ACTIVATIONS, QKV
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_glm4_videos
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_videos
 from mmjax.hf.qwen_vl import VISION_FIRST, in_sections
 from mmjax.hf.vision import axial_theta, with_images
 from mmjax.hf.vision_tensors import PATCHES
@@ -66,7 +66,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     )
     tower = with_images(folder, tower)
     if fields.get("model_type", str) == "glm4v":  # GLM-4.6V takes frames at rates of its own
-        tower = replace(tower, videos=read_glm4_videos(folder.path, tower))
+        tower = replace(tower, videos=read_videos(folder.path, tower, Glm4Video()))
     return ModelConfig(llm, {"vision": tower})
 
 

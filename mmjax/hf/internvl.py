@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mmjax.config import ConnectorConfig, ModelConfig
+from mmjax.config import ConnectorConfig, ModelConfig, UniformVideo
 from mmjax.errors import UserError
 from mmjax.hf.decoders import decoder_of
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, linear, norm
 from mmjax.hf.llava import PROJECTORS, text_of, whole_layout
 from mmjax.hf.names import ACTIVATIONS
-from mmjax.hf.processors import read_internvl_videos
+from mmjax.hf.processors import read_videos
 from mmjax.hf.vision import vision_of, with_images
 
 PROJECTOR_EPS = 1e-5  # of PyTorch's LayerNorm; no config says it
@@ -29,7 +29,7 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     vision = vision_of(fields.inner("vision_config"), layer, layer == -1, connector)
     prepared = with_images(folder, vision)
     tile = prepared.positions.rows * prepared.patch, prepared.positions.columns * prepared.patch
-    videos = read_internvl_videos(folder.path, prepared, tile)
+    videos = read_videos(folder.path, prepared, UniformVideo(size=tile, label="\nFrame{}: "))
     return ModelConfig(llm, {"vision": replace(prepared, videos=videos)})
 
 

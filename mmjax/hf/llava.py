@@ -13,6 +13,7 @@ from mmjax.config import (
     DecoderConfig,
     LearnedGrid,
     ModelConfig,
+    UniformVideo,
     VisionConfig,
 )
 from mmjax.errors import UserError
@@ -22,7 +23,7 @@ from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, TensorSlice, linear
 from mmjax.hf.names import ACTIVATIONS
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_onevision_videos
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_videos
 from mmjax.hf.vision import (
     find_tower,
     kind_of,
@@ -75,8 +76,10 @@ def read(folder: HfFolder, fields: Fields) -> ModelConfig:
     vision = with_images(folder, vision)
     if family.processor:
         vision = _by_rows(fields, vision, family)
-    if isinstance(vision.images, AnyRes) and family.max_tiles:
-        vision = replace(vision, videos=read_onevision_videos(folder.path, vision, vision.images.tile))
+    if family.max_tiles:
+        # 32 frames where the processor names no number, as the model was trained.
+        default = UniformVideo(frames=32, size=vision.images.item_size, taken="first", shrink=2)
+        vision = replace(vision, videos=read_videos(folder.path, vision, default))
     return ModelConfig(llm, {"vision": vision})
 
 

@@ -19,7 +19,7 @@ from mmjax.hf.layout import Layout, TensorNames, linear
 
 FAMILIES = {
     "qwen2_5_omni": qwen_vl.FAMILIES["qwen2_5_vl"],
-    "qwen3_omni_moe": replace(qwen_vl.FAMILIES["qwen3_vl_moe"], fixed=qwen_vl.NO_WINDOWS, videos="Qwen2VL"),
+    "qwen3_omni_moe": replace(qwen_vl.FAMILIES["qwen3_vl_moe"], fixed=qwen_vl.NO_WINDOWS, videos=qwen_vl.QWEN2_VIDEO),
 }
 THINKER = "_thinker"  # what the type of a thinker alone ends with
 KINDS = (*FAMILIES, *(f"{family}{THINKER}" for family in FAMILIES))

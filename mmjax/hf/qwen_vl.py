@@ -12,6 +12,7 @@ from mmjax.config import (
     DecoderConfig,
     ModelConfig,
     Qwen2Video,
+    Qwen3Video,
     RotaryGrid,
     StretchedGrid,
     VisionConfig,
@@ -22,7 +23,7 @@ from mmjax.hf.decoders import decoder_of, tables_are_tied
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames, convolution, fused_parts, linear, norm, table
 from mmjax.hf.names import ACTIVATIONS, QKV
-from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_video_processing
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, read_videos
 from mmjax.hf.vision import axial_theta, with_images
 
 NAME = "vision"  # of the encoder
@@ -42,7 +43,7 @@ class Family:
     tower: Callable[[Fields, VisionConfig], VisionConfig]
     mean: tuple[float, ...]  # of its image processor
     std: tuple[float, ...]
-    videos: str  # what transformers calls its video processor
+    videos: Qwen2Video | Qwen3Video  # where a folder has no video processor
 
 
 def read(folder: HfFolder, fields: Fields) -> ModelConfig:
@@ -81,7 +82,7 @@ def read_family(folder: HfFolder, fields: Fields, family: Family) -> ModelConfig
         connector=connector,
     )
     prepared = with_images(folder, family.tower(vision, tower))
-    videos = read_video_processing(folder.path, family.videos, prepared)
+    videos = read_videos(folder.path, prepared, family.videos)
     if isinstance(videos, Qwen2Video):
         # Qwen2-VL's class has no such field: it counts temporal patches.
         videos = replace(videos, tokens_per_second=vision.get("tokens_per_second", float, 0.0))
@@ -177,6 +178,7 @@ def _qwen3_5(vision: Fields, plain: VisionConfig) -> VisionConfig:
     return _qwen3(vision, plain)
 
 
+QWEN2_VIDEO = Qwen2Video(total_pixels=24_576 * 28 * 28)  # of Qwen's own tools
 NO_WINDOWS = {"use_sliding_window": False, "layer_types": None}
 FAMILIES = {
     "qwen2_5_vl": Family(
@@ -187,7 +189,7 @@ FAMILIES = {
         tower=_qwen2_5,
         mean=CLIP_MEAN,
         std=CLIP_STD,
-        videos="Qwen2VL",
+        videos=QWEN2_VIDEO,
     ),
     "qwen3_vl": Family(
         decoder="qwen3",
@@ -197,7 +199,7 @@ FAMILIES = {
         tower=_qwen3,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
-        videos="Qwen3VL",
+        videos=Qwen3Video(),
     ),
 }
 FAMILIES["qwen2_vl"] = replace(FAMILIES["qwen2_5_vl"], tower=_qwen2)

@@ -9,21 +9,12 @@ from typing import Literal
 
 from mmjax.config import (
     AlternatingGrid,
-    AnyRes,
-    AsIs,
     Biased,
     ConnectorConfig,
-    DynamicTiles,
-    FixedSize,
     FractionalGrid,
     LearnedGrid,
     ModelConfig,
-    PanAndScan,
     PixtralResize,
-    RotaryGrid,
-    SmartResize,
-    SplitTiles,
-    StretchedGrid,
     VisionConfig,
 )
 from mmjax.errors import UserError
@@ -31,12 +22,7 @@ from mmjax.hf.class_defaults import processor_defaults
 from mmjax.hf.folder import Fields, HfFolder
 from mmjax.hf.layout import Layout, TensorNames
 from mmjax.hf.names import ACTIVATIONS, QKV
-from mmjax.hf.processors import (
-    CLIP_MEAN,
-    CLIP_STD,
-    image_processor_file,
-    read_image_processing,
-)
+from mmjax.hf.processors import CLIP_MEAN, CLIP_STD, has_processor, read_image_processing
 from mmjax.hf.vision_tensors import (
     MASK_TOKEN,
     POOLING_HEAD,
@@ -49,7 +35,6 @@ from mmjax.hf.vision_tensors import (
 
 ALL_BIASES: tuple[Biased, ...] = (*QKV, "output", "up", "down")
 TOWERS = ("model.vision_tower.", "vision_tower.", "model.vision_model.", "")
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 @dataclass(frozen=True)
@@ -328,75 +313,43 @@ def with_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
 
     Raises UserError where the processor's images are not those that the tower has positions and patches for.
     """
-    if not any((folder.path / name).exists() for name in PROCESSORS) and folder.config["model_type"] != "internvl_chat":
+    if not has_processor(folder.path) and folder.config["model_type"] != "internvl_chat":
         return vision
-    how, mean, std, rescale = read_image_processing(folder.path)
+    how, mean, std, rescale, file = read_image_processing(folder.path)
     # Here pixels are divided by 255, there multiplied by `rescale`.
     # (x * rescale - mean) / std = (x / 255 - mean / (255 * rescale)) / (std / (255 * rescale)).
     mean, std = (tuple(x / (255 * rescale) for x in numbers) for numbers in (mean, std))
-    if isinstance(how, PixtralResize) and how.unit == vision.patch:
-        # Of an image processor without one around it, which says how patches are merged.
-        how = replace(how, unit=vision.patch * vision.connector.merge)
-    prepared = replace(vision, images=how, mean=mean, std=std)
-    if differing := _mismatch(prepared):
-        file = image_processor_file(folder.path)
-        raise UserError(f"{file} does not go with {folder.path / 'config.json'}: {differing}")
-    return prepared
+    where = f"{file} does not go with {folder.path / 'config.json'}"
+    how = how.fitted(where, vision.patch, vision.connector.merge, vision.positions.kind)
+    _check_item_size(where, how.item_size, vision)
+    return replace(vision, images=how, mean=mean, std=std)
 
 
 def with_pixtral_images(folder: HfFolder, vision: VisionConfig) -> VisionConfig:
     """The tower with its images as the folder says; as Pixtral's processor prepares them where it says nothing."""
-    vision = with_images(folder, vision)
-    if not isinstance(vision.images, AsIs):
-        return vision
     texts = processor_defaults("PixtralProcessor")
     how = PixtralResize(
         unit=vision.patch * vision.connector.merge, row_end=texts["image_break_token"], end=texts["image_end_token"]
     )
-    return replace(vision, images=how, mean=CLIP_MEAN, std=CLIP_STD)
+    return with_images(folder, replace(vision, images=how, mean=CLIP_MEAN, std=CLIP_STD))
 
 
-def _mismatch(vision: VisionConfig) -> str:
-    """Say how the images that a processor makes differ from those of the tower; empty where they do not."""
-    how = vision.images
+def _check_item_size(where: str, size: tuple[int, ...], vision: VisionConfig) -> None:
+    """Raise UserError unless images of one size have the patches of a tower's learned positions. size: (): they vary.
+
+    where: begins the message.
+    """
     grid = vision.positions
-    if isinstance(how, SmartResize):
-        theirs, ours = (how.patch, how.merge), (vision.patch, vision.connector.merge)
-        if theirs != ours and isinstance(grid, RotaryGrid | StretchedGrid):
-            return (
-                f"it makes patches of {theirs[0]} pixels and merges {theirs[1]} x {theirs[1]} of them, the tower has "
-                f"patches of {ours[0]} and merges {ours[1]} x {ours[1]}; make patch_size and merge_size the same"
-            )
-    if isinstance(how, PixtralResize) and how.unit != (unit := vision.patch * vision.connector.merge):
-        return (
-            f"it makes images in multiples of {how.unit} pixels, the tower has tokens of {unit}; make patch_size times "
-            "spatial_merge_size the same"
-        )
-    merge = vision.connector.merge
-    if isinstance(how, SplitTiles) and isinstance(grid, FractionalGrid) and how.tile // vision.patch % merge:
-        return (
-            f"it makes tiles of {how.tile} pixels, {how.tile // vision.patch} patches a side, which do not divide into "
-            f"squares of {merge} x {merge}; make max_image_size a multiple of {merge * vision.patch}"
-        )
-    if not isinstance(grid, LearnedGrid) or grid.interpolation != "none":
-        return ""
-    match how:
-        case FixedSize(crop=(height, width)) | FixedSize(crop=(), resize=(height, width)):
-            pass
-        case DynamicTiles(tile=(height, width)) | PanAndScan(resize=(height, width)):
-            pass
-        case AnyRes(tile=height):
-            width = height
-        case _:  # images of many sizes
-            return ""
+    if not size or not isinstance(grid, LearnedGrid) or grid.interpolation != "none":
+        return
+    height, width = size
     rows, columns = height // vision.patch, width // vision.patch
-    if (rows, columns) == (grid.rows, grid.columns):
-        return ""
-    return (
-        f"it makes images of {height} x {width} pixels, {rows} x {columns} patches of {vision.patch}, the tower has "
-        f"positions of {grid.rows} x {grid.columns} patches, which are not interpolated; make the processor's size and "
-        "the tower's image_size the same"
-    )
+    if (rows, columns) != (grid.rows, grid.columns):
+        raise UserError(
+            f"{where}: it makes images of {height} x {width} pixels, {rows} x {columns} patches of {vision.patch}, the "
+            f"tower has positions of {grid.rows} x {grid.columns} patches, which are not interpolated; make the "
+            "processor's size and the tower's image_size the same"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ towers alone
@@ -421,10 +374,7 @@ def encoder_of(folder: HfFolder, fields: Fields) -> VisionConfig:
     inner = _tower_alone(fields)
     layer = ALONE[fields.get("model_type", str)]
     tower = with_images(folder, vision_of(inner, layer, layer == -1, ConnectorConfig()))
-    if isinstance(tower.images, PixtralResize):
-        # Tokens that other LLMs do not have.
-        tower = replace(tower, images=replace(tower.images, row_end="", end=""))
-    return tower
+    return replace(tower, images=tower.images.without_tokens())
 
 
 def encoder_layout(folder: HfFolder, model: ModelConfig) -> Layout:

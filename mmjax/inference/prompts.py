@@ -14,16 +14,11 @@ import numpy as np
 from mmjax.balance.parts import LLM, Parts
 from mmjax.batch import Microbatch
 from mmjax.config import (
-    AnyRes,
     AudioConfig,
     CrossEntropy,
-    DynamicTiles,
-    FixedSize,
     LossConfig,
     MediaLimits,
     ModelConfig,
-    PanAndScan,
-    SplitTiles,
 )
 from mmjax.config.generators import step_vae, takes_pixels
 from mmjax.data.loading.context import spread_over_context
@@ -448,8 +443,7 @@ class PromptRows:
         unit = math.lcm(8, int(self._index.positions_per_token[module - 1]))
         config = self._arrays.modules[encoder]
         longest = max(1, int(positions.max(initial=0)))
-        one_size = FixedSize | DynamicTiles | AnyRes | SplitTiles | PanAndScan
-        alike = not isinstance(config, AudioConfig) and isinstance(config.images, one_size)
+        alike = not isinstance(config, AudioConfig) and bool(config.images.item_size)
         # 29 positions in units of 8: ceil(29 / 8) * 8 = 32.
         return -(-longest // unit) * unit if alike else round_up_to_step(longest, unit)
 

@@ -16,7 +16,7 @@ from mmjax.batch import TOKEN_FIELDS, TextBatch
 from mmjax.config import AudioConfig
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.replay import PackedRow, PlacedSample, Replayed, describe_window, seen_by_layers
-from mmjax.data.media.audio_features import log_mel_frames
+from mmjax.data.media.patches import log_mel_frames
 from mmjax.data.sample import Text
 from mmjax.errors import UserError
 from mmjax.reporting.charts import GREY, WIDE, colour_class, data_uri, path

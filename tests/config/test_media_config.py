@@ -7,7 +7,7 @@ import pytest
 from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize, WhisperMel
 from mmjax.config.assignment import assign
 from mmjax.config.codec import decode, encode, leaves
-from mmjax.config.model_validation import check_audio, check_images, check_limits
+from mmjax.config.model_validation import check_limits
 from mmjax.errors import UserError
 
 ALL = (AsIs(), FixedSize(), FixedSize(square=(1, 2, 3), resize=(), crop=()), SmartResize(), DynamicTiles(), AnyRes())
@@ -21,7 +21,7 @@ def test_every_preparation_is_stored_as_a_tree_and_as_lines(how):
     for key, text in leaves(dict[str, ImagePreparation], tree):
         assign(dict[str, ImagePreparation], edited, f"{key}={text}")
     assert decode(ImagePreparation, edited["images"], "images") == how
-    check_images("images", how)
+    how.check("images")
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,17 @@ def test_every_preparation_is_stored_as_a_tree_and_as_lines(how):
 )
 def test_images_that_cannot_be_prepared_so_are_refused_by_key(how, message):
     with pytest.raises(UserError) as caught:
-        check_images("images", how)
+        how.check("images")
     assert message in str(caught.value)
 
 
 def test_clips_and_limits_are_checked_too():
-    check_audio("clips", WhisperMel())
+    WhisperMel().check("clips")
     check_limits("limits", MediaLimits())
     with pytest.raises(UserError, match=r"clips\.window=401: must be even"):
-        check_audio("clips", WhisperMel(window=401))
+        WhisperMel(window=401).check("clips")
     with pytest.raises(UserError, match=r"clips\.hop=0: must be at least 1"):
-        check_audio("clips", WhisperMel(hop=0))
+        WhisperMel(hop=0).check("clips")
     with pytest.raises(UserError, match=r"limits\.max_side=4: must be at least min_side=5"):
         check_limits("limits", MediaLimits(min_side=5, max_side=4))
     with pytest.raises(UserError, match=r"limits\.seconds=0: must be more than 0"):

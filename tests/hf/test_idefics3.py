@@ -21,7 +21,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from mmjax.batch import ItemBatch
 from mmjax.config import SplitTiles
-from mmjax.data.media.image_texts import image_texts
+from mmjax.data.media.preparations import split_tiles
 from mmjax.errors import UserError
 from mmjax.hf.families import from_hf
 from mmjax.models.encoders import fractional_positions
@@ -144,7 +144,7 @@ def test_without_a_processor_tiles_are_the_towers_and_have_their_labels(tmp_path
     tile = vision.image_size // vision.patch_size * vision.patch_size
     encoder = from_hf(tmp_path).encoders["vision"]
     assert (encoder.images.tile, encoder.images.resize, encoder.images.filter) == (tile, (4 * tile,), "lanczos")
-    texts = image_texts(encoder, (tile, 2 * tile), [])
+    texts = split_tiles.texts(encoder.images, (tile, 2 * tile), [])
     fake = "<fake_token_around_image>"
     assert len(texts) == 2 * 4 + 2
     assert (texts[0], texts[4]) == (f"{fake}<row_1_col_1>", f"\n{fake}<row_2_col_1>")

@@ -27,9 +27,10 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from mmjax.config import DynamicTiles, FixedSize, SmartResize, WhisperMel
-from mmjax.data.media.audio_features import whisper_log_mel
-from mmjax.data.media.image_transforms import before_encoder, prepare_image
+from mmjax.data.media.image_transforms import prepare_image
 from mmjax.data.media.patches import patchify
+from mmjax.data.media.preparations import before_encoder
+from mmjax.data.media.preparations.whisper_mel import compute_frames
 from mmjax.errors import UserError
 from mmjax.hf.processors import IMAGENET_MEAN, IMAGENET_STD, read_audio_processing, read_image_processing
 
@@ -83,7 +84,7 @@ def write(folder: Path, name: str, tree: Any) -> Path:
 
 def check(folder: Path, processor: Any) -> None:
     """What the folder says makes the pixel values that the processor makes, normalised and all."""
-    how, mean, std, rescale = read_image_processing(folder)
+    how, mean, std, rescale, _ = read_image_processing(folder)
     for shape in SHAPES:
         expected = np.asarray(processor([Image.fromarray(picture(*shape))])["pixel_values"])
         if isinstance(how, SmartResize):
@@ -183,7 +184,7 @@ def test_opengvlabs_folders_are_read_from_their_config_alone(tmp_path):
     tiles = config | {"dynamic_image_size": True, "use_thumbnail": True, "pad2square": False, "downsample_ratio": 0.5}
     write(tmp_path, "preprocessor_config.json", {"feature_extractor_type": "CLIPFeatureExtractor", "size": 448})
     read = read_image_processing(write(tmp_path, "config.json", tiles))
-    assert read == (DynamicTiles(), IMAGENET_MEAN, IMAGENET_STD, 1 / 255)
+    assert read[:4] == (DynamicTiles(), IMAGENET_MEAN, IMAGENET_STD, 1 / 255)
     least = {"model_type": "internvl_chat", "dynamic_image_size": True, "vision_config": {"image_size": 224}}
     read = read_image_processing(write(tmp_path, "config.json", least))
     assert read.preparation == DynamicTiles(tile=(224, 224), max_tiles=6, thumbnail=False)
@@ -260,7 +261,7 @@ def test_whispers_extractor_is_read(nested, tmp_path):
     assert how == WhisperMel(mels=40, hop=100, seconds=3, window=300)
     wave = np.random.default_rng(0).normal(0, 0.1, 20_000).astype(np.float32)
     expected = extractor(wave, sampling_rate=16_000, return_tensors="np")["input_features"][0].T
-    np.testing.assert_allclose(whisper_log_mel(how, wave, 3000), expected, atol=1e-4)
+    np.testing.assert_allclose(compute_frames(how, wave, 3000), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

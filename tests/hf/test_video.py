@@ -32,9 +32,9 @@ from mmjax import train
 from mmjax.config import ChatFormat, Glm4Video, MessagesSource, ModelConfig, Qwen2Video, Qwen3Video, VisionConfig
 from mmjax.config.loading import find_config, load
 from mmjax.data.media.decode import VideoHeader
+from mmjax.data.media.preparations import sample_video
 from mmjax.data.media.video import decode_video
 from mmjax.data.media.video_header import read_video_header
-from mmjax.data.media.video_sampling import sample_video
 from mmjax.data.sources.chat_source import ChatSource
 from mmjax.data.sources.opening import open_conversations
 from mmjax.data.text.load_chat import load_chat

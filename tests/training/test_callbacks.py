@@ -187,7 +187,7 @@ def test_functions_that_are_not_there_or_cannot_be_meant_are_refused(place):
     with pytest.raises(UserError, match=f"{own}.before_encoder prepares images, and so does .*images=any_res"):
         load("llava_style", [*given, f"{own}.before_encoder=mmjax.data.media.image_transforms:any_res"])
     with pytest.raises(UserError, match=f"{own}.before_llm says in what order tokens stand"):
-        load("llava_style", [*given, f"{own}.before_llm=mmjax.data.media.anyres_layout:in_order"])
+        load("llava_style", [*given, f"{own}.before_llm=mmjax.data.media.token_layout:in_order"])
     tiles = ["model.encoders.vision.images.order=tiles", "model.encoders.vision.images.most_tiles=3"]
     with pytest.raises(UserError, match="most_tiles=3: it is rows that are interpolated; choose order=rows"):
         load("llava_style", [*given, *tiles])

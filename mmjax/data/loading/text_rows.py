@@ -12,7 +12,6 @@ import numpy as np
 from mmjax.batch import FIRST_BRANCH_BIT, PADDING, TIME, TOKEN_FIELDS, TextBatch, WeightedSlots
 from mmjax.config import AudioConfig, CrossEntropy, Generator, LossConfig, ModelConfig, VisionConfig
 from mmjax.config.generators import row_values, takes_pixels
-from mmjax.data.media.anyres_layout import interpolates_tokens
 from mmjax.data.plan.attended_pairs import MaskRules, prefix_tokens
 from mmjax.data.sample import CORNERS, MAX_BRANCHES, NEWLINE, NO_TOKEN, ArrangedItems, Item, Sample, Text
 from mmjax.errors import UserError
@@ -112,7 +111,7 @@ def empty_text(shape: tuple[int, int], arrays: Arrays, send: dict[str, np.ndarra
         owner=full(PADDING),
         offset=full(0),
         slots={
-            name: mixed() if name in arrays.encoders and interpolates_tokens(module) else full(PADDING)
+            name: mixed() if name in arrays.encoders and module.interpolates_tokens else full(PADDING)
             for name, module in arrays.modules.items()
         },
         send=send,
@@ -240,7 +239,7 @@ def llm_tokens(segment: Item | ArrangedItems, places: Sequence[Place], arrays: A
         raise ValueError(f"it places newlines, and connector.newline of {segment.encoder!r} is false")
     if segment.encoder in arrays.generators:
         raise ValueError(f"it arranges tokens of {segment.encoder!r}, which makes images")
-    if not interpolates_tokens(arrays.encoders[segment.encoder]) and (token[:, 1:] != NO_TOKEN).any():
+    if not arrays.encoders[segment.encoder].interpolates_tokens and (token[:, 1:] != NO_TOKEN).any():
         raise ValueError(f"it mixes tokens of {segment.encoder!r}, whose images say nothing of interpolation")
     return len(segment.tokens)
 

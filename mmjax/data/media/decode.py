@@ -42,6 +42,11 @@ class VideoHeader(NamedTuple):
     width: int
     rate: Fraction  # frames per second, in the mean; 0 where it is not known: a list of images
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return height and width of a frame."""
+        return self.height, self.width
+
     def packed(self) -> tuple[int, int]:
         """Pack into two int64, as other media have two sizes: frames, height and width; and the rate."""
         sides = self.height << 16 | self.width
@@ -56,6 +61,20 @@ class VideoHeader(NamedTuple):
             width=size[0] & 0xFFFF,
             rate=Fraction(size[1] >> 32, size[1] & 0xFFFF_FFFF),
         )
+
+
+class SampledVideo(NamedTuple):
+    """The frames that are taken of a video; each `VisionConfig.frames` of them are a temporal patch, and an item."""
+
+    indices: np.ndarray  # int64 [n]: frames of the video, ascending; a multiple of a temporal patch
+    size: tuple[int, int]  # height and width of a frame, resized
+    times: tuple[int, ...] = ()  # rotary positions of the temporal patches along t
+    texts: tuple[str, ...] = ()  # that is written before the first temporal patch, between two, and behind the last
+
+
+def filled(indices: np.ndarray, unit: int) -> np.ndarray:
+    """Repeat the last frame until the last temporal patch, of `unit` frames, is whole."""
+    return np.pad(indices, (0, -len(indices) % unit), mode="edge")
 
 
 # ----------------------------------------------------------------------------------------------------------- limits

@@ -16,14 +16,13 @@ from mmjax.config import (
     FractionalGrid,
     Generator,
     LearnedGrid,
-    LogMel,
-    NoVideo,
+    StoredTable,
     UnetConfig,
     VisionConfig,
 )
 from mmjax.config.generators import image_size, step_vae, takes_pixels
 from mmjax.config.towers import Encoder
-from mmjax.data.media.audio_features import clip_size, frame_columns, log_mel_frames
+from mmjax.data.media.preparations import preparation
 from mmjax.errors import BadMedia
 
 Encoders = Mapping[str, Encoder]  # by name, in the model's order
@@ -60,8 +59,7 @@ def hidden_tokens(encoder: VisionConfig | AudioConfig) -> int:
     """
     if isinstance(encoder, VisionConfig):
         return -(-encoder.own_tokens // encoder.connector.merge**2)
-    how = encoder.clips
-    return int(encoder.pool > 1 or (not isinstance(how, LogMel) and how.attended == "clip" and not encoder.chunk))
+    return int(encoder.pool > 1 or (encoder.clips.reads_silence and not encoder.chunk))
 
 
 def item_size(encoder: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
@@ -79,10 +77,8 @@ def item_size(encoder: Encoder | Generator, size: tuple[int, ...]) -> ItemSize:
         return ItemSize(patches, encoder.queries, patches)
     merge = encoder.connector.merge
     if isinstance(encoder, VisionConfig):
-        if len(size) == 3 and (isinstance(encoder.videos, NoVideo) or size[0] != encoder.frames):
-            takes = (
-                "no videos" if isinstance(encoder.videos, NoVideo) else f"{encoder.frames} frame(s) of one at a time"
-            )
+        if len(size) == 3 and not (encoder.takes_videos and size[0] == encoder.frames):
+            takes = f"{encoder.frames} frame(s) of one at a time" if encoder.takes_videos else "no videos"
             raise ValueError(f"an item of size {size} is of a video, and the encoder takes {takes}")
         size = size[-2:]
         height, width = patch_grid(encoder, size)
@@ -222,6 +218,51 @@ def encoder_input(encoder: VisionConfig | AudioConfig, array: np.ndarray) -> Enc
     coordinates[:, ROW] = -1
     coordinates[columns[: size.frames], ROW] = 0
     return EncoderInput(values, coordinates, valid)
+
+
+class ClipSize(NamedTuple):
+    """Frame counts of one clip, computed from its number of samples."""
+
+    frames: int  # that become positions of the layers
+    input_frames: int  # frames and, behind them, those of the padding silence that only the convolutions read
+    positions: int  # in the encoder's layers
+
+
+def clip_size(encoder: AudioConfig, samples: int) -> ClipSize:
+    """Compute the frame counts of a clip of so many samples.
+
+    Raises BadMedia for a clip that is longer than the window of `clips` or the encoder's table of positions.
+    """
+    clips = encoder.clips
+    table = encoder.positions
+    longest = table.positions * encoder.stride if isinstance(table, StoredTable) else math.inf
+    frames, input_frames = preparation(clips).count_frames(clips, encoder, samples, longest)
+    if frames > longest:
+        raise BadMedia(f"a clip of {frames} frames is longer than the {longest} of which the encoder has positions")
+    return ClipSize(frames, input_frames, encoder.count_positions(frames))
+
+
+def frame_columns(encoder: AudioConfig, frames: int) -> np.ndarray:
+    """Return where the frames of a clip stand in its part of a row, int `[frames]`: chunks begin with a position."""
+    if not encoder.chunk:
+        return np.arange(frames)
+    chunk, index = np.divmod(np.arange(frames), encoder.chunk)
+    return chunk * encoder.chunk_positions * encoder.stride + index
+
+
+def log_mel_frames(encoder: AudioConfig, wave: np.ndarray) -> np.ndarray:
+    """Compute frames float32 `[n, mels]` of a clip float `[samples]`: the first of `clip_size`'s input frames.
+
+    The others are zeros.
+    """
+    # Convolutions within chunks read no silence.
+    count = 0 if encoder.chunk else clip_size(encoder, len(wave)).input_frames
+    return preparation(encoder.clips).compute_frames(encoder.clips, wave, count)
+
+
+def split_clip(encoder: AudioConfig, samples: int) -> tuple[tuple[int, int], ...]:
+    """Cut a clip of so many samples into items, (start, stop). Raises BadMedia for one that is too long, or empty."""
+    return preparation(encoder.clips).split(encoder.clips, samples)
 
 
 def to_patches(image: np.ndarray, patch: int, merge: int) -> EncoderInput:

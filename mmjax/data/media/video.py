@@ -15,6 +15,7 @@ from mmjax.config import MediaLimits, VisionConfig
 from mmjax.data.media.decode import VideoHeader, check_media_size
 from mmjax.data.media.decode_images import decode_image
 from mmjax.data.media.image_transforms import LazyImage
+from mmjax.data.media.preparations import sample_video
 from mmjax.data.media.video_header import (
     describe_av_error,
     import_pyav,
@@ -24,7 +25,6 @@ from mmjax.data.media.video_header import (
     zip_frame,
     zip_frames,
 )
-from mmjax.data.media.video_sampling import sample_video
 from mmjax.errors import BadMedia
 
 EDGE = 512  # pixels by which buffers of a codec may be wider or higher than what is shown
@@ -50,7 +50,7 @@ def decode_video(file: BinaryIO, encoder: VisionConfig, limits: MediaLimits = Me
         decoded = _image_frames(file, sampled.indices, limits)
     frames = []
     for frame in decoded:
-        if frame.shape[:2] != (header.height, header.width):
+        if frame.shape[:2] != header.size:
             raise BadMedia(
                 f"a frame of {frame.shape[0]} x {frame.shape[1]} pixels in a video of {header.height} x {header.width}"
             )

@@ -61,10 +61,10 @@ def read_video_header(file: BinaryIO) -> tuple[int, int]:
             quick = read_matroska_header(file)
             file.seek(0)
         header = quick or _container_header(file)
-    if header.frames < 1 or min(header.height, header.width) < 1:
+    if header.frames < 1 or min(header.size) < 1:
         raise BadMedia(f"a video of {header.frames} frames of {header.height} x {header.width} pixels is empty")
     pixels = header.height * header.width if header.rate else 0
-    if max(header.height, header.width) > 0xFFFF or header.frames >= 1 << 31 or pixels > MAX_FRAME_PIXELS:
+    if max(header.size) > 0xFFFF or header.frames >= 1 << 31 or pixels > MAX_FRAME_PIXELS:
         raise BadMedia(f"a video of {header.frames} frames of {header.height} x {header.width} pixels is too large")
     return header.packed()
 

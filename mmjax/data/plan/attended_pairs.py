@@ -15,8 +15,7 @@ from mmjax.balance.mask_work import run_pairs
 from mmjax.batch import FIRST_BRANCH_BIT, TEXT_KIND
 from mmjax.config import AudioConfig, DecoderConfig, Generator, VisionConfig
 from mmjax.config.generators import Tower
-from mmjax.data.media.audio_features import clip_size
-from mmjax.data.media.patches import ItemModules, patch_grid
+from mmjax.data.media.patches import ItemModules, clip_size, patch_grid
 from mmjax.data.sample import ArrangedItems, Item, Sample, Text
 
 

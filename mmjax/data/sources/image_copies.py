@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mmjax.config import MediaLimits
-from mmjax.config.media import Filter
+from mmjax.config import Filter, MediaLimits
 from mmjax.data.media.decode_images import decode_image
 from mmjax.data.media.image_transforms import LazyImage, Size, encode_image, smaller_size
 from mmjax.data.sample import BadSample

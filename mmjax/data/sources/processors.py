@@ -5,24 +5,22 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmjax.config import AudioConfig, Generator, MediaLimits, NoVideo, PixelLatents, Qwen2Video, VisionConfig
-from mmjax.data.media.anyres_layout import BeforeLlm, before_llm, shrinks_frames, shrunk_frames
-from mmjax.data.media.audio_features import split_clip
+from mmjax.config import AudioConfig, Generator, MediaLimits, PixelLatents, Qwen2Video, VisionConfig
 from mmjax.data.media.decode import Probe, VideoHeader
 from mmjax.data.media.decode_clips import ClipHeader, resampled_length
 from mmjax.data.media.decode_images import decode_image, read_image_size
-from mmjax.data.media.image_texts import image_texts, writes_texts
-from mmjax.data.media.image_transforms import BeforeEncoder, before_encoder, prepare_image, prepared_sizes
-from mmjax.data.media.patches import ItemModules, item_size, token_grid
+from mmjax.data.media.image_transforms import BeforeEncoder, prepare_image, prepared_sizes
+from mmjax.data.media.patches import ItemModules, item_size, split_clip, token_grid
+from mmjax.data.media.preparations import before_encoder, preparation, sample_video
 from mmjax.data.media.soundtrack import SILENT, decode_clip, decode_sound, read_clip_header, read_sound_header
+from mmjax.data.media.token_layout import BeforeLlm
 from mmjax.data.media.video import decode_video
 from mmjax.data.media.video_header import read_video_header
-from mmjax.data.media.video_sampling import sample_video
 from mmjax.data.sample import (
     PICTURE,
     SOUND,
@@ -137,7 +135,7 @@ class MediaProcessors:
         config_type = {"audio": AudioConfig, PICTURE: Generator}.get(kind, VisionConfig)
         fits = [name for name, encoder in self.encoders.items() if isinstance(encoder, config_type)]
         if kind == "video":
-            fits = [name for name in fits if not isinstance(self.encoders[name].videos, NoVideo)]
+            fits = [name for name in fits if self.encoders[name].takes_videos]
         name = next(iter(fits), None)
         if name is None:
             remedy = "set `videos` of one of them" if kind == "video" else "add one"
@@ -147,12 +145,11 @@ class MediaProcessors:
     @property
     def sound(self) -> str:
         """Return the encoder of the videos' sound; empty where it is not read."""
-        videos = [encoder.videos for encoder in self.encoders.values() if isinstance(encoder, VisionConfig)]
-        return next((how.sound for how in videos if isinstance(how, Qwen2Video) and how.sound), "")
+        return next(filter(None, (eyes.encoder.videos.sound for eyes in self._eyes.values())), "")
 
     def writes_text(self, kind: Medium) -> bool:
         """Tell whether text may be written around the items of media of a kind."""
-        return kind == "video" or (kind == "image" and any(writes_texts(eyes.encoder) for eyes in self._eyes.values()))
+        return kind == "video" or (kind == "image" and any(eyes.writes_texts for eyes in self._eyes.values()))
 
     def _items(self, kind: Medium, facts: tuple[int, ...], images: int) -> MediaItems:
         """Compute a medium's items from its header; images: the number of images in its sample. Raises BadMedia.
@@ -169,11 +166,10 @@ class MediaProcessors:
             video = sample_video(encoder, VideoHeader.unpacked(facts[:2]))
             sizes = ((encoder.frames, *video.size),) * (len(video.indices) // encoder.frames)
             how = encoder.videos
-            if shrinks_frames(encoder):
+            if how.interpolates:
                 grids = [token_grid(encoder, frame)[1:] for frame in sizes]
-                return MediaItems(name, sizes, shrunk_frames(how.shrink, encoder.connector.newline, grids))
-            text_after = how.text_after if isinstance(how, Qwen2Video) else "space"
-            frames = MediaItems(name, sizes, times=video.times, text_after=text_after, texts=video.texts)
+                return MediaItems(name, sizes, preparation(how).layout(how, encoder.connector.newline, grids))
+            frames = MediaItems(name, sizes, times=video.times, text_after=how.text_after, texts=video.texts)
             sound = ClipHeader._make(facts[2:]) if self.sound and facts[2:] else SILENT
             return frames if sound == SILENT else frames._replace(sound=self._sound(how, sound, video.times))
         samples = resampled_length(ClipHeader(frames=facts[0], sample_rate=facts[1]), encoder.sample_rate)
@@ -313,20 +309,28 @@ class ImageProcessor:
     def of(cls, name: str, encoder: VisionConfig, functions: Functions) -> ImageProcessor:
         """Use the encoder's callbacks where its config names some, else the standard functions."""
         callbacks = encoder.callbacks
+        how = encoder.images
+        layout = partial(preparation(how).layout, how, encoder.connector.newline) if how.arranges_tokens else None
         return cls(
             name,
             encoder,
-            functions[callbacks.before_encoder] if callbacks.before_encoder else before_encoder(encoder.images),
-            functions[callbacks.before_llm] if callbacks.before_llm else before_llm(encoder),
+            functions[callbacks.before_encoder] if callbacks.before_encoder else before_encoder(how),
+            functions[callbacks.before_llm] if callbacks.before_llm else layout,
         )
+
+    @property
+    def writes_texts(self) -> bool:
+        """Tell whether text is written between the tokens of an image."""
+        return self.encoder.images.writes_texts and not self.encoder.callbacks.before_encoder
 
     def items(self, size: tuple[int, int], images: int, limits: MediaLimits = MediaLimits()) -> MediaItems:
         """Compute the items of an image of (height, width), one of `images` of its sample. Raises BadMedia."""
         sizes = prepared_sizes(self.before_encoder, size, images, limits)
         grids = [token_grid(self.encoder, item_size)[1:] for item_size in sizes]
-        if self.before_llm is None:
-            return MediaItems(self.name, sizes, texts=image_texts(self.encoder, size, grids))
-        return MediaItems(self.name, sizes, self.before_llm(size, grids))
+        how = self.encoder.images
+        if self.before_llm is not None:
+            return MediaItems(self.name, sizes, self.before_llm(size, grids))
+        return MediaItems(self.name, sizes, texts=preparation(how).texts(how, size, grids) if self.writes_texts else ())
 
 
 def grey(image: np.ndarray) -> np.ndarray:

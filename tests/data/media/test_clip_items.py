@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 
 from mmjax.config import AudioConfig, ConnectorConfig, LogMel, Sinusoids, StoredTable, WhisperMel
-from mmjax.data.media.audio_features import ClipSize, clip_size, log_mel_frames, whisper_log_mel
-from mmjax.data.media.patches import encoder_input, hidden_tokens, item_size, positions_per_token
+from mmjax.data.media.patches import (
+    ClipSize,
+    clip_size,
+    encoder_input,
+    hidden_tokens,
+    item_size,
+    log_mel_frames,
+    positions_per_token,
+)
+from mmjax.data.media.preparations.whisper_mel import compute_frames
 from mmjax.errors import BadMedia
 
 HOP = 160
@@ -36,7 +44,7 @@ def test_any_pooling_and_merging_has_room_for_every_frame_and_tokens_for_every_w
         assert size.positions == (size.tokens + hidden_tokens(encoder)) * positions_per_token(encoder)
         assert ((made.coordinates[:, 1] >= 0) & made.valid)[::2].sum() == seen
         assert made.valid.sum() == size.valid == held
-        np.testing.assert_array_equal(made.values[:held], whisper_log_mel(clips, wave, held - frames))
+        np.testing.assert_array_equal(made.values[:held], compute_frames(clips, wave, held))
         assert (made.values[held:] == 0).all()
 
 
@@ -75,6 +83,6 @@ def test_chunks_of_2d_convolutions_begin_with_a_position_and_the_last_is_read_as
         row = encoder_input(encoder, wave)
         heard = row.coordinates[:, 1] == 0
         np.testing.assert_array_equal(np.flatnonzero(heard), [n if n < 20 else n + 4 for n in range(frames)])
-        np.testing.assert_array_equal(row.values[heard], whisper_log_mel(clips, wave))
+        np.testing.assert_array_equal(row.values[heard], compute_frames(clips, wave))
         assert row.valid.sum() == read
         assert not row.values[~heard].any()

@@ -18,9 +18,9 @@ from mmjax.config import MediaLimits, Qwen2Video, Qwen3Video, UniformVideo, Visi
 from mmjax.data.media import video_header
 from mmjax.data.media.decode import VideoHeader, check_media_size, limit_violations
 from mmjax.data.media.matroska import read_matroska_header
+from mmjax.data.media.preparations import sample_video
 from mmjax.data.media.video import decode_video
 from mmjax.data.media.video_header import read_video_header
-from mmjax.data.media.video_sampling import sample_video
 from mmjax.data.storage.files import FrameFiles, LocalFile
 from mmjax.errors import BadMedia
 

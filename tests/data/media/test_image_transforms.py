@@ -14,10 +14,22 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from mmjax.config import AnyRes, AsIs, DynamicTiles, FixedSize, ImagePreparation, MediaLimits, SmartResize
-from mmjax.config.media import PanAndScan, PixtralResize, SplitTiles
-from mmjax.data.media.image_transforms import before_encoder, prepare_image, prepared_sizes, smaller_size, tile_grid
+from mmjax.config import (
+    AnyRes,
+    AsIs,
+    DynamicTiles,
+    FixedSize,
+    ImagePreparation,
+    MediaLimits,
+    PanAndScan,
+    PixtralResize,
+    SmartResize,
+    SplitTiles,
+)
+from mmjax.data.media.image_transforms import prepare_image, prepared_sizes, smaller_size
 from mmjax.data.media.patches import patchify
+from mmjax.data.media.preparations import before_encoder
+from mmjax.data.media.preparations.dynamic_tiles import tile_grid
 from mmjax.errors import BadMedia
 
 RAW = {"do_rescale": False, "do_normalize": False}

@@ -3,15 +3,19 @@
 import numpy as np
 import pytest
 
-from mmjax.data.media.audio_features import frame_count, log_mel, mel_filters
+from mmjax.config import LogMel
+from mmjax.data.media.mel_power import mel_filters
+from mmjax.data.media.preparations.log_mel import compute_frames, frame_count
+
+HOW = LogMel(mels=20, sample_rate=4000, window=128, hop=64)
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, 1), (128, 1), (129, 2), (192, 2), (193, 3)])
 def test_frames_cover_a_clip_to_its_last_sample(samples, expected):
-    assert frame_count(samples, 128, 64) == expected
+    assert frame_count(HOW, samples) == expected
     wave = np.zeros(samples, np.float32)
     wave[-10:] = 1
-    frames = log_mel(wave, 4000, 128, 64, 20)
+    frames = compute_frames(HOW, wave)
     assert len(frames) == expected
     assert samples < 10 or frames[-1].max() > -3
 
@@ -19,7 +23,7 @@ def test_frames_cover_a_clip_to_its_last_sample(samples, expected):
 def test_log_mel_equals_a_direct_dft():
     wave = np.random.default_rng(0).normal(size=700).astype(np.float32) * 0.2
     wave += np.sin(2 * np.pi * 770 / 4000 * np.arange(700)).astype(np.float32)
-    count, filters = frame_count(700, 128, 64), mel_filters(4000, 128, 20)
+    count, filters = frame_count(HOW, 700), mel_filters(4000, 128, 20)
     decades = np.zeros((count, 20))
     for frame in range(count):
         piece = np.zeros(128)
@@ -33,15 +37,13 @@ def test_log_mel_equals_a_direct_dft():
             )
             decades[frame, mel] = np.log10(power)
     expected = (np.maximum(decades, decades.max() - 8) - decades.max()) / 2 + 1
-    np.testing.assert_allclose(log_mel(wave, 4000, 128, 64, 20), expected, atol=1e-4)
+    np.testing.assert_allclose(compute_frames(HOW, wave), expected, atol=1e-4)
 
 
 def test_log_mel_does_not_hear_gain_and_a_silent_clip_stays_silent():
     wave = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    np.testing.assert_allclose(
-        log_mel(wave, 4000, 128, 64, 20), log_mel(wave * np.float32(0.1), 4000, 128, 64, 20), atol=1e-3
-    )
-    assert (log_mel(np.zeros(500, np.float32), 4000, 128, 64, 20) == -3).all()
+    np.testing.assert_allclose(compute_frames(HOW, wave), compute_frames(HOW, wave * np.float32(0.1)), atol=1e-3)
+    assert (compute_frames(HOW, np.zeros(500, np.float32)) == -3).all()
 
 
 def test_mel_filters_are_slaneys():

@@ -9,7 +9,7 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from mmjax.config import WhisperMel
-from mmjax.data.media.audio_features import split_into_windows, valid_frames, whisper_log_mel, window_frames
+from mmjax.data.media.preparations.whisper_mel import compute_frames, split, valid_frames
 from mmjax.errors import BadMedia
 
 LENGTHS = (1, 100, 160, 161, 399, 401, 1000, 16_000, 50_001, 479_900, 479_990, 480_000)
@@ -37,56 +37,57 @@ def test_frames_within_and_beyond_the_clip_equal_whispers_extractor(samples, mel
     extractor, how = WhisperFeatureExtractor(feature_size=mels), WhisperMel(mels=mels)
     for name, wave in waves(samples).items():
         made = extractor(wave, sampling_rate=16_000, return_attention_mask=True, return_tensors="np")
-        assert valid_frames(how, samples) == made["attention_mask"].sum()
+        valid = valid_frames(how, samples)
+        assert valid == made["attention_mask"].sum()
         for extra in (0, 3, 3000):
-            frames = whisper_log_mel(how, wave, extra)
+            frames = compute_frames(how, wave, valid + extra)
             assert frames.dtype == np.float32
-            assert len(frames) == min(valid_frames(how, samples) + extra, 3000)
+            assert len(frames) == min(valid + extra, 3000)
             np.testing.assert_allclose(frames, made["input_features"][0].T[: len(frames)], atol=1e-4, err_msg=name)
 
 
 def test_other_windows_and_rates_equal_the_extractor_too():
     extractor = WhisperFeatureExtractor(feature_size=40, n_fft=256, hop_length=128, chunk_length=2)
     how = WhisperMel(mels=40, window=256, hop=128, seconds=2)
-    assert window_frames(how) == extractor.nb_max_frames
+    assert how.window_frames == extractor.nb_max_frames
     for samples in (1, 5000, 31_990, 32_000):
         for wave in waves(samples).values():
             expected = extractor(wave, sampling_rate=16_000, return_tensors="np")["input_features"][0].T
-            np.testing.assert_allclose(whisper_log_mel(how, wave, 250), expected, atol=1e-4)
+            np.testing.assert_allclose(compute_frames(how, wave, 250), expected, atol=1e-4)
 
 
 def test_a_clip_longer_than_the_window_is_refused_or_split_never_cut_off():
     samples = 16_000 * 70 + 5
     with pytest.raises(BadMedia, match=r"a clip of 70\.0 s is longer than the encoder's 30 s"):
-        split_into_windows(WhisperMel(), samples)
-    cut = split_into_windows(WhisperMel(longer="split"), samples)
+        split(WhisperMel(), samples)
+    cut = split(WhisperMel(longer="split"), samples)
     assert cut == ((0, 480_000), (480_000, 960_000), (960_000, samples))
     for how in (WhisperMel(), WhisperMel(longer="split")):
         with pytest.raises(BadMedia, match="longer than the encoder's 30 s"):
-            whisper_log_mel(how, np.zeros(samples, np.float32))
-    assert split_into_windows(WhisperMel(), 480_000) == ((0, 480_000),)
+            compute_frames(how, np.zeros(samples, np.float32))
+    assert split(WhisperMel(), 480_000) == ((0, 480_000),)
 
 
 def test_an_empty_clip_is_bad():
     with pytest.raises(BadMedia, match="a clip of 0 samples is empty"):
-        whisper_log_mel(WhisperMel(), np.zeros(0, np.float32))
+        compute_frames(WhisperMel(), np.zeros(0, np.float32))
 
 
 @pytest.mark.parametrize("wave", [np.zeros((4, 2), np.float32), np.zeros(4, np.int16)])
 def test_only_waves_of_one_channel_of_floats_are_taken(wave):
     with pytest.raises(ValueError, match="a clip must be floats"):
-        whisper_log_mel(WhisperMel(), wave)
+        compute_frames(WhisperMel(), wave)
 
 
 @pytest.mark.exhaustive
 def test_a_core_makes_frames_a_hundred_times_faster_than_the_clip_plays():
     wave = waves(480_000)["noise"]
-    whisper_log_mel(WhisperMel(mels=128), wave)
+    compute_frames(WhisperMel(mels=128), wave)
     best = min(_seconds(wave) for _ in range(5))
     assert best < 0.3
 
 
 def _seconds(wave: np.ndarray) -> float:
     started = time.process_time()
-    whisper_log_mel(WhisperMel(mels=128), wave)
+    compute_frames(WhisperMel(mels=128), wave)
     return time.process_time() - started

@@ -44,15 +44,14 @@ from mmjax.config import (
     ConnectorConfig,
     PanAndScan,
     Placeholder,
-    VisionConfig,
     WhisperMel,
 )
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
 from mmjax.data.loading.text_rows import Arrays
-from mmjax.data.media.image_texts import image_texts
-from mmjax.data.media.image_transforms import before_encoder, prepared_sizes
+from mmjax.data.media.image_transforms import prepared_sizes
 from mmjax.data.media.patches import item_size
+from mmjax.data.media.preparations import before_encoder, pan_and_scan
 from mmjax.data.sample import BadSample, Conversation, Item, MediaPlace, Message, Sample, Text, split_markers
 from mmjax.data.sources.chat_records import parse_chat
 from mmjax.data.text import chat as chat_module
@@ -772,8 +771,8 @@ def test_crops_stand_in_the_text_as_gemmas_processor_writes_them(tmp_path: Path)
     how = PanAndScan((28, 28), 16, 4, 1.2)
     items = [len(prepared_sizes(before_encoder(how), (p.height, p.width))) for p in PICTURES]
     assert items == [3, 5, 1]
-    encoder = VisionConfig(1, 8, 1, 8, 14, images=how)
-    texts = [image_texts(encoder, (p.height, p.width), [(1, 4)] * n) for p, n in zip(PICTURES, items, strict=True)]
+    sized = zip(PICTURES, items, strict=True)
+    texts = [pan_and_scan.texts(how, (p.height, p.width), [(1, 4)] * n) for p, n in sized]
     sample = chat.sample(LOOK, [["vision"] * n for n in items], texts)
     ids, weights = flat(sample, [4] * sum(items), chat.tokenizer.id("<image_soft_token>"))
     assert ids == out["input_ids"][0].tolist()

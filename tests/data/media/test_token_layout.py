@@ -17,7 +17,8 @@ from mmjax.config import AnyRes, AsIs, BatchConfig, ChatFormat, Config, DataConf
 from mmjax.data.loading.packing import pack_microbatch
 from mmjax.data.loading.step_loader import reader_of
 from mmjax.data.loading.text_rows import Arrays
-from mmjax.data.media.anyres_layout import any_res_rows, interpolate_tokens, layout_in_order
+from mmjax.data.media.preparations import any_res
+from mmjax.data.media.token_layout import interpolate_tokens, layout_in_order
 from mmjax.data.plan.length_index import build_index
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sample import NEWLINE, ArrangedItems, Sample, SampleLengths, Text
@@ -86,15 +87,15 @@ def test_tokens_are_interpolated_as_pytorch_does():
 
 def test_an_image_of_one_tile_has_one_newline_and_no_newline_where_there_is_none():
     how = AnyRes(tile=8, pinpoints=("8x16",), order="rows")
-    assert any_res_rows(how, True, (30, 30), [(2, 2)]).token[:, 0].tolist() == [0, 1, 2, 3, NEWLINE]
-    rows = any_res_rows(how, False, (8, 16), [(2, 2)] * 3).token[:, 0].tolist()
+    assert any_res.layout(how, True, (30, 30), [(2, 2)]).token[:, 0].tolist() == [0, 1, 2, 3, NEWLINE]
+    rows = any_res.layout(how, False, (8, 16), [(2, 2)] * 3).token[:, 0].tolist()
     assert rows == [0, 1, 2, 3, 4, 5, 8, 9, 6, 7, 10, 11]
 
 
 def test_an_image_of_which_interpolation_leaves_nothing_is_bad():
     how = AnyRes(tile=8, pinpoints=("8x64",), order="rows", most_tiles=1)
     with pytest.raises(BadMedia, match="of an image of 1 x 90 pixels nothing is left"):
-        any_res_rows(how, True, (1, 90), [(3, 3)] * 9)
+        any_res.layout(how, True, (1, 90), [(3, 3)] * 9)
 
 
 @pytest.mark.parametrize(

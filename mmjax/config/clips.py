@@ -1,0 +1,113 @@
+"""Config of clips: the fields of each kind, their check, and how Whisper's extractor is read.
+
+The frames that a kind makes are a file of `mmjax/data/media/preparations`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmjax.config.checks import at_least, check
+from mmjax.config.processor_fields import ProcessorFields
+
+HF_RATE = 16_000  # Hz; the extractor's filters end at 8 kHz whatever the rate
+
+
+class ClipKind:
+    """Base of the ways to make frames of clips, for an audio encoder."""
+
+    reads_silence = False  # behind a clip convolutions read silence, of which they make a token
+    mirrored = False  # clips are continued by their mirror image
+    fixed_frames = 0  # of every clip, with its silence, where the layers attend them; 0: a clip's own
+
+
+@dataclass(frozen=True)
+class LogMel(ClipKind):
+    """Log-mel frames of a clip of any length, normalised by its loudest bin."""
+
+    mels: int = 80  # bins per frame
+    sample_rate: int = 16_000  # Hz
+    window: int = 400  # samples
+    hop: int = 160  # samples
+    kind: Literal["log_mel"] = "log_mel"
+
+    def check(self, where: str) -> None:
+        at_least(1, where, self, ("mels", "sample_rate", "hop"))
+        at_least(2, where, self, ("window",))
+        check(
+            self.hop <= self.window,
+            f"{where}.hop={self.hop} is longer than window={self.window}: samples would be skipped; make hop smaller",
+        )
+        bins = self.window // 2 + 1  # of a real FFT
+        check(
+            self.mels <= bins,
+            f"{where}.mels={self.mels}: window={self.window} has only {bins} frequencies; make mels at most that",
+        )
+
+
+@dataclass(frozen=True)
+class WhisperMel(ClipKind):
+    """Log-mel frames of Whisper's extractor, in windows of `seconds` padded with silence."""
+
+    mels: int = 80  # bins per frame
+    sample_rate: int = 16_000  # Hz
+    window: int = 400  # samples
+    hop: int = 160  # samples
+    seconds: int = 30  # length of the window
+    longer: Literal["refuse", "split"] = "refuse"  # a clip longer than the window is bad, or becomes several items
+    # frames that the encoder's layers attend to and output tokens for: the clip's, as in Qwen2-Audio, or the window's
+    # with its silence, as in Whisper; models from checkpoints have their family's
+    attended: Literal["clip", "window"] = "clip"
+    kind: Literal["whisper_mel"] = "whisper_mel"
+    # behind a clip: silence up to the window's end; or its mirror image, and what is no whole hop makes no frame
+    end: Literal["silence", "mirror"] = "silence"
+
+    @property
+    def reads_silence(self) -> bool:
+        """Return whether convolutions read silence behind a clip, of which they make a token."""
+        return self.attended == "clip"
+
+    @property
+    def mirrored(self) -> bool:
+        """Return whether clips are continued by their mirror image."""
+        return self.end == "mirror"
+
+    @property
+    def window_frames(self) -> int:
+        """Return the frames of a whole window."""
+        return self.seconds * self.sample_rate // self.hop
+
+    @property
+    def fixed_frames(self) -> int:
+        """Return the frames of every clip where the layers attend those of the window, else 0."""
+        return self.window_frames if self.attended == "window" else 0
+
+    def check(self, where: str) -> None:
+        at_least(1, where, self, ("mels", "sample_rate", "hop", "seconds"))
+        even = self.window >= 2 and self.window % 2 == 0
+        check(even, f"{where}.window={self.window}: must be even, and at least 2")
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> WhisperMel:
+        """Read Whisper's feature extractor. Raises UserError, naming file and field, for what is unknown."""
+        for name in ("dither", "padding_value"):
+            if fields.value(name):
+                raise fields.refused(name, "only 0 is known")
+        if fields.value("padding_side") not in (None, "right"):
+            raise fields.refused("padding_side", "only 'right' is known")
+        how = cls(
+            mels=fields.count("feature_size"),
+            sample_rate=fields.count("sampling_rate"),
+            window=fields.count("n_fft"),
+            hop=fields.count("hop_length"),
+            seconds=fields.count("chunk_length"),
+        )
+        if how.sample_rate != HF_RATE:
+            raise fields.refused("sampling_rate", f"only {HF_RATE} is known")
+        if how.window % 2:
+            raise fields.refused("n_fft", "only even windows are known")
+        return how
+
+
+AudioPreparation = LogMel | WhisperMel

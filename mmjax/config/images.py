@@ -1,0 +1,418 @@
+"""Config of images: the fields of each kind, their check, and how they are read from transformers' processors.
+
+The items, texts and order of tokens that a kind makes are a file of `mmjax/data/media/preparations`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from mmjax.config.checks import above_zero, at_least, check, check_color, check_size, listed, ordered
+from mmjax.config.processor_fields import Filter, ProcessorFields, is_count
+from mmjax.errors import UserError
+
+
+class ImageKind:
+    """Base of the ways to prepare images, for a vision tower or to be made by a generator.
+
+    `from_hf` of a kind reads the fields of one of `hf_processors`. It raises UserError, naming file and field, for what
+    is unknown.
+    """
+
+    hf_processors = ()  # image processors of transformers that are read as this kind
+    hf_note = ""  # what to tell a user whose processor is read as this kind
+    picture_size = ()  # height and width of every image that is one item of one size; (): of any
+    writes_texts = False  # text is written between an image's tokens
+    arranges_tokens = False  # an image's tokens do not follow each other item by item
+    interpolates = False  # a position of the LLM may be made of several tokens
+
+    @property
+    def item_size(self) -> tuple[int, ...]:
+        """Return height and width of every item where all have one size, else ()."""
+        return self.picture_size
+
+    def check(self, where: str) -> None:
+        """Raise UserError, naming the key under `where`, for settings that no image can be preprocessed with."""
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> Self:
+        """Return the preparation for a tower with such patches, of which merge x merge are a token, and positions.
+
+        positions: the kind of the tower's. Raises UserError, which `where` begins, where its images are not the
+        tower's.
+        """
+        return self
+
+    def without_tokens(self) -> Self:
+        """Return the preparation for an LLM that lacks the special tokens of the checkpoint's."""
+        return self
+
+
+@dataclass(frozen=True)
+class AsIs(ImageKind):
+    """The image's own pixels, not resized, padded with black to whole patches."""
+
+    kind: Literal["as_is"] = "as_is"
+
+
+@dataclass(frozen=True)
+class FixedSize(ImageKind):
+    """One item of a fixed size, as for CLIP, SigLIP and LLaVA-1.5: padded to a square, resized and cropped."""
+
+    square: tuple[int, ...] = ()  # red, green and blue of the padding to a square; (): no padding
+    resize: tuple[int, ...] = (224,)  # to this shortest edge, or to (height, width); (): no resizing
+    crop: tuple[int, ...] = (224, 224)  # height and width of a centre crop, black beyond the image; (): no crop
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["fixed_size"] = "fixed_size"
+
+    hf_processors = ("CLIPImageProcessor", "SiglipImageProcessor", "BitImageProcessor", "LlavaImageProcessor")
+
+    @property
+    def picture_size(self) -> tuple[int, ...]:
+        """Return height and width of every image; () where only its shortest edge is given."""
+        size = self.crop or self.resize
+        return size if len(size) == 2 else ()
+
+    def check(self, where: str) -> None:
+        check_color(f"{where}.square", self.square)
+        setting = f"{where}.resize={listed(self.resize)}"
+        check(len(self.resize) <= 2, f"{setting}: give the shortest edge, or height and width, or nothing")
+        check(min(self.resize, default=1) > 0, f"{setting}: must be more than 0")
+        check_size(where, self, "crop", optional=True)
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> FixedSize:
+        if fields.flag("do_pad") and fields.name != "LlavaImageProcessor":
+            raise fields.refused("do_pad", "only LlavaImageProcessor pads; set it to false")
+        if fields.flag("use_square_size"):
+            raise fields.refused("use_square_size", "give height and width in size instead")
+        return cls(
+            square=fields.background() if fields.flag("do_pad") else (),
+            resize=fields.extent("size") if fields.flag("do_resize") else (),
+            crop=fields.height_and_width("crop_size") if fields.flag("do_center_crop") else (),
+            filter=fields.filter(),
+        )
+
+
+@dataclass(frozen=True)
+class SmartResize(ImageKind):
+    """One item of about the image's own size and shape, in whole merge windows, as for Qwen-VL."""
+
+    patch: int = 14  # pixels per side of the encoder's patches
+    merge: int = 2  # patches per side of a merge window
+    min_pixels: int = 56 * 56  # of the resized image
+    max_pixels: int = 28 * 28 * 1280  # of the resized image
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["smart_resize"] = "smart_resize"
+    # frames that an image counts as, against bounds of all their pixels, and its sides enlarged to a window first, as
+    # for GLM-4.1V; 0: neither
+    frames: int = 0
+
+    hf_processors = ("Qwen2VLImageProcessor", "Glm4vImageProcessor", "Glm46VImageProcessor")
+
+    def check(self, where: str) -> None:
+        at_least(1, where, self, ("patch", "merge", "min_pixels"))
+        at_least(0, where, self, ("frames",))
+        ordered(where, self, "min_pixels", "max_pixels")
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> SmartResize:
+        if not fields.flag("do_resize"):
+            whole = "images that are not whole merge windows cannot be patched"
+            raise fields.refused("do_resize", f"{whole}; set it to true")
+        return cls(
+            patch=fields.count("patch_size"),
+            merge=fields.count("merge_size"),
+            **fields.pixel_bounds(),
+            filter=fields.filter(),
+            # GLM's counts an image as a temporal patch against the bounds.
+            frames=fields.count("temporal_patch_size") if fields.name.startswith("Glm") else 0,
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> SmartResize:
+        if (self.patch, self.merge) != (patch, merge) and positions in ("rotary", "stretched"):
+            raise UserError(
+                f"{where}: it makes patches of {self.patch} pixels and merges {self.merge} x {self.merge} of them, the "
+                f"tower has patches of {patch} and merges {merge} x {merge}; make patch_size and merge_size the same"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class PixtralResize(ImageKind):
+    """One item of about the image's own shape, shrunk into a box, in whole tokens, as for Pixtral and Mistral 3."""
+
+    unit: int = 16  # pixels per side of an LLM token
+    box: tuple[int, ...] = (1024, 1024)  # height and width; smaller images are not enlarged, but to whole tokens
+    row_end: str = ""  # text behind every row of an image's tokens but the last
+    end: str = ""  # text behind the last row
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["pixtral_resize"] = "pixtral_resize"
+
+    hf_processors = ("PixtralImageProcessor",)
+
+    @property
+    def writes_texts(self) -> bool:
+        """Return whether text is written between an image's tokens."""
+        return bool(self.row_end or self.end)
+
+    def check(self, where: str) -> None:
+        at_least(1, where, self, ("unit",))
+        check_size(where, self, "box")
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> PixtralResize:
+        if not fields.flag("do_resize"):
+            raise fields.refused("do_resize", "images that are not whole tokens cannot be patched; set it to true")
+        if fields.flag("do_center_crop"):
+            raise fields.refused("do_center_crop", "images are not cropped; set it to false")
+        if edge := fields.longest_edge("size"):
+            fields = replace(fields, values={**fields.values, "size": edge})
+        sides = fields.value("patch_size")
+        sides = set(sides.values()) if isinstance(sides, dict) else {sides}
+        if len(sides) != 1 or not is_count(unit := sides.pop()):
+            raise fields.refused("patch_size", "give one whole number above 0")
+        caller = fields.caller
+        if caller.value("processor_class") == "PixtralProcessor":
+            # The processor around it gives the image processor the size of merged patches.
+            unit = caller.count("patch_size") * caller.count("spatial_merge_size")
+        return cls(
+            unit=unit,
+            box=fields.height_and_width("size"),
+            row_end=caller.text("image_break_token"),
+            end=caller.text("image_end_token"),
+            filter=fields.filter(),
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> PixtralResize:
+        unit = patch * merge
+        if self.unit not in (patch, unit):
+            raise UserError(
+                f"{where}: it makes images in multiples of {self.unit} pixels, the tower has tokens of {unit}; make "
+                "patch_size times spatial_merge_size the same"
+            )
+        # An image processor without one around it does not say how patches are merged.
+        return replace(self, unit=unit)
+
+    def without_tokens(self) -> PixtralResize:
+        return replace(self, row_end="", end="")
+
+
+@dataclass(frozen=True)
+class DynamicTiles(ImageKind):
+    """The grid of tiles closest to the image's shape, then the whole image as a thumbnail tile, as for InternVL."""
+
+    tile: tuple[int, ...] = (448, 448)  # height and width
+    min_tiles: int = 1  # per image, not counting the thumbnail
+    max_tiles: int = 12  # per image, not counting the thumbnail
+    thumbnail: bool = True  # adds the whole image as the last tile of an image of several tiles
+    filter: Filter = "bicubic"  # of resizing
+    kind: Literal["dynamic_tiles"] = "dynamic_tiles"
+
+    hf_processors = ("GotOcr2ImageProcessor",)
+
+    @property
+    def item_size(self) -> tuple[int, ...]:
+        return self.tile
+
+    def check(self, where: str) -> None:
+        check_size(where, self, "tile")
+        at_least(1, where, self, ("min_tiles",))
+        ordered(where, self, "min_tiles", "max_tiles")
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> DynamicTiles | FixedSize:
+        # Where InternVL's processor calls it, that one's own default wins over the field.
+        tiled = fields.caller.name == "InternVLProcessor" or fields.flag("crop_to_patches")
+        size = fields.height_and_width("size")
+        min_tiles, max_tiles = fields.count("min_patches"), fields.count("max_patches")
+        if tiled and max_tiles > 1:
+            return cls(tile=size, min_tiles=min_tiles, max_tiles=max_tiles, filter=fields.filter())
+        return FixedSize(resize=size if fields.flag("do_resize") else (), crop=(), filter=fields.filter())
+
+    @classmethod
+    def from_internvl_chat(cls, fields: ProcessorFields, side: int) -> DynamicTiles | FixedSize:
+        """Read the config of OpenGVLab's `internvl_chat`. side: pixels of its tower's images.
+
+        Their code never reads the `preprocessor_config.json` beside it. Their fine-tuning gives each of a sample's
+        several images its share of `max_dynamic_patch`; this is one image's.
+        """
+        if fields.flag("pad2square"):
+            raise fields.refused("pad2square", "only false is known")
+        side = fields.count("force_image_size", side)
+        if not fields.flag("dynamic_image_size"):
+            return FixedSize(resize=(side, side), crop=())
+        return cls(
+            tile=(side, side),
+            min_tiles=fields.count("min_dynamic_patch"),
+            max_tiles=fields.count("max_dynamic_patch"),
+            thumbnail=fields.flag("use_thumbnail"),
+        )
+
+
+@dataclass(frozen=True)
+class AnyRes(ImageKind):
+    """The whole image as one tile, then tiles of the best-fitting resolution, as for LLaVA-NeXT and -OneVision.
+
+    The LLM sees tokens tile by tile, or by rows of the image that the tiles make up: without those of padding only, and
+    with `connector.newline` behind each row.
+    """
+
+    tile: int = 336  # pixels per side
+    pinpoints: tuple[str, ...] = ("336x672", "672x336", "672x672", "1008x336", "336x1008")  # height x width
+    # images of a sample with several: tiled like single ones, or padded to a square
+    several: Literal["tiles", "square"] = "tiles"
+    background: tuple[int, ...] = (122, 116, 104)  # red, green and blue of that padding
+    filter: Filter = "bicubic"  # of resizing
+    order: Literal["tiles", "rows"] = "tiles"  # of an image's tokens: tile by tile, or by rows of the image
+    most_tiles: int = 0  # images with over 1.21 times the tokens of so many tiles are interpolated to those; 0: never
+    kind: Literal["any_res"] = "any_res"
+
+    hf_processors = ("LlavaNextImageProcessor", "LlavaOnevisionImageProcessor")
+
+    @property
+    def item_size(self) -> tuple[int, ...]:
+        return self.tile, self.tile
+
+    @property
+    def arranges_tokens(self) -> bool:
+        """Return whether an image's tokens do not follow each other item by item."""
+        return self.order == "rows"
+
+    @property
+    def interpolates(self) -> bool:
+        """Return whether a position of the LLM may be made of several tokens."""
+        return self.most_tiles > 0
+
+    def check(self, where: str) -> None:
+        at_least(1, where, self, ("tile",))
+        at_least(0, where, self, ("most_tiles",))
+        by_rows = self.order == "rows" or not self.most_tiles
+        check(by_rows, f"{where}.most_tiles={self.most_tiles}: it is rows that are interpolated; choose order=rows")
+        check_color(f"{where}.background", self.background)
+        check(bool(self.pinpoints), f"{where}.pinpoints is empty; name some, such as {2 * self.tile}x{self.tile}")
+        for pinpoint in self.pinpoints:
+            sides = map(int, pinpoint.split("x") if re.fullmatch("[0-9]+x[0-9]+", pinpoint) else ("0",))
+            fits = all(side > 0 and side % self.tile == 0 for side in sides)
+            check(fits, f"{where}.pinpoints: {pinpoint!r} is no HEIGHTxWIDTH in multiples of tile={self.tile}")
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> AnyRes:
+        size = fields.extent("size")
+        tile = size[0]
+        cropped = fields.value("crop_size") is not None
+        if len({*size, *(fields.height_and_width("crop_size") if cropped else ())}) != 1:
+            crop = f"; crop_size is {fields.value('crop_size')}" if cropped else ""
+            raise fields.refused("size", f"tiles must be square, and size and crop_size the same{crop}")
+        pinpoints = fields.value("image_grid_pinpoints")
+        fits = isinstance(pinpoints, list) and len(pinpoints) > 0
+        for point in pinpoints if fits else ():
+            fits &= isinstance(point, list) and len(point) == 2 and all(is_count(s) and s % tile == 0 for s in point)
+        if not fits:
+            raise fields.refused("image_grid_pinpoints", f"give [height, width] of each, in multiples of size, {tile}")
+        return cls(
+            tile=tile,
+            pinpoints=tuple(f"{height}x{width}" for height, width in pinpoints),
+            several="tiles" if fields.name == "LlavaNextImageProcessor" else "square",
+            background=fields.background(),
+            filter=fields.filter(),
+        )
+
+
+@dataclass(frozen=True)
+class SplitTiles(ImageKind):
+    """Square tiles of an enlarged image, row by row, then the whole image as one more, as for Idefics3 and SmolVLM."""
+
+    tile: int = 364  # pixels per side
+    resize: tuple[int, ...] = (1456,)  # to this longest edge, or to (height, width), before it is cut; (): as it is
+    split: bool = True  # false: the whole image alone
+    marker: str = ""  # text before each tile, and behind the last; with it rows end with a line break
+    label: str = ""  # text behind the marker, with {row} and {column} of the tile from 1 on
+    whole: str = ""  # the same of the whole image
+    filter: Filter = "lanczos"  # of resizing
+    kind: Literal["split_tiles"] = "split_tiles"
+
+    hf_processors = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+
+    @property
+    def item_size(self) -> tuple[int, ...]:
+        return self.tile, self.tile
+
+    @property
+    def writes_texts(self) -> bool:
+        """Return whether text is written between an image's tokens."""
+        return bool(self.marker or self.label or self.whole)
+
+    def check(self, where: str) -> None:
+        at_least(1, where, self, ("tile",))
+        fits = len(self.resize) <= 2 and min(self.resize, default=1) > 0
+        check(fits, f"{where}.resize={listed(self.resize)}: give the longest edge, or height and width, or nothing")
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> SplitTiles:
+        tile, edge = (fields.longest_edge(name) for name in ("max_image_size", "size"))
+        if not is_count(tile):
+            raise fields.refused("max_image_size", "give longest_edge, in pixels of a tile")
+        resize = fields.height_and_width("size") if edge is None else (edge,)
+        if not all(map(is_count, resize)):
+            raise fields.refused("size", "give longest_edge, or height and width")
+        return cls(
+            tile=tile,
+            resize=resize if fields.flag("do_resize") else (),
+            split=fields.flag("do_image_splitting"),
+            filter=fields.filter(),
+        )
+
+    def fitted(self, where: str, patch: int, merge: int, positions: str) -> SplitTiles:
+        if positions == "fractional" and self.tile // patch % merge:
+            raise UserError(
+                f"{where}: it makes tiles of {self.tile} pixels, {self.tile // patch} patches a side, which do not "
+                f"divide into squares of {merge} x {merge}; make max_image_size a multiple of {merge * patch}"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class PanAndScan(ImageKind):
+    """The whole image, then crops side by side where it is long or tall, as for Gemma 3, with text before each."""
+
+    resize: tuple[int, ...] = (896, 896)  # of the image and of its crops: height and width
+    min_crop: int = 256  # pixels of a crop's shorter side; with less, an image has no crops
+    max_crops: int = 4  # per image
+    min_ratio: float = 1.2  # longer side over shorter side, from which on an image has crops
+    filter: Filter = "bilinear"  # of resizing
+    kind: Literal["pan_and_scan"] = "pan_and_scan"
+
+    hf_processors = ("Gemma3ImageProcessor",)
+    hf_note = (
+        "do_pan_and_scan=true is followed; Gemma3Processor of transformers ignores it unless the call says it too, and "
+        "an image then has fewer tokens there"
+    )
+    writes_texts = True
+
+    @property
+    def item_size(self) -> tuple[int, ...]:
+        return self.resize
+
+    def check(self, where: str) -> None:
+        check_size(where, self, "resize")
+        at_least(1, where, self, ("min_crop", "max_crops"))
+        above_zero(where, self, ("min_ratio",))
+
+    @classmethod
+    def from_hf(cls, fields: ProcessorFields) -> PanAndScan | FixedSize:
+        if not fields.flag("do_pan_and_scan"):
+            return FixedSize.from_hf(fields)
+        if not fields.flag("do_resize"):
+            raise fields.refused("do_resize", "an image and its crops must be of one size; set it to true")
+        return cls(
+            resize=fields.height_and_width("size"),
+            min_crop=fields.count("pan_and_scan_min_crop_size"),
+            max_crops=fields.count("pan_and_scan_max_num_crops"),
+            min_ratio=fields.number("pan_and_scan_min_ratio_to_activate"),
+            filter=fields.filter(),
+        )
+
+
+ImagePreparation = AsIs | FixedSize | SmartResize | DynamicTiles | AnyRes | PixtralResize | SplitTiles | PanAndScan

@@ -1,0 +1,65 @@
+"""Resize images and frames to about their own size, in whole merge windows."""
+
+from __future__ import annotations
+
+import math
+
+from mmjax.config import SmartResize
+from mmjax.data.media.image_transforms import LazyImage, Size
+from mmjax.errors import BadMedia
+
+MAX_ASPECT = 200  # longer side / shorter side, in Qwen-VL's resizing
+
+
+def items(how: SmartResize, image: LazyImage, images: int) -> tuple[LazyImage, ...]:
+    """Resize an image to about its own size."""
+    unit = how.patch * how.merge
+    bounds = how.min_pixels, how.max_pixels
+    if how.frames:
+        size = smart_size_of_frames(image.size, unit, bounds, how.frames, how.frames)
+    else:
+        size = smart_size(image.size, unit, bounds)
+    return (image.resized(size, how.filter),)
+
+
+def smart_size(size: Size, unit: int, bounds: tuple[int, int]) -> Size:
+    """Compute Qwen-VL's size of an image: whole merge windows, about its own shape, within the bounds on pixels.
+
+    Raises BadMedia where one side is more than 200 times the other.
+    """
+    if max(size) / min(size) > MAX_ASPECT:
+        raise BadMedia(f"an image of {size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other")
+    return _whole_units(size, unit, bounds, frames=1, group=1)
+
+
+def smart_size_of_frames(size: Size, unit: int, bounds: tuple[int, int], frames: int, group: int) -> Size:
+    """Compute the size of each frame of a video, or of a still image that counts as some, as for Qwen3-VL and GLM-4.1V.
+
+    Whole tokens of `unit` pixels a side, about its own shape, within the bounds on the pixels of all frames; these are
+    compared for whole groups of frames. Raises BadMedia where one side is more than 200 times the other.
+    """
+    height, width = size
+    if min(size) < unit:
+        grow = max(unit / height, unit / width)
+        height = int(height * grow)
+        width = int(width * grow)
+    if max(height, width) / min(height, width) > MAX_ASPECT:
+        raise BadMedia(f"{size[0]} x {size[1]} pixels: one side is more than {MAX_ASPECT} times the other")
+    return _whole_units((height, width), unit, bounds, frames, group)
+
+
+def _whole_units(size: Size, unit: int, bounds: tuple[int, int], frames: int, group: int) -> Size:
+    min_pixels, max_pixels = bounds
+    height, width = size
+    rows = round(height / unit)
+    columns = round(width / unit)
+    # Compared for whole groups, and scaled for the frames themselves. Rounding down after shrinking and up after
+    # growing keeps the area within the bounds.
+    pixels = max(round(frames / group), 1) * group * rows * columns * unit * unit
+    if pixels > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
+        rows, columns = (max(1, math.floor(side / shrink / unit)) for side in (height, width))
+    elif pixels < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
+        rows, columns = (math.ceil(side * grow / unit) for side in (height, width))
+    return rows * unit, columns * unit
