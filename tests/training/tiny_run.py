@@ -41,7 +41,8 @@ from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import ALPHABET
-from mmjax.models.model import Model
+from mmjax.models.layer_stacks import stack_layers, unstack_layers
+from mmjax.models.model import Model, restrict
 from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.stage_program import Sums
@@ -128,11 +129,16 @@ def scattered(executor: Executor, seed: int = 0) -> Any:
     return jax.tree.map(lambda p: p + 0.02 * rng.standard_normal(p.shape, np.float32), params)
 
 
-def state_with(executor: Executor, trainable: Any) -> State:
-    """Step 0 with these parameters, nothing frozen, where the executor wants them."""
-    trainable = jax.device_put(trainable, executor.states[0].shardings.trainable)
-    step, moments = executor.states[0].init_optimizer(trainable)
-    return State((TrainState(step, trainable, {}, moments),))
+def state_with(executor: Executor, trainable: Any, frozen: Any = None) -> State:
+    """Step 0 with these parameters, where the executor wants them, and its layers as it stacks them."""
+    given = [stack_layers(unstack_layers(part), executor.model.runs) for part in (trainable, frozen or {})]
+    parts = []
+    for state in executor.states:
+        owned = [restrict(part, like) for part, like in zip(given, state.abstract[1:3], strict=True)]
+        trainable, frozen = (jax.device_put(*pair) for pair in zip(owned, state.shardings[1:3], strict=True))
+        step, moments = state.init_optimizer(trainable)
+        parts.append(TrainState(step, trainable, frozen, moments))
+    return executor.from_parts(parts)
 
 
 def gradients(executor: Executor, state: State, batches: Sequence[Microbatch]) -> Sums:
