@@ -123,10 +123,21 @@ def make_executor(config: Config, mesh: MeshConfig, accumulates: bool = True) ->
 
 
 def scattered(executor: Executor, seed: int = 0) -> Any:
-    """Parameters on the host with biases and scales off their zeros and ones, so that no mistake in them hides."""
+    """Trainable parameters on the host, biases and scales off zero and one too, so that no mistake in them hides.
+
+    Drawn here: the program that draws a run's own takes longer to compile than many that train.
+    """
     rng = np.random.default_rng(seed)
-    params = jax.device_get(executor.init(jax.random.key(seed))).trainable
-    return jax.tree.map(lambda p: p + 0.02 * rng.standard_normal(p.shape, np.float32), params)
+    (state,) = executor.states
+
+    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        noise = rng.standard_normal(leaf.shape, np.float32)
+        if len(leaf.shape) > 1 and path[-1].key != "b":  # of an adapter, where it begins at zero
+            return noise * np.float32(leaf.shape[-2] ** -0.5)
+        return 0.02 * noise + (path[-1].key == "scale")
+
+    layers = unstack_layers(state.abstract.trainable, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
+    return stack_layers(jax.tree_util.tree_map_with_path(draw, layers), executor.model.runs)
 
 
 def state_with(executor: Executor, trainable: Any, frozen: Any = None) -> State:
