@@ -73,6 +73,7 @@ def asked_there(folder: Path, images: list[Path], text: str, system: str = "") -
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+@pytest.mark.default_cases("images0-", "images2-Be brief.")
 @pytest.mark.parametrize(
     ("images", "system"),
     [((), ""), (("tall",), ""), (("wide", "small"), "Be brief."), (("small", "small", "tall"), "")],

@@ -193,12 +193,39 @@ def test_products_in_float8_take_less_time_where_a_device_has_them_and_are_refus
     )
 
 
-@pytest.mark.default_cases("9b")
-@pytest.mark.parametrize("size", ["9b", "15b", "72b"])
-def test_models_that_make_images_are_planned_with_their_unet_as_a_module_of_rows(capsys, size):
-    found = numbers(capsys, f"mllm_{size}", "cluster=a800x120x8")
-    assert found["parameters"]["picture"] == 865_910_724
-    assert sum(found["parameters"].values()) == pytest.approx(1e9 * float(size[:-1]), rel=0.05)
+SMALL_UNET = {
+    "model.generators.picture": "unet",
+    "model.generators.picture.widths": "4,8",
+    "model.generators.picture.heads": "2,2",
+    "model.generators.picture.attending": "true,false",
+    "model.generators.picture.blocks": "1",
+    "model.generators.picture.groups": "2",
+    "model.generators.picture.queries": "4",
+    "model.generators.picture.condition_width": "16",
+    "model.generators.picture.size": "4,4",
+    "model.generators.picture.latents.factor": "2",
+    "model.generators.picture.latents.channels": "1",
+    "data.sources.drawing.arguments.max_digits": "1",
+    "data.sources.drawing.arguments.samples": "600",
+    "data.sources.embedded.samples": "600",
+}
+
+
+@pytest.mark.default_cases("small")
+@pytest.mark.parametrize(
+    ("words", "picture", "parameters"),
+    [
+        (("tiny_draw", *map("=".join, SMALL_UNET.items()), "cluster=a800x2x8"), 13_705, 882e3),
+        (("mllm_9b", "cluster=a800x120x8"), 865_910_724, 9e9),
+        (("mllm_15b", "cluster=a800x120x8"), 865_910_724, 15e9),
+        (("mllm_72b", "cluster=a800x120x8"), 865_910_724, 72e9),
+    ],
+    ids=["small", "9b", "15b", "72b"],
+)
+def test_models_that_make_images_are_planned_with_their_unet_as_a_module_of_rows(capsys, words, picture, parameters):
+    found = numbers(capsys, *words)
+    assert found["parameters"]["picture"] == picture
+    assert sum(found["parameters"].values()) == pytest.approx(parameters, rel=0.05)
     ways = found["ways"]
     assert ways["post"]["memory"] < found["room"]
     assert ways["post"]["dist_ratio"]["picture"] < ways["none"]["dist_ratio"]["picture"]

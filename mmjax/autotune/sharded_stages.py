@@ -23,6 +23,8 @@ from mmjax.config import (
     DecoderConfig,
     Generator,
     Layout,
+    ModelConfig,
+    NoBalance,
     SequenceParallel,
     Unit,
 )
@@ -103,10 +105,23 @@ class ShardedStage(NamedTuple):
         return self.is_sink and not self.stage.inputs
 
 
-def shard_stages(config: Config) -> list[ShardedStage]:
+_sharded: dict[str, tuple[ShardedStage, ...]] = {}  # by all that they depend on
+MAX_SHARDED = 16
+
+
+def shard_stages(config: Config) -> tuple[ShardedStage, ...]:
     """Cut a model into the stages of its units, and its parameters over their meshes."""
     # Whatever its policies: a plan that is made again with those that it chose must be the same.
     without_remat = with_policies(config.model, dict.fromkeys(towers_of(config.model), ("none",)))
+    key = f"{replace(config, model=without_remat, batch=replace(config.batch, balance=NoBalance()))}"
+    if key not in _sharded:
+        while len(_sharded) >= MAX_SHARDED:
+            _sharded.pop(next(iter(_sharded)))
+        _sharded[key] = _shard_stages(config, without_remat)
+    return _sharded[key]
+
+
+def _shard_stages(config: Config, without_remat: ModelConfig) -> tuple[ShardedStage, ...]:
     model = Model.build(without_remat, jnp.dtype(config.training.precision), stage_cuts(config))
     placed = list_stages(config)
     stages = [Stage.of_layers(model, stage.pieces) for stage in placed]
@@ -133,7 +148,7 @@ def shard_stages(config: Config) -> list[ShardedStage]:
                 pieces=pieces,
             )
         )
-    return sharded
+    return tuple(sharded)
 
 
 def _shard_piece(

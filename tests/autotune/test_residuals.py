@@ -29,9 +29,10 @@ def with_tower(tower, backend="dense", **changes):
     return replace(CONFIG, llm=towers.pop("llm"), encoders=towers)
 
 
-@pytest.mark.parametrize(
-    ("tower", "backend", "dtype"), [*product(SHAPES, ("dense", "blockwise"), ("float32", "bfloat16"))]
-)
+@pytest.mark.covering
+@pytest.mark.parametrize("tower", SHAPES)
+@pytest.mark.parametrize("backend", ["dense", "blockwise"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
     config = CONFIG.llm if tower == "llm" else CONFIG.encoders[tower]
     found = saved_bytes_per_layer(with_tower(tower, backend), tower, SHAPES[tower], dtype)
@@ -53,6 +54,7 @@ def test_named_saves_are_the_values_that_they_name(tower, backend, dtype):
     assert found["none"].device > found["products"].device
 
 
+@pytest.mark.default_cases("llm", "gated vision")
 @pytest.mark.parametrize(
     ("tower", "changes"),
     [
@@ -74,7 +76,7 @@ def test_without_remat_a_layer_keeps_its_products_and_the_inputs_of_its_norms_an
     assert found == 256 * (2 * numbers + 4 * part.heads)
 
 
-@pytest.mark.default_cases("trained-llm-dense", "trained-vision-blockwise", "frozen-llm-blockwise")
+@pytest.mark.default_cases("trained-vision-blockwise", "frozen-llm-blockwise")
 @pytest.mark.parametrize(("tower", "backend"), [*product(SHAPES, ("dense", "blockwise"))])
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(tower, backend, frozen):
@@ -88,6 +90,7 @@ def test_a_tower_of_several_policies_keeps_what_its_layers_were_predicted_to(tow
     assert measured == pytest.approx(predicted, rel=0.02)
 
 
+@pytest.mark.default_cases("16")
 @pytest.mark.parametrize("shared", [0, 16])
 def test_layers_with_experts_keep_what_they_were_predicted_to(shared):
     experts = ExpertsConfig(layers=tuple(range(4)), count=8, per_token=2, width=24, shared_width=shared)

@@ -95,6 +95,7 @@ def test_rows_are_full_over_300_steps_with_drained_chunks_and_nobody_waits(sampl
         assert len(keep) / sum(map(len, use)) == pytest.approx(samples, rel=0.07)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("columns", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_nobody_waits_longer_than_ten_steps_whatever_the_lengths(columns, microbatches):

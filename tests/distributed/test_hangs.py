@@ -17,7 +17,7 @@ from commands import TINY
 from restarts import steps_of
 from started import Ended, finish, launch, process_of, wait_until
 
-WORDS = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=0")
+WORDS = ("training.steps=100000", "training.evaluate_every=0", "training.checkpoint_every=0", "batch.shapes=1")
 SOON = ("training.watch.seconds=8", "training.watch.times=3")
 LIMIT = 8 + 60
 

@@ -26,7 +26,7 @@ def together(processes: int, *words: object, devices: int) -> Ended:
 
 
 def test_two_processes_give_the_losses_of_one_which_goes_on_from_their_checkpoint(runs, capsys):
-    words = (TINY, "training.evaluate_every=0", "training.keep=3")
+    words = (TINY, "training.evaluate_every=0", "training.keep=3", "batch.shapes=1")
     one, two = runs / "one_process", runs / "two_processes"
     assert run(capsys, train.main, *words, f"run={one}").code == 0
     ended = together(2, *words, f"run={two}", devices=4)

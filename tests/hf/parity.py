@@ -167,7 +167,7 @@ def check_text(model: torch.nn.Module, folder: Path, samples: Sequence[np.ndarra
     ours, params, _ = loaded(folder)
     text = packed_text(samples, length)
     batch = jax.tree.map(jnp.asarray, Microbatch(text, {}))
-    logits = np.asarray(jax.jit(ours.logits)(params, batch))
+    logits, gradients = logits_and_gradients(ours, params, batch)
     count = sum(len(tokens) - 1 for tokens in samples)
 
     def loss_there(model: torch.nn.Module, compare: bool = False) -> torch.Tensor:
@@ -184,22 +184,23 @@ def check_text(model: torch.nn.Module, folder: Path, samples: Sequence[np.ndarra
         return sum(losses) / count
 
     loss_there(model, compare=True).backward()
-    check_gradients(ours, params, batch, model, count, loss_there)
+    compare_gradients(ours, gradients, model, loss_there)
 
 
-def check_gradients(
-    ours: Model, params: Params, batch: Microbatch, model: torch.nn.Module, count: int, loss_there: Loss
-) -> None:
-    """Compare every parameter's gradient, in its own place of the checkpoint's layout."""
+def logits_and_gradients(ours: Model, params: Params, batch: Microbatch) -> tuple[np.ndarray, Params]:
+    """Compute logits, and the gradient of the mean loss by every parameter, in one program."""
+    count = float(np.asarray(batch.text.weight).sum())
 
-    def loss(params: Params) -> jax.Array:
-        return step_loss(token_losses(ours.logits(params, batch), batch.text), batch.text, float(count), 1)[0]
+    def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+        logits = ours.logits(params, batch)
+        return step_loss(token_losses(logits, batch.text), batch.text, count, 1)[0], logits
 
-    compare_gradients(ours, jax.jit(jax.grad(loss))(params), model, loss_there)
+    gradients, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
+    return np.asarray(logits), gradients
 
 
 def compare_gradients(ours: Model, gradients: Params, model: torch.nn.Module, loss_there: Loss) -> None:
-    """Compare these gradients of all parameters with those that the model there holds.
+    """Compare every parameter's gradient, in its own place of the checkpoint's layout, with what the model there holds.
 
     Not where an input of a ReLU is 0 but for rounding: its gradient is then 0 here and 1 there, and both are right.
     Where drawn norms and caps enlarge rounding, ours may be four times as far from float64 as those there are, or as

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from parity import (
     Params,
-    check_gradients,
+    compare_gradients,
     forget_longer_texts,
     loaded,
+    logits_and_gradients,
     same_gradients,
     same_logits,
     saved_gradients,
@@ -196,7 +197,7 @@ def check_packed(
     """The same of samples that are packed already, one of which `theirs` computes there."""
     batch = jax.tree.map(jnp.asarray, made)
     text = jax.device_get(batch.text)
-    logits = np.asarray(jax.jit(ours.logits)(params, batch))
+    logits, gradients = logits_and_gradients(ours, params, batch)
     count = float(text.weight.sum())
 
     def loss_there(model: torch.nn.Module, compare: bool = False) -> torch.Tensor:
@@ -216,7 +217,7 @@ def check_packed(
         return total / count
 
     loss_there(model, compare=True).backward()
-    check_gradients(ours, params, batch, model, count, loss_there)
+    compare_gradients(ours, gradients, model, loss_there)
     return jax.device_get(batch)
 
 

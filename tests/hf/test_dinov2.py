@@ -39,7 +39,7 @@ def test_dinov2_is_what_transformers_makes_of_it_with_images_of_many_sizes_in_on
     check_tower(theirs, tmp_path, features, pictures, rng, merge=drawn.pick(rng, 1, 2, 3))
 
 
-@pytest.mark.default_cases("0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(6))
 def test_a_llava_with_dinov2_is_what_transformers_makes_of_it(seed, tmp_path):
     rng = np.random.default_rng(seed)

@@ -87,6 +87,7 @@ LOCAL = ["sliding_attention", "sliding_attention", "full_attention"]
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
 
+@pytest.mark.default_cases("gemma2", "llama longrope", "llama dynamic", "opt", "gemma3")
 @pytest.mark.parametrize(
     ("kind", "own"),
     [

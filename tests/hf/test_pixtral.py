@@ -88,7 +88,7 @@ def theirs(processor, unit):
     return lambda model, sample: model(**inputs_of(sample, processor, unit), use_cache=False).logits[0]
 
 
-@pytest.mark.default_cases("pixtral-1", "mistral3-1")
+@pytest.mark.default_cases("mistral3-1")
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("family", WHOLE)
 def test_a_whole_model_is_what_transformers_makes_of_it(family, seed, tmp_path):

@@ -114,6 +114,7 @@ def test_processors_inside_processor_config_win_over_the_file_beside_it(name, tm
     check(tmp_path, cls(**options))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("suffix", ["", "Fast"])
 def test_fields_that_are_missing_or_null_are_the_processors_own_defaults(name, suffix, tmp_path):

@@ -85,7 +85,7 @@ def save(model, folder, side=SIDE):
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
-@pytest.mark.default_cases("0", "1")
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("seed", range(12))
 def test_a_llava_whose_config_leaves_out_defaults_is_what_transformers_makes_of_it(seed, tmp_path):
     rng = np.random.default_rng(seed)
@@ -102,7 +102,7 @@ def test_a_llava_whose_config_leaves_out_defaults_is_what_transformers_makes_of_
     check_samples(model, tmp_path, samples(side), theirs((side // vision.patch_size) ** 2))
 
 
-@pytest.mark.default_cases("0", "1", "2")
+@pytest.mark.default_cases("0")
 @pytest.mark.parametrize("seed", range(12))
 def test_internvl_is_what_transformers_makes_of_it(seed, tmp_path):
     rng = np.random.default_rng(seed)
@@ -117,7 +117,7 @@ def test_internvl_is_what_transformers_makes_of_it(seed, tmp_path):
     check_samples(model, tmp_path, samples(side), theirs(tokens))
 
 
-@pytest.mark.default_cases("0", "1")
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("seed", range(12))
 def test_gemma3_is_what_transformers_makes_of_it_and_its_images_attend_both_ways(seed, tmp_path):
     rng = np.random.default_rng(seed)
@@ -128,7 +128,7 @@ def test_gemma3_is_what_transformers_makes_of_it_and_its_images_attend_both_ways
     check_samples(model, tmp_path, samples(side), theirs(config.mm_tokens_per_image, token_types=True))
 
 
-@pytest.mark.default_cases("0", "1")
+@pytest.mark.default_cases("0")
 @pytest.mark.parametrize("seed", range(12))
 def test_paligemma_is_what_transformers_makes_of_it_and_its_prompts_attend_both_ways(seed, tmp_path):
     rng = np.random.default_rng(seed)

@@ -33,6 +33,7 @@ def unpacked(lists: TileLists, columns: int, across: int) -> np.ndarray:
     return mask.reshape(rows, tiles * TILE, -1)
 
 
+@pytest.mark.default_cases("0", "1", "2")
 @pytest.mark.parametrize("seed", range(6))
 def test_whole_blocks_and_bits_are_the_mask(seed):
     mask = random_mask(np.random.default_rng(seed), 2, 300)

@@ -42,7 +42,7 @@ def shuffled(case, seed, block):
     return jax.tree.map(lambda x: x[:, order], case)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("backend", ["dense", "blockwise", "flash"])
 @pytest.mark.parametrize("form", ["gather", "heads"])
@@ -88,6 +88,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
     return jnp.where(agreed, output, jnp.nan)
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize(
     ("mesh", "backend", "window"),
     [(MeshConfig(context=2, data=1), "flash", 20), (MeshConfig(context=4, data=2), "blockwise", 0)],

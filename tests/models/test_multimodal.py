@@ -31,6 +31,7 @@ def in_rows(samples, rows=2):
     return [samples[r::rows] for r in range(rows)]
 
 
+@pytest.mark.default_cases("isolated-blockwise")
 @pytest.mark.parametrize(("items", "backend"), [("causal", "dense"), ("isolated", "blockwise")])
 def test_a_packed_row_gives_each_sample_what_it_gets_alone(items, backend):
     samples = many_samples()

@@ -53,7 +53,14 @@ def test_linear_layers_are_those_of_the_built_model_with_their_sizes():
     assert found == linear_layers(model)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.default_cases(
+    "llm.*-llm alone",
+    "llm.*.value-all",
+    "vision.layers.*.query,llm.*.down-none",
+    "vision.connector.*-none",
+    "audio.*-none",
+    "*-none",
+)
 @pytest.mark.parametrize("trained", ["none", "llm alone", "all"])
 @pytest.mark.parametrize("patterns", PATTERNS, ids=",".join)
 def test_needed_is_every_matrix_product_of_the_traced_gradient(patterns: tuple[str, ...], trained: str) -> None:

@@ -252,7 +252,7 @@ def xlas_count(model: ModelConfig, frozen: frozenset[str], loss_chunks: int = 1)
     return program.cost_analysis()["flops"]
 
 
-@pytest.mark.default_cases("all trainable", "products, frozen llm", "adapters alone, full", "offload, frozen llm")
+@pytest.mark.default_cases("adapters alone, full", "products, frozen llm")
 @pytest.mark.parametrize(
     ("model", "frozen"),
     [

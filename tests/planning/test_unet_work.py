@@ -79,6 +79,7 @@ def test_executed_is_within_three_percent_of_xlas_count(unet: UnetConfig, traine
     assert found.total == pytest.approx(counted, rel=0.03)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("unet", [WIDE, TWO_LEVELS, replace(WIDE, remat="full"), replace(WIDE, attention="blockwise")])
 def test_what_is_kept_for_backward_is_what_jax_keeps_or_a_little_more(unet: UnetConfig, trained: bool) -> None:

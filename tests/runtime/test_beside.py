@@ -23,6 +23,7 @@ from test_executor import (
 )
 from test_mixtures import mixture
 from test_unit_runs import assert_same_losses, assert_stages_and_one_mesh_go_on_from_each_other, go_back, together
+from tiny_run import one_shape
 
 from mmjax.config import Config, Unit
 from mmjax.config.training import unit_modules
@@ -35,10 +36,11 @@ def in_microbatches(config: Config, count: int) -> Config:
     return replace(config, batch=replace(config.batch, microbatches=count))
 
 
-@pytest.mark.default_cases("both")
+@pytest.mark.default_cases("two copies of both")
 @pytest.mark.parametrize(
     "config",
     [
+        pytest.param(one_shape(config_of("beside two", dropout=0.1)), id="two copies of both"),
         pytest.param(config_of("beside", dropout=0.1), id="both"),
         pytest.param(config_of("one beside", remat="full"), id="one of two"),
         pytest.param(config_of("beside", ("vision", "audio")), id="frozen, with trained connectors"),

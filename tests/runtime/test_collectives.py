@@ -134,7 +134,7 @@ def where_nothing_moves(tmp_path_factory) -> Callable[[MeshConfig], tuple[Microb
     return on
 
 
-@pytest.mark.default_cases("data=8")
+@pytest.mark.default_cases("fsdp=8")
 @pytest.mark.parametrize("mesh", [MeshConfig(8), MeshConfig(1, fsdp=8)], ids=["data=8", "fsdp=8"])
 def test_a_plan_that_moves_nothing_has_no_collective(mesh, where_nothing_moves):
     batch, executor, text, _ = where_nothing_moves(mesh)

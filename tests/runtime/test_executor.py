@@ -15,7 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_run import load_steps, make_executor, one_shape, tiny_config, weight, weights, with_answers, worst_leaf
+from tiny_run import (
+    load_steps,
+    make_executor,
+    one_shape,
+    state_with,
+    tiny_config,
+    weight,
+    weights,
+    with_answers,
+    worst_leaf,
+)
 
 from mmjax.batch import Microbatch
 from mmjax.config import (
@@ -71,6 +81,7 @@ UNITS = {
         "llm": Unit(fsdp=2, context=2, context_attention="heads"),
     },
     "beside": {"vision": Unit(beside="llm"), "audio": Unit(beside="llm"), "llm": Unit(pipeline=4)},
+    "beside two": {"vision": Unit(beside="llm"), "audio": Unit(beside="llm"), "llm": Unit(pipeline=2)},
     "one beside": {"vision": Unit(beside="llm"), "audio": Unit(), "llm": Unit(pipeline=3)},
     "beside, in parts": {
         "encoders": Unit(modules=("vision", "audio"), virtual=2, beside="llm"),
@@ -187,7 +198,8 @@ def assert_gradients_of_one_mesh(
     put = [one.put(batch) for batch in plain]
     expected = jax.device_get(one.gradients(state, one.zeros(), put, weights(plain), noise).sums[0])
 
-    staged = fill_adapters(pipeline.init(jax.random.key(0)))
+    # Drawn once: that stages draw what one mesh does, the losses of runs show.
+    staged = state_with(pipeline, *jax.device_get((state.trainable, state.frozen)))
     put = [pipeline.put(batch, number) for number, batch in enumerate(batches)]
     weighed = pipeline.weigh_batches(put)
     run = pipeline.gradients(staged, pipeline.zeros(), weighed.batches, weighed.weights, noise)

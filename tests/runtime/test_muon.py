@@ -52,6 +52,7 @@ def test_the_iteration_is_optaxs_and_in_bfloat16_it_is_rounded_less_than_the_ref
     assert ITERATIONS == MUON_ITERATIONS
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layers", [1, 3, 9])
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4 x tensor=2", "data=2 x fsdp=2 x tensor=2"])
 @pytest.mark.parametrize("axes", [("embed", "mlp"), ("heads", "embed")])

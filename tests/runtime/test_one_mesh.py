@@ -79,7 +79,7 @@ CASES = {
 SHIPPED = ("tiny_audio", "tiny_draw", "tiny_frozen", "tiny_omni", "tiny_text", "tiny_video", "tiny_vlm")
 
 
-@pytest.mark.default_cases("context and overlapped products", "a generator")
+@pytest.mark.default_cases("context and overlapped products")
 @pytest.mark.parametrize("case", CASES)
 def test_any_model_and_mesh_has_the_programs_of_the_specification(case, tmp_path):
     config, mesh, topology = CASES[case]

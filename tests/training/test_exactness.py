@@ -17,6 +17,7 @@ from tiny_run import (
     load_steps,
     make_executor,
     merged,
+    one_shape,
     paths,
     scattered,
     state_with,
@@ -37,7 +38,7 @@ from mmjax.runtime.executor import Executor
 from mmjax.runtime.stage_program import Sums
 from mmjax.runtime.state import hyperparameters
 
-CONFIG = tiny_config()
+CONFIG = one_shape(tiny_config())
 OF_GRADIENT, OF_LOSS, OF_TRAINING = 1e-5, 1e-5, 1e-4
 
 Steps = list[tuple[Microbatch, ...]]

@@ -40,7 +40,8 @@ from mmjax.data.plan.placement import ONE_RANK, Topology
 from mmjax.data.plan.step_plan import make_planner
 from mmjax.data.sources.opening import open_sources
 from mmjax.data.toy.dataset import ALPHABET
-from mmjax.models.model import Model
+from mmjax.models.layer_stacks import stack_layers, unstack_layers
+from mmjax.models.model import Model, restrict
 from mmjax.parallel.sharding import ShardingRules, make_mesh, replicated
 from mmjax.runtime.executor import Executor, State
 from mmjax.runtime.stage_program import Sums
@@ -121,17 +122,33 @@ def make_executor(config: Config, mesh: MeshConfig, accumulates: bool = True) ->
 
 
 def scattered(executor: Executor, seed: int = 0) -> Any:
-    """Parameters on the host with biases and scales off their zeros and ones, so that no mistake in them hides."""
+    """Trainable parameters on the host, biases and scales off zero and one too, so that no mistake in them hides.
+
+    Drawn here: the program that draws a run's own takes longer to compile than many that train.
+    """
     rng = np.random.default_rng(seed)
-    params = jax.device_get(executor.init(jax.random.key(seed))).trainable
-    return jax.tree.map(lambda p: p + 0.02 * rng.standard_normal(p.shape, np.float32), params)
+    (state,) = executor.states
+
+    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        noise = rng.standard_normal(leaf.shape, np.float32)
+        if len(leaf.shape) > 1 and path[-1].key != "b":  # of an adapter, where it begins at zero
+            return noise * np.float32(leaf.shape[-2] ** -0.5)
+        return 0.02 * noise + (path[-1].key == "scale")
+
+    layers = unstack_layers(state.abstract.trainable, lambda leaf, _: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
+    return stack_layers(jax.tree_util.tree_map_with_path(draw, layers), executor.model.runs)
 
 
-def state_with(executor: Executor, trainable: Any) -> State:
-    """Step 0 with these parameters, nothing frozen, where the executor wants them."""
-    trainable = jax.device_put(trainable, executor.states[0].shardings.trainable)
-    step, moments = executor.states[0].init_optimizer(trainable)
-    return State((TrainState(step, trainable, {}, moments),))
+def state_with(executor: Executor, trainable: Any, frozen: Any = None) -> State:
+    """Step 0 with these parameters, where the executor wants them, and its layers as it stacks them."""
+    given = [stack_layers(unstack_layers(part), executor.model.runs) for part in (trainable, frozen or {})]
+    parts = []
+    for state in executor.states:
+        owned = [restrict(part, like) for part, like in zip(given, state.abstract[1:3], strict=True)]
+        trainable, frozen = (jax.device_put(*pair) for pair in zip(owned, state.shardings[1:3], strict=True))
+        step, moments = state.init_optimizer(trainable)
+        parts.append(TrainState(step, trainable, frozen, moments))
+    return executor.from_parts(parts)
 
 
 def gradients(executor: Executor, state: State, batches: Sequence[Microbatch]) -> Sums:

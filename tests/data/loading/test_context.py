@@ -52,6 +52,7 @@ def taken(batch: Microbatch) -> dict[str, dict[tuple[int, int], tuple[int, int]]
     return found
 
 
+@pytest.mark.default_cases("4 with tensor 2", "4 ranks of 2 in nodes of 2")
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=list(TOPOLOGIES))
 def test_every_position_gets_the_encoder_token_that_it_gets_from_one_device(packed, topology):
     wanted: dict[str, dict] = {}

@@ -165,6 +165,7 @@ def test_a_microbatch_without_samples_is_all_padding(tmp_path):
         assert all(np.all(slots == -1) for slots in batch.text.slots.values())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("topology", [Topology(4, 4, 4), Topology(4, 2, 2)], ids=["4", "4-by-2"])
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)

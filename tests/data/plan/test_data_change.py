@@ -44,6 +44,7 @@ def test_what_was_had_and_what_is_due_are_whole_epochs(grouping, step):
     assert len(np.unique(due)) == len(due)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("grouping", GROUPINGS, ids=KINDS)
 @pytest.mark.parametrize("steps", [(5, 9), (20, 23), (40, 70)])
 def test_through_several_changes_of_the_data_every_sample_comes_once_an_epoch(grouping, steps, tmp_path):

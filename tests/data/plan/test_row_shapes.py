@@ -51,6 +51,7 @@ def test_a_step_that_a_shapes_width_leads_astray_is_placed_as_it_was_when_the_sh
     assert {len(planned.plan(step).microbatches) for step in range(DRY_RUN_STEPS)} == {1}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=SPREAD)
 @pytest.mark.parametrize("balance", BALANCES, ids=BALANCE_KINDS)
 def test_shapes_come_cheapest_first(balance, topology):
